@@ -13,7 +13,6 @@ from heapr_lab.importance.estimators import (
     PER_TOKEN,
     complete_options,
     score,
-    unit_of,
 )
 from heapr_lab.models.moments import SUMS as MOMENTS
 from heapr_lab.models.moments import one_by_one
@@ -126,12 +125,6 @@ def test_unrouted_scores_zero(estimator: str) -> None:
     routed, unrouted = score(stale, N, estimator=estimator)
     assert routed != 0
     assert (unrouted != 0) == (estimator in {"camera", "magnitude", "random"})
-
-
-def test_a_single_token_counts_as_one() -> None:
-    """Means over one token are the sums."""
-    one = pd.DataFrame({"tokens": [1], "sum_h2": [3.0], "sum_g2": [4.0]})
-    assert score(one, {}).tolist() == [0.5 * 3 * 4]
 
 
 def test_scores_of_small_types_are_computed_in_float64() -> None:
@@ -278,17 +271,3 @@ def test_units_say_what_a_score_is_divided_by(estimator: str) -> None:
         assert twice == pytest.approx(once)
     elif unit == "tokens":
         assert twice == pytest.approx(2 * once)
-
-
-def test_units_are_found_by_the_name_of_the_scores() -> None:
-    """As axes show them; scores of no estimator have an arbitrary unit."""
-    names: dict[str, list[str]] = {}
-    for name in [*ESTIMATORS, "my own score"]:
-        names.setdefault(unit_of(name), []).append(name)
-    assert names == {
-        "nats per routed token": ["heapr", "shrunk"],
-        "nats per token": ["heapr_total", "fisher", "elimination"],
-        "arbitrary unit": ["camera", "magnitude", "random", "my own score"],
-        "tokens": ["frequency"],
-    }
-    assert unit_of(None) == "arbitrary unit"

@@ -168,21 +168,6 @@ def test_the_name_and_revision_of_a_model() -> None:
     assert (said["model"], said["revision"]) == ("some/model", "abc")
 
 
-def test_rows_are_in_order_with_small_types() -> None:
-    """Single precision for a model in single precision, whole numbers of tokens."""
-    table = collect_statistics(tiny_model("mixtral", dtype=torch.float32), WINDOWS)
-    frame = table.frame
-    keys = frame[["layer", "expert", "atom"]]
-    assert keys.to_numpy().tolist() == [
-        [layer, expert, atom]
-        for layer in range(2)
-        for expert in range(4)
-        for atom in range(8)
-    ]
-    assert frame.index.tolist() == list(range(64))
-    assert {str(kind) for kind in frame.dtypes[4:]} == {"float32"}
-
-
 def test_no_window_counts_twice(model: nn.Module) -> None:
     """Tables whose sets share windows do not merge, alone or merged before."""
     other = CalibrationSet.from_ids(tiny_ids(n_sequences=3, seed=7))
@@ -322,22 +307,6 @@ def test_replaced_weights_in_nested_masks(model: nn.Module) -> None:
             logits([two[0], None], [None, three[1]]), logits([two[0], three[1]])
         )
         assert not torch.allclose(logits(two), logits(three))
-
-
-def test_a_model_that_is_copied_while_it_is_masked(model: nn.Module) -> None:
-    """The copy is dense, runs as the model did, and can be masked itself."""
-    layers = find_experts(model)
-    drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in layers]
-    with torch.no_grad():
-        dense = model(WINDOWS.ids).logits
-        with masked(layers, drop):
-            twin = copy.deepcopy(model)
-            assert torch.equal(twin(WINDOWS.ids).logits, dense)
-        assert torch.equal(twin(WINDOWS.ids).logits, dense)
-        own = find_experts(twin)
-        with masked(own, drop):
-            assert not torch.allclose(twin(WINDOWS.ids).logits, dense)
-        assert torch.equal(twin(WINDOWS.ids).logits, dense)
 
 
 def test_a_copy_knows_how_the_model_ran() -> None:

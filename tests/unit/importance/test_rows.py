@@ -53,13 +53,6 @@ def test_what_is_measured_is_at_least_float32(name: str, kind: type) -> None:
     assert typed[name].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_the_frame_that_was_given_stays() -> None:
-    """Types are changed in a copy."""
-    given = frame()
-    typed_rows(given)
-    assert given["layer"].dtype == np.int64
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -81,15 +81,6 @@ def test_experts_of_unequal_layers() -> None:
     )
 
 
-def test_large_numbers_have_commas_and_what_is_unknown_is_left_out() -> None:
-    """In the summary of a table without tokens and N."""
-    frame = table((1, 1000)).frame.drop(columns="tokens")
-    assert repr(ImportanceTable.from_frame(frame)) == (
-        "ImportanceTable(1 layers, 1 experts, 1,000 atoms)"
-    )
-    assert "1,234 predicted" in repr(ImportanceTable.from_frame(frame, N=1234))
-
-
 def test_what_cannot_have_been_measured_is_no_table() -> None:
     """Neither values nor a specification that was edited."""
     with pytest.raises(SpecError, match="column sum_h2 has -1"):

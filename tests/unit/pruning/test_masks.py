@@ -203,42 +203,6 @@ def test_widths_and_ratios_are_named() -> None:
     pd.testing.assert_series_equal(keep.layer_ratios(), ratios)
 
 
-def test_a_mask_is_shown_in_a_line() -> None:
-    """Counts with separators, layers and the ratio."""
-    keep = KeepMask.from_arrays({0: np.arange(3000).reshape(2, -1) < 2000, **RAGGED})
-    assert repr(keep) == (
-        "KeepMask(2,005 of 3,009 atoms kept in 3 layers, pruning ratio 0.3337)"
-    )
-
-
-def test_the_card_of_a_mask_says_what_is_kept(keep: KeepMask) -> None:
-    """Also of experts that lost all, and how it was selected where it says so."""
-    said = {"estimator": "fisher", "scope": "layer", "granularity": "atom"}
-    arrays = {**keep.arrays, 3: np.zeros((2, 2), bool)}
-    keep = KeepMask(arrays, {**said, "structure": "aligned"})
-    text = pd.Series([keep._repr_html_()]).str.replace(r"<[^>]*>", "|", regex=True)[0]
-    shown = [part for part in text.split("|") if part.strip()]
-    assert shown == [
-        "Keep mask",
-        "pruning ratio",
-        "62.50%",
-        "atoms kept",
-        "3 of 8",
-        "experts without atoms",
-        "2 of 4",
-        "width of an expert",
-        "0 to 2",
-        "selected by",
-        "fisher, layer, atom, aligned",
-        "kept per layer",
-        "layer 0",
-        "75.0 %",
-        "layer 3",
-        "0.0 %",
-    ]
-    assert "selected by" not in KeepMask(keep.arrays)._repr_html_()
-
-
 # --- counts and arrays ---
 
 

@@ -11,7 +11,6 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import (
-    at_context,
     context_length,
     savings_of,
     summed_scores,
@@ -84,11 +83,6 @@ def test_the_context_is_that_of_the_windows() -> None:
     for provenance in ({}, {"calibration": None}, {"calibration": {}}):
         assert context_length(table(provenance=provenance)) == 2048
     assert context_length(table()) == 2048
-
-
-def test_a_context_is_named_with_separators() -> None:
-    """In whole tokens."""
-    assert at_context(131072.0) == "at 131,072 tokens of context"
 
 
 def test_scores_of_what_goes_are_added_up() -> None:
