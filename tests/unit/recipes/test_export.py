@@ -5,7 +5,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from commands import run
@@ -21,8 +20,7 @@ from heapr_lab.models.sources import read_source, source_of, weights_bytes
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.savings import context_length
-from heapr_lab.recipes.export import describe_calibration, savings
+from heapr_lab.recipes.export import savings
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
@@ -135,15 +133,6 @@ def test_the_command_line_says_the_context(root: Path) -> None:
     assert other["seq_len"] == 512
 
 
-def test_a_table_that_does_not_say_counts_at_2048() -> None:
-    """So do tables whose entry is no number."""
-    frame = pd.DataFrame({"layer": [0], "expert": [0], "atom": [0], "sum_hg2": [1.0]})
-    for said in ({}, {"provenance": {"calibration": {"seq_len": None}}}):
-        table = ImportanceTable.from_frame(frame, **said)
-        assert context_length(table) == 2048
-        assert describe_calibration(table) == "not recorded"
-
-
 # --- files -----------------------------------------------------------------------
 
 
@@ -176,22 +165,6 @@ def test_a_checkpoint_has_the_type_and_size_of_its_source(
     assert f"| {dense:,} → {sizes['panel']:,}" in card
     # The dense model, from which the weights were copied, is as it was.
     assert {p.dtype for p in bench.model.parameters()} == {torch.float32}
-
-
-def test_panel_and_command_line_write_the_same_weights(
-    root: Path, tmp_path: Path
-) -> None:
-    """Masked, from memory and from the files: bit for bit."""
-    panel = panel_of(root, bench_of(root))
-    panel.controls.ratio.value = "0.4"
-    export(panel, tmp_path / "panel", weights="unchanged")
-    run(
-        "prune", root / "moe", "--importance", root / "table.parquet", "--ratio", 0.4,
-        "--estimator", "heapr", "--out", tmp_path / "line",
-    )  # fmt: skip
-    ours, theirs = (tensors_in(tmp_path / name) for name in ("panel", "line"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_sizes_that_are_no_files_are_called_estimates(root: Path) -> None:

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_ids
 from torch import nn
 
-from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.activation_grams import HELD_OUT, collect_grams
@@ -63,19 +61,3 @@ def test_statistics_come_from_elsewhere_once(model: nn.Module) -> None:
     for estimator in ("elimination", "heapr", "fisher"):
         calibrated.compensated(Selection(0.5, estimator=estimator))
     assert asked == [WINDOWS]
-
-
-def test_normalised_experts_are_compensated_one_by_one() -> None:
-    """They cannot compensate each other."""
-    model = tiny_model("qwen2_moe")
-    for layer in find_experts(model):
-        layer.module.has_post_expert_norm = True
-        layer.module.post_expert_norm = nn.Identity()
-    assert CalibratedModel(model, WINDOWS).sums.span == "expert"
-
-
-def test_one_window_is_refused(model: nn.Module) -> None:
-    """No token would be left to choose the ridges by."""
-    one = CalibrationSet.from_ids(tiny_ids(n_sequences=1))
-    with pytest.raises(SpecError, match="at least 2 windows"):
-        CalibratedModel(model, one).compensated(HALF)

@@ -15,7 +15,6 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.refinement.activation_grams import LayerGrams
 from heapr_lab.refinement.compensation import (
-    RIDGES,
     Compensation,
     LayerSolver,
     compensate,
@@ -108,23 +107,6 @@ def test_weights_stay_where_held_out_tokens_say_otherwise(
     assert (row["changed"], row["ridge"]) == (True, 0.25)
     # x = 4/5 adds 2 · 2 x + 2 x² to the error 8.
     assert row["compensated"] == pytest.approx((8 + 4 * 0.8 + 2 * 0.64) / 6)
-
-
-def test_the_ridge_of_least_held_out_error_is_chosen(layer: ExpertsLayer) -> None:
-    """It shrinks towards what the held-out tokens ask for; both ends are tried."""
-    assert RIDGES == (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-    # The fit alone gives x = 1; held-out tokens ask for x = s.
-    chosen = {
-        share: solved(
-            layer,
-            grams_of(COUPLED, [[2.0, share], [share, 2.0]]),
-            keep=without(1),
-            ridge=None,
-        )[1]["ridge"]
-        for share in (1.2, 0.98, 0.9, 0.5, 0.05)
-    }
-    # x = 2 / (2 + 2 ridge), to be nearest to s.
-    assert chosen == {1.2: 1e-4, 0.98: 1e-2, 0.9: 1e-1, 0.5: 1.0, 0.05: 10.0}
 
 
 def test_a_mask_that_drops_nothing_changes_nothing(

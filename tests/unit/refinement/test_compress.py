@@ -184,13 +184,6 @@ def test_the_model_that_comes_back_is_the_one_that_was_judged(
     assert float(ours.mean()) == pytest.approx(nll, rel=1e-9)
 
 
-@pytest.mark.usefixtures("always")
-def test_new_weights_say_how_they_were_made(model: nn.Module) -> None:
-    """Unchanged ones are not mentioned."""
-    smaller: Any = heapr_lab.compress(model, WINDOWS, ratio=0.5)
-    assert "compensated by least squares" in smaller.heapr_weights
-
-
 # --- what is held out -------------------------------------------------------------
 
 
@@ -277,10 +270,3 @@ def test_a_masked_model_is_refused(model: nn.Module, found: FittedCompression) -
     """Its statistics would be those of the mask."""
     with masking(model, found.keep), pytest.raises(SpecError, match="begin again"):
         fit_compression(model, WINDOWS, HALF)
-
-
-def test_it_is_shown_in_a_line(found: FittedCompression) -> None:
-    """What was chosen, and what it gains."""
-    (chosen,) = found.report.loc[found.report["chosen"], "made"]
-    assert repr(found).startswith(f"FittedCompression(chosen {chosen}, pruning ratio")
-    assert "HEAPr → chosen" in found._repr_html_()

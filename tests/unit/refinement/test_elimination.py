@@ -206,17 +206,6 @@ def test_settings_that_are_not_positive_are_refused(
     eliminate(model, table, WINDOWS, ridge=0.1, n_steps=1)
 
 
-def test_normalised_experts_are_refused_together() -> None:
-    """Their outputs do not add up as they are."""
-    model = tiny_model("qwen2_moe")
-    table = collect_statistics(model, WINDOWS)
-    for layer in find_experts(model):
-        layer.module.has_post_expert_norm = True
-        layer.module.post_expert_norm = nn.Identity()
-    with pytest.raises(SpecError, match="normalises each expert's output"):
-        eliminate(model, table, WINDOWS, span="layer")
-
-
 def test_scores_of_an_earlier_version_are_not_read(
     model: nn.Module,
     table: ImportanceTable,

@@ -192,8 +192,6 @@ def manifest_of(root: Path, out: Path, *options: object) -> dict[str, Any]:
     ("options", "share"),
     [
         ((), 0.25),
-        (("--own-text", 0.5), 0.5),
-        (("--own-text", 0), 0),
         (("--method", "paper"), 0),
         (("--method", "paper", "--own-text", 0.5), 0.5),
         (("--estimator", "fisher"), 0),

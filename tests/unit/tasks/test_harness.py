@@ -248,13 +248,6 @@ def test_packing_is_compared_once_for_a_model(tokenizer, monkeypatch):
     assert again.packs
 
 
-def test_limit(tokenizer):
-    """Only the first items are run, and n says so."""
-    task = continuation_task(corpus_of(9), n_items=8)
-    frame = run_tasks(byte_model(), tokenizer, [task], limit=3)
-    assert set(frame["n"]) == {3}
-
-
 # --- the paper's tasks --------------------------------------------------------------
 
 
