@@ -139,37 +139,6 @@ def streamed_runs() -> pd.DataFrame:
     )
 
 
-def measured_structures() -> pd.DataFrame:
-    """Rows as `benchmarks/structures.py` writes them: two multiples, two ratios."""
-    kinds = [("ragged", None), ("aligned", 6), ("aligned", 12), ("uniform", 6)]
-    rows = [
-        {"structure": name, "multiple": multiple, "ratio": ratio, "delta_nll": loss}
-        for number, (name, multiple) in enumerate(kinds)
-        for ratio, loss in ((0.2, 0.01 + number), (0.4, 0.1 + number))
-    ]
-    frame = pd.DataFrame(rows).assign(model="lab model", nll=3.0, n_tokens=10)
-    ragged = frame["ratio"].map({0.2: 0.01, 0.4: 0.1})
-    return frame.assign(achieved_ratio=frame["ratio"], ragged_delta_nll=ragged)
-
-
-def measured_quantised() -> pd.DataFrame:
-    """Two models, of which rounding halves the bytes and adds 0.01 nats per token."""
-    rows = [
-        {
-            "model": model,
-            "weights": weights,
-            "ratio": ratio,
-            "bytes": 1000 * (1 - ratio) / (1 if weights == "bfloat16" else 2),
-            "delta_nll": ratio + (0 if weights == "bfloat16" else 0.01),
-            "stderr": 0.001,
-        }
-        for model in ("lab model", "fine model")
-        for ratio in (0.0, 0.5)
-        for weights in ("bfloat16", "int8")
-    ]
-    return pd.DataFrame(rows)
-
-
 def measured_quality() -> pd.DataFrame:
     """Two corpora, two seeds: the paper's loss doubles with the seed, ours is half."""
     rows = [

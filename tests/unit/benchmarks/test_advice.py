@@ -48,54 +48,6 @@ def test_a_ratio_at_which_not_everything_was_measured_is_counted() -> None:
     assert table.loc["10%", "fisher + compensation loses more"] == "–"
 
 
-def test_equal_flops_are_left_out_where_they_were_measured() -> None:
-    """Earlier results have both kinds of rows."""
-    both = pd.DataFrame([{"equal": "atoms"}, {"equal": "flops"}])
-    assert len(advice.of_atoms(both)) == 1
-    assert len(advice.of_atoms(both.drop(columns="equal"))) == 2
-
-
-def test_sizes_are_those_of_the_dense_model() -> None:
-    """Half of the bytes in int8; pruned and rounded a third."""
-    states = {
-        ("bfloat16", 0.0): 90, ("int8", 0.0): 45, ("int4", 0.0): 30,
-        ("bfloat16", 0.4): 60, ("int8", 0.4): 30, ("int4", 0.4): 18,
-    }  # fmt: skip
-    measured = [
-        {"model": "m", "weights": weights, "ratio": ratio, "bytes": size}
-        for (weights, ratio), size in states.items()
-    ]
-    frame = pd.DataFrame(measured).assign(delta_nll=0.1, stderr=0.01)
-    table = advice.quantised_table(frame).set_index("model is")
-    assert table["size, mean ↓"].tolist() == ["50%", "33%", "67%", "33%", "20%"]
-    assert table.loc["int8", "Δloss, m ↓"] == "0.1000 ± 0.0100"
-
-
-def test_other_text_is_the_mean_of_the_other_corpora() -> None:
-    """Whole experts: 0.2 on their corpus, 0.4 and 0.6 elsewhere."""
-    shown = {"model": "m", "variant": "heapr-expert", "ratio": 0.4}
-    losses = {"pydocs": 0.2, "ptb": 0.4, "c4": 0.6}
-    row = shown | {f"delta_nll {name}": loss for name, loss in losses.items()}
-    table = advice.experts_table(pd.DataFrame([row])).round(6)
-    assert table.to_dict("records") == [
-        {"method": "heapr-expert", "pydocs, 40% ↓": 0.2, "other text, 40% ↓": 0.5}
-    ]
-
-
-def test_a_mixture_stands_below_its_parts() -> None:
-    """Means over models, a row for each calibration."""
-    measured = [
-        rows("heapr", 0.0, calibration=text, test=test, delta_nll=loss)
-        for text, test, loss in (
-            ("0.5*pydocs + 0.5*wikitext2", "pydocs", 0.2),
-            ("pydocs", "pydocs", 0.1),
-        )
-    ]
-    table = advice.text_table(pd.DataFrame(measured))
-    assert table["calibrated on"].tolist() == ["pydocs", "0.5*pydocs + 0.5*wikitext2"]
-    assert table.iloc[:, 1].tolist() == [0.1, 0.2]
-
-
 def test_self_generated_text_costs_something_and_saves_more() -> None:
     """As the pages on the method and on when not to use it say: at every ratio."""
     measured = results_of("quality_models")

@@ -8,56 +8,16 @@ from figure_rows import (
     lines_of,
     measured_models,
     measured_quality,
-    measured_quantised,
-    measured_structures,
     streamed_runs,
 )
 
 from benchmarks.figures import (
-    beyond,
     cost,
     quality,
-    quantised,
-    speed,
     streaming,
-    structures,
 )
 from heapr_lab import figures
 from heapr_lab.errors import SpecError
-
-
-def test_structures_are_a_row_each_and_a_panel_for_each_ratio() -> None:
-    """Both show what is above ragged widths, which have no multiple, at equal atoms."""
-    data = structures.structures_data(measured_structures())
-    table = structures.structures_table(data)
-    assert table["widths a multiple of"].tolist() == ["any", "6", "12", "6"]
-    assert table["40 % [nats per token] ↓"].tolist() == pytest.approx([0.1, 1, 2, 3])
-    figure = structures.figure_structures(data)
-    assert [ax.get_title(loc="left") for ax in figure.axes] == [
-        "20 % removed",
-        "40 % removed",
-    ]
-    lines = [line.get_ydata() for line in figure.axes[1].get_lines()]
-    heights = [height for line in lines for height in map(float, line)]
-    assert heights == pytest.approx([0, 0, 1, 2, 3])
-
-
-def test_quantised_sizes_are_relative_to_the_dense_model() -> None:
-    """Of the same model in bfloat16; a curve for each kind, a row for each ratio."""
-    data = quantised.quantised_data(measured_quantised())
-    assert data["size"].tolist() == [1.0, 0.5, 0.5, 0.25] * 2
-    figure = quantised.figure_quantised(data)
-    assert [ax.get_title(loc="left") for ax in figure.axes] == [
-        "lab model",
-        "fine model",
-    ]
-    curves = lines_of(figure.axes[0])
-    assert curves["pruned, bfloat16"].tolist() == [[1.0, 0.0], [0.5, 0.5]]
-    assert curves["experts in int8"].tolist() == [[0.5, 0.01], [0.25, 0.51]]
-    table = quantised.quantised_table(data)
-    assert table["model"].tolist() == ["lab model"] * 2 + ["fine model"] * 2
-    assert table["pruned [%]"].tolist() == [0, 50] * 2
-    assert table["int8: size [%] ↓"].tolist() == [50, 25] * 2
 
 
 def test_quality_is_relative_to_the_paper() -> None:
@@ -172,43 +132,6 @@ def test_other_text_is_a_column_and_mixtures_are_not_there() -> None:
     assert each["worst, other text, 40, 60 % [×]"] == "1.00 (a, wikitext2, 40%)"
 
 
-def test_what_follows_compress_by_hand() -> None:
-    """Pooled over models beside HEAPr's sum; the worst model."""
-    rows = []
-    for model, paper, own in (("a", 0.1, 0.05), ("b", 0.3, 0.06)):
-        for variant, loss in (("heapr", paper), ("compress", own)):
-            rows.append(
-                {
-                    "model": model,
-                    "ratio": 0.4,
-                    "variant": variant,
-                    "cpu_seconds": 2.0,
-                    "delta_nll pydocs": loss,
-                    "delta_nll wikitext2": 2 * loss,
-                }
-            )
-    measured = pd.DataFrame(rows)
-    table = beyond.beyond_table(measured).set_index("variant")
-    own = table.loc["compress"]
-    assert own["removed"] == "40%"
-    assert own["Δloss pydocs [× HEAPr] ↓"] == pytest.approx(0.11 / 0.4)
-    assert own["Δloss wikitext2 [× HEAPr] ↓"] == pytest.approx(0.11 / 0.4)
-    assert own["worst model [×] ↓"] == pytest.approx(0.5)
-    assert own["CPU time [s]"] == 2.0
-    assert table.loc["heapr", "Δloss pydocs [× HEAPr] ↓"] == 1
-
-
-def test_streaming_is_in_gigabytes() -> None:
-    """Of memory, of the checkpoint, and of what was read; not in memory: nothing."""
-    table = streaming.streaming_table(streamed_runs())
-    assert table["peak memory [GB] ↓"].tolist() == [1.5, 9.0]
-    assert table["read [GB]"].isna().tolist() == [False, True]
-    assert table["checkpoint [GB]"].tolist() == [3.0, 3.0]
-    assert table["of a mask"].tolist() == [4.0, 4.0]
-    assert table["of the pruned files"].tolist() == [4.5, 4.5]
-    assert table["of it reading"].tolist() == [1 / 3, 1 / 3]
-
-
 def test_streaming_is_drawn_by_quantity() -> None:
     """Two bars of memory for each run; the bars of the stages end to end."""
     data = streaming.streaming_data(streamed_runs())
@@ -240,44 +163,3 @@ def test_cost_table_states_units_and_marks_the_paper() -> None:
     assert ax.get_xlabel() == "time [s] ↓"
     with pytest.raises(SpecError, match="no row of baseline 'two_stage'"):
         cost.cost_data(cost_rows(), baseline="two_stage")
-
-
-def test_speed_is_that_of_sliced_models_against_the_dense() -> None:
-    """Only sliced rows, with the share of the bytes that is left."""
-    rows = [
-        {"ratio": 0.0, "method": "dense_eager", "parameter_bytes": 100},
-        {"ratio": 0.0, "method": "sliced", "parameter_bytes": 100},
-        {"ratio": 0.4, "method": "masked", "parameter_bytes": 100},
-        {"ratio": 0.4, "method": "sliced", "parameter_bytes": 70},
-    ]
-    measured = pd.DataFrame(rows).assign(
-        mode="decode_batch_1",
-        tokens_per_second=10.0,
-        speedup_over_dense=1.3,
-        predicted_speedup=1.4,
-        share_of_predicted=1.3 / 1.4,
-    )
-    table = speed.speed_table(measured)
-    assert table["mode"].tolist() == ["decode batch 1"]
-    assert table["bytes ÷ dense ↓"].tolist() == [0.7]
-
-
-def test_serving_is_that_of_each_structure_against_the_dense() -> None:
-    """A row for each mode and ratio as measured, two columns for each structure."""
-    modes = ("prefill_batch_8", "decode_batch_1")
-    models = [("dense", 0.0)]
-    models += [(name, ratio) for name in ("uniform", "ragged") for ratio in (0.2, 0.4)]
-    rows = [
-        {"mode": mode, "structure": name, "ratio": ratio}
-        for mode in modes
-        for name, ratio in models
-    ]
-    numbers = [float(number) for number in range(len(rows))]
-    measured = pd.DataFrame(rows).assign(
-        speedup_over_dense=numbers, share_of_predicted=[-x for x in numbers]
-    )
-    table = speed.serving_table(measured)
-    assert table["mode"].tolist() == ["prefill batch 8"] * 2 + ["decode batch 1"] * 2
-    assert table["ratio"].tolist() == [0.2, 0.4] * 2
-    assert table["uniform ÷ dense ↑"].tolist() == [1, 2, 6, 7]
-    assert table["ragged: of predicted ↑"].tolist() == [-3, -4, -8, -9]

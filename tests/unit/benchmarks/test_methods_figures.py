@@ -94,27 +94,6 @@ def test_the_front_is_of_methods_that_none_beats() -> None:
     assert {text.get_text() for text in ax.texts} == set(order) - {"reap"}
 
 
-def test_the_table_has_a_row_for_each_method() -> None:
-    """Best first within what is compressed, with what was measured at 25 %."""
-    data = methods.methods_data(measured_methods())
-    table = methods.methods_table(data)
-    assert table["method"].tolist() == [
-        "heapr",
-        "random",
-        "heapr + compensation",
-        "reap",
-    ]
-    row = table.iloc[0]
-    assert row["Δloss at 50% [nats per token] ↓"] == pytest.approx(0.81)
-    assert row["worst model at 25% ↓"] == pytest.approx(0.31)
-    assert row["memory of fitting [MB] ↓"] == pytest.approx(2)
-    assert table["refused by, models"].tolist() == [0, 0, 0, 1]
-    assert row["draws"] == 2
-    reap = table.iloc[3]
-    assert reap["Δloss at 25% [nats per token] ↓"] == at(data, "reap", 0.25)["pooled"]
-    assert np.isnan(reap["Δloss at 50% [nats per token] ↓"])  # of one model alone
-
-
 def test_names_of_points_do_not_overlap() -> None:
     """Points at nearly the same place: names are lifted, and lines lead to them."""
     data = methods.method_costs_data(measured_methods())

@@ -114,16 +114,6 @@ def test_every_question_is_answered_by_the_committed_numbers() -> None:
     assert len(text.split()) < MOST_WORDS
 
 
-@pytest.mark.parametrize("one", questions.QUESTIONS, ids=lambda one: one.block)
-def test_an_answer_is_three_sentences_at_most(one: questions.Question) -> None:
-    """In numbers, unless it says what something is; every figure is shown once."""
-    answer = one.answer(questions.Committed(*committed()))
-    assert len(re.findall(r"\.(?: [A-Z]|$)", answer)) <= 3
-    assert answer.endswith(".")
-    assert bool(re.search(r"\d", answer)) == (one.block != "atom")
-    assert (paths.figures_dir() / f"{one.stem}.png").is_file()
-
-
 def test_no_figure_is_left_out() -> None:
     """Those of the folder are those of the questions."""
     drawn = {path.stem for path in paths.figures_dir().glob("*.png")}

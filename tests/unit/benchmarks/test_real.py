@@ -37,23 +37,6 @@ def _row(method: str, ratio: float, **others: object) -> dict[str, object]:
     } | others
 
 
-def test_every_state_has_its_numbers_with_their_errors() -> None:
-    """Shares of atoms and of parameters, and what the numbers are of."""
-    rows = pd.DataFrame([_row("fisher", 0.25), _row("dense", 0.0)])
-    table = real.real_table(rows)
-    assert table["method"].tolist() == ["dense", "fisher"]
-    assert table["atoms removed"].tolist() == ["0.0%", "25.0%"]
-    assert table["parameters removed"].tolist() == ["0.0%", "12.5%"]
-    assert table["Δloss ptb ↓"].tolist() == ["–", "0.500 ± 0.025"]
-    assert table["mean accuracy of seven ↑"].tolist() == [
-        "50.0% ± 1.0%",
-        "47.5% ± 1.0%",
-    ]
-    assert table["less HEAPr's, item by item ↑"].tolist() == ["–", "2.0% ± 0.5%"]
-    assert table["piqa ↑"].tolist() == ["50.0%", "47.5%"]
-    assert table["items of a task"].tolist() == [100, 100]
-
-
 def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     """Other draws, corpora and controls are in the whole table alone."""
     ours = real.DEFAULT

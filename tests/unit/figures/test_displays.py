@@ -72,7 +72,6 @@ def test_a_display_shows_itself_without_pyplot(kind: str) -> None:
     assert display._repr_png_().startswith(b"\x89PNG")
     assert plt.get_fignums() == []
     assert display.axes_ == display.figure_.axes
-    assert display._repr_png_() == display_of(kind)._repr_png_()
 
 
 def test_a_panel_is_chosen_by_what_it_is_of() -> None:
@@ -107,13 +106,6 @@ def test_a_display_is_saved_with_its_rows(tmp_path: Path) -> None:
     paths = display.save(tmp_path / "new" / "v1.5", provenance={"by": "me"})
     assert [path.name for path in paths] == ["v1.5.png", "v1.5.pdf", "v1.5.csv"]
     pd.testing.assert_frame_equal(pd.read_csv(paths[2]), display.frame)
-
-
-def test_a_display_is_read_without_seeing_it() -> None:
-    """The picture has words for it, and the card says what rows there are."""
-    shown = display_of("layer_ratios")._repr_html_()
-    assert 'alt="layer_ratios, drawn from the rows in .frame"' in shown
-    assert "ratio, achieved_ratio, layer, layer_ratio" in shown
 
 
 # --- %load_ext heapr_lab ----------------------------------------------------------

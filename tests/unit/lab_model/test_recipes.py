@@ -1,6 +1,7 @@
 """The recipes build the models that their names promise."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -20,10 +21,14 @@ SHAPES = {
 }
 
 
+built = functools.cache(lambda recipe: build_lab_model(RECIPES[recipe][-1]))
+"""The model of a recipe, made once."""
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_of_its_family_and_shape(recipe: str) -> None:
     """Experts as transformers built them, in every layer that is not dense."""
-    model = build_lab_model(RECIPES[recipe][-1])
+    model = built(recipe)
     layers = find_experts(model)
     found = {(layer.n_experts, layer.d_inter) for layer in layers}
     family, n_layers, n_experts, d_inter, top_k = SHAPES[recipe]
@@ -37,7 +42,7 @@ def test_a_recipe_is_of_its_family_and_shape(recipe: str) -> None:
 def test_a_recipe_trains_as_long_for_its_size_as_the_bundled_one(recipe: str) -> None:
     """At least 2.98 tokens for each parameter, over all runs."""
     runs = RECIPES[recipe]
-    size = sum(p.numel() for p in build_lab_model(runs[-1]).parameters())
+    size = sum(p.numel() for p in built(recipe).parameters())
     assert sum(run.n_tokens for run in runs) / size >= 2.98
 
 
