@@ -248,21 +248,6 @@ def test_links_to_what_is_no_page_are_text() -> None:
     )
 
 
-def test_the_ten_lines_of_the_readme_run(
-    tiny_lab: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A perplexity and a smaller folder, on a tiny model with little text."""
-    readme = (ROOT / "README.md").read_text("utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
-    little = re.sub(r"n_sequences=\d+, seq_len=\d+", "n_sequences=8, seq_len=32", code)
-    little = re.sub(
-        r"seq_len=\d+, n_sequences=\d+", "n_sequences=8, seq_len=32", little
-    )
-    InteractiveShell().run_cell(little).raise_error()
-    assert "Perplexity(" in capsys.readouterr().out
-    assert (tiny_lab / "smaller" / "model.safetensors").stat().st_size > 0
-
-
 def test_the_many_runs_of_the_docs(tiny_lab: Path) -> None:
     """Each writes its row once, and one that has a row ends at once."""
     page = (DOCS / "clusters.md").read_text("utf-8")

@@ -39,8 +39,13 @@ def keep_mask() -> KeepMask:
     return KeepMask.from_arrays({0: [[True, False]]}, estimator=NASTY, **said)
 
 
-def shown_objects() -> dict[str, tuple[Any, list[str]]]:
-    """An object of each class, and what its card must say."""
+Shown = dict[str, tuple[Any, list[str]]]
+"""By the name of its class, an object and what its card must say."""
+
+
+@pytest.fixture(scope="module")
+def shown() -> Shown:
+    """An object of each class."""
     report = pd.DataFrame({"dropped": [0.1, 0.3], "compensated": [0.1, 0.1]})
     windows = CalibrationSet(
         torch.zeros(3, 5, dtype=torch.long), {"corpus": NASTY, "seed": 7}
@@ -80,9 +85,6 @@ def shown_objects() -> dict[str, tuple[Any, list[str]]]:
         ),
     ]
     return {type(value).__name__: (value, said) for value, said in made}
-
-
-SHOWN = shown_objects()
 
 
 class Reader(HTMLParser):
@@ -135,32 +137,31 @@ def test_colours_are_found() -> None:
     assert colours("color:var(--jp-x, rgba(1,2,3,.5));width:3px") == []
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_a_card_is_well_formed_escaped_and_of_any_theme(name: str) -> None:
+def test_a_card_is_well_formed_escaped_and_of_any_theme(shown: Shown) -> None:
     """Key numbers are said, markup in names is text, no colour ignores the theme."""
-    value, said = SHOWN[name]
-    page = Reader(value._repr_html_())
-    text = " ".join(page.texts)
-    assert [number for number in said if number not in text] == []
-    assert page.tags <= {"div", "strong", "table", "tr", "td", "span", "img"}
-    assert [colour for style in page.styles for colour in colours(style)] == []
+    for name, (value, said) in shown.items():
+        page = Reader(value._repr_html_())
+        text = " ".join(page.texts)
+        assert [number for number in said if number not in text] == [], name
+        assert page.tags <= {"div", "strong", "table", "tr", "td", "span", "img"}, name
+        assert [c for style in page.styles for c in colours(style)] == [], name
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_a_repr_is_short(name: str) -> None:
+def test_a_repr_is_short(shown: Shown) -> None:
     """One line that begins with the class."""
-    line = repr(SHOWN[name][0])
-    assert line.startswith(f"{name}(")
-    assert len(line) < 300
-    assert "\n" not in line
-    assert " object at 0x" not in line
+    for name, (value, _) in shown.items():
+        line = repr(value)
+        assert line.startswith(f"{name}(")
+        assert len(line) < 300
+        assert "\n" not in line
+        assert " object at 0x" not in line
 
 
-def test_every_public_class_is_shown() -> None:
+def test_every_public_class_is_shown(shown: Shown) -> None:
     """Of the public names that are classes, errors aside."""
     public = [getattr(heapr_lab, name) for name in heapr_lab.__all__]
     classes = {value.__name__ for value in public if isinstance(value, type)}
     abstract = {
-        base.__name__ for value, _ in SHOWN.values() for base in type(value).__bases__
+        base.__name__ for value, _ in shown.values() for base in type(value).__bases__
     }
-    assert classes - set(SHOWN) - abstract == {"HeaprLabError"}
+    assert classes - set(shown) - abstract == {"HeaprLabError"}

@@ -117,14 +117,6 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path) -> None:
         files.read_frame(path)
 
 
-def test_foreign_parquet_is_refused(tmp_path: Path) -> None:
-    """A parquet file of another program has no metadata of ours and is refused."""
-    path = tmp_path / "theirs.parquet"
-    FRAME.to_parquet(path)
-    with pytest.raises(CacheError, match=r"theirs\.parquet was not written by"):
-        files.read_frame(path)
-
-
 def test_newer_parquet_is_refused(tmp_path: Path) -> None:
     """A file of a later schema version asks for an upgrade."""
     header = json.dumps({"schema": SCHEMA_VERSION + 1, "metadata": {}})

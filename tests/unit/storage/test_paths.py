@@ -7,17 +7,6 @@ import pytest
 from heapr_lab.storage import cache, paths
 from heapr_lab.storage.hashing import digest
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def test_the_folders_of_the_project() -> None:
-    """All below the folder that holds the package."""
-    assert paths.project_dir() == ROOT
-    assert paths.figures_dir() == ROOT / "figures"
-    assert paths.lab_model_dir() == ROOT / "data" / "lab_moe"
-    assert paths.lab_model_dir("bundled") == ROOT / "data" / "lab_moe"
-    assert paths.lab_model_dir("small") == ROOT / "data" / "lab_small"
-
 
 def test_a_cache_in_the_home_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
