@@ -67,6 +67,11 @@ def assert_same_logits(found: torch.Tensor, own: torch.Tensor) -> None:
     torch.testing.assert_close(found, own, rtol=close, atol=2 * close)
 
 
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every stored tensor."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
 @torch.no_grad()
 def logits_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Logits without a cache, (n_sequences, seq_len, d_vocab)."""

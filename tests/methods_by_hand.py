@@ -1,14 +1,17 @@
 """What compression methods measure and make, by loops over tokens and experts."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from families import tiny_ids
 from keeps import logits_of
 from oracles.token_by_token import atom_activations, matrices
 from text_models import experts_calls
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from heapr_lab import methods
 from heapr_lab.methods.expert_axes import find_expert_axes
@@ -86,3 +89,19 @@ def replaced(model: nn.Module, new: dict[tuple[int, int], Any]) -> nn.Module:
 def sets(groups: Any) -> set[frozenset[int]]:
     """Groups without their order."""
     return {frozenset(own) for own in groups}
+
+
+def removed(found: Any) -> set[tuple[int, int, int]]:
+    """(layer, expert, atom) of every removed atom."""
+    return {
+        (layer, int(e), int(a))
+        for layer, kept in found.keep.arrays.items()
+        for e, a in np.argwhere(~kept)
+    }
+
+
+def reloaded(folder: Path) -> Any:
+    """The model of a folder, in float64, as transformers loads it."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    loaded.set_experts_implementation("eager")
+    return loaded

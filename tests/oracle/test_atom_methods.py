@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import tiny_ids, tiny_model
+from methods_by_hand import removed
 from oracles.token_by_token import atom_activations, matrices
 from text_models import experts_calls
 from torch import nn
@@ -31,15 +32,6 @@ Key = tuple[int, int, int]
 def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
     """What the method finds."""
     return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
-
-
-def removed(found: Any) -> set[Key]:
-    """(layer, expert, atom) of every removed atom."""
-    return {
-        (layer, int(e), int(a))
-        for layer, kept in found.keep.arrays.items()
-        for e, a in np.argwhere(~kept)
-    }
 
 
 def without(scores: dict[Key, float], share: float) -> set[Key]:

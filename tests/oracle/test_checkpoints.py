@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from heapr_lab.checkpoints.save import (
     KEEP_FILE,
-    MANIFEST_FILE,
     prune_folder,
     save_pruned,
 )
@@ -263,26 +262,6 @@ def test_it_loads_where_heapr_lab_is_not(tmp_path: Path) -> None:
         for name in (SINGLE, "config.json", "modeling_heapr.py"):
             one, two = folder / "out" / name, folder / "again" / name
             assert one.read_bytes() == two.read_bytes(), name
-
-
-def test_what_comes_with_it(tmp_path: Path) -> None:
-    """Mask, manifest and card say what was done; nothing half-made lies about."""
-    facts = {
-        "calibration": "128 x 256 of pydocs, seed 0",
-        "perplexity": {"pydocs": (20.0, 21.5)},
-    }
-    _, keep = saved(tmp_path / "out", "qwen2_moe", "ragged", facts=facts)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert KeepMask.read(tmp_path / "out" / KEEP_FILE) == keep
-    manifest = json.loads((tmp_path / "out" / MANIFEST_FILE).read_text())
-    assert manifest["keep_fingerprint"] == keep.fingerprint
-    assert manifest["atoms_kept"] == keep.n_kept
-    size = (tmp_path / "out" / "model.safetensors").stat().st_size
-    assert manifest["files"] == {"model.safetensors": size}
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| perplexity of these weights, pydocs | 20.00 → 21.50 |" in card
-    assert "128 x 256 of pydocs" in card
-    assert "trust_remote_code=True" in card
 
 
 def test_folders_that_are_not_new_and_models_that_are_not_pruned(

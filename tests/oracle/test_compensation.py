@@ -1,7 +1,5 @@
 """Compensation is least squares over the routed activations, and never does harm."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +9,7 @@ from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
 from oracles.features import features_of
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from heapr_lab.checkpoints.save import MANIFEST_FILE, save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
@@ -228,19 +224,6 @@ def test_masked_is_sliced_with_new_weights(family: str) -> None:
     with masking(model, keep):
         assert (masked - logits_of(model, WINDOWS.ids)).abs().max() > 1e-4
     assert torch.equal(logits_of(model, WINDOWS.ids), dense)
-
-
-def test_a_compensated_checkpoint_says_so(tmp_path: Path) -> None:
-    """Its manifest names what was done, and it loads as what was saved."""
-    model = tiny_model("qwen2_moe", dtype=torch.float32)
-    pruned = compensate(model, random_keep(model), WINDOWS)
-    save_pruned(pruned, tmp_path / "pruned")
-    manifest = json.loads((tmp_path / "pruned" / MANIFEST_FILE).read_text())
-    assert manifest["weights"].startswith("W_down compensated by least squares")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
-    torch.testing.assert_close(
-        logits_of(loaded, WINDOWS.ids), logits_of(pruned, WINDOWS.ids)
-    )
 
 
 def test_normalised_experts_cannot_make_up_for_each_other() -> None:

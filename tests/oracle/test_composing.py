@@ -9,8 +9,8 @@ import pytest
 import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of
-from safetensors.torch import load_file
-from stored_tensors import changed_tensors
+from methods_by_hand import reloaded
+from stored_tensors import changed_tensors, tensors_in
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -189,22 +189,6 @@ def test_composed_is_multiplied_out(kind: str, family: str, tmp_path: Path) -> N
     )
     stored = sum(own.numel() for own in tensors_in(tmp_path / "out").values())
     assert found.savings(model).parameters[1] == stored
-
-
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    return {
-        name: own
-        for path in folder.glob("*.safetensors")
-        for name, own in load_file(path).items()
-    }
-
-
-def reloaded(folder: Path) -> Any:
-    """The model of a folder, in float64, as transformers loads it."""
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    loaded.set_experts_implementation("eager")
-    return loaded
 
 
 def compression(model: nn.Module, made: Any, kept: Any = None) -> ExpertComposition:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import TINY, run
 from families import tiny_ids, tiny_model
-from keeps import random_keep
+from keeps import logits_of, random_keep
 from oracles import deepseek as twin
 from processes import run_each
 from safetensors.torch import save_file
@@ -112,13 +112,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     write_tokenizer(folder)
     return folder
-
-
-@torch.no_grad()
-def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits without a cache."""
-    found: torch.Tensor = model(ids, use_cache=False).logits
-    return found
 
 
 # --- the model --------------------------------------------------------------------

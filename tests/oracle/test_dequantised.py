@@ -9,7 +9,6 @@ import pytest
 import torch
 from commands import TINY, invoke, one_line, run
 from families import tiny_model
-from safetensors.torch import load_file
 from stored_tensors import changed_json, changed_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
@@ -174,8 +173,7 @@ def test_the_panel_estimates_what_is_written(
     shown = session.savings()
     assert shown is not None
     folder = save_pruned(prune(model, session.keep), tmp_path / "pruned")
-    files = [load_file(path) for path in folder.glob("*.safetensors")]
-    written = sum(tensor.nbytes for file in files for tensor in file.values())
+    written = sum(tensor.nbytes for tensor in tensors_in(folder).values())
     row = shown.iloc[0]
     assert row.bytes_before == (quantised[0] / "model.safetensors").stat().st_size
     assert row.bytes_after == pytest.approx(written, rel=0.01)
@@ -228,8 +226,7 @@ def test_a_table_of_its_own_prunes_it(
     for name, options in ways.items():
         out = tmp_path / name
         run(*base, *options, "--device", "cpu", "--out", out)
-        files = sorted(out.glob("*.safetensors"))
-        written[name] = {k: t for f in files for k, t in load_file(f).items()}
+        written[name] = tensors_in(out)
     assert written["table"].keys() == written["text"].keys()
     for name, tensor in written["text"].items():
         assert torch.equal(written["table"][name], tensor), name

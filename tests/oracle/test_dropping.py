@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
-from keeps import logits_of
+from keeps import logits_of, weights_of
+from methods_by_hand import reloaded
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.methods.dropping import drop_experts, dropping
@@ -35,11 +35,6 @@ def kept_of(model: nn.Module) -> dict[int, tuple[int, ...]]:
     """Other experts in each layer, three of four."""
     layers = [layer.layer for layer in find_experts(model)]
     return {k: ((0, 2, 3), (0, 1, 3), (1, 2, 3))[k % 3] for k in layers}
-
-
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every stored tensor."""
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def by_hand(model: Any, kept: dict[int, tuple[int, ...]]) -> torch.Tensor:
@@ -94,7 +89,7 @@ def test_dropped_is_minus_infinity(family: str) -> None:
 def test_in_a_context_as_a_copy_and_on_disk(family: str, tmp_path: Path) -> None:
     """All three have the same logits, also from the family's own stock class."""
     model = tiny_model(family)
-    kept, before = kept_of(model), tensors_of(model)
+    kept, before = kept_of(model), weights_of(model)
     dense = logits_of(model, IDS)
     with dropping(model, kept):
         applied = logits_of(model, IDS)
@@ -104,23 +99,22 @@ def test_in_a_context_as_a_copy_and_on_disk(family: str, tmp_path: Path) -> None
     assert (applied - dense).abs().max() > 0.01
     assert small.n_parameters == sum(p.numel() for p in copy.parameters())
     copy.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    loaded.set_experts_implementation("eager")
+    loaded = reloaded(tmp_path)
     assert type(loaded) is type(model)
     torch.testing.assert_close(logits_of(loaded, IDS), applied, **EXACT)
-    torch.testing.assert_close(tensors_of(model), before, rtol=0, atol=0)
+    torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
     assert torch.equal(logits_of(model, IDS), dense)
 
 
 def test_the_copy_owns_its_weights() -> None:
     """Overwriting every tensor of the copy leaves the model as it was."""
     model = tiny_model("deepseek_v3")
-    before = tensors_of(model)
+    before = weights_of(model)
     copy = drop_experts(model, kept_of(model))
     with torch.no_grad():
         for tensor in copy.state_dict().values():
             tensor.fill_(7.0)
-    torch.testing.assert_close(tensors_of(model), before, rtol=0, atol=0)
+    torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
     assert model.config.num_local_experts == 4
     assert copy.config.num_local_experts == 3
 

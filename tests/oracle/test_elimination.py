@@ -14,7 +14,6 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
-from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
@@ -113,20 +112,3 @@ def test_together_is_nearly_one_by_one(measured: tuple[Any, ImportanceTable]) ->
         report = fit_compensation(model, keep, WINDOWS, ridge=1e-3).report
         errors.append(report["compensated"].sum())
     assert errors[0] <= 1.5 * errors[1]
-
-
-def test_the_table_says_so_and_survives_a_file(
-    measured: tuple[Any, ImportanceTable], tmp_path: Any
-) -> None:
-    """Another specification; the estimator is offered; masks are nested."""
-    model, table = measured
-    found = eliminate(model, table, WINDOWS)
-    assert "elimination" not in table.estimators
-    assert "elimination" in found.estimators
-    assert found.metadata["spec"] != table.metadata.get("spec")
-    assert found.metadata["spec_hash"] == digest(found.metadata["spec"])
-    found.write(tmp_path / "table.parquet")
-    again = ImportanceTable.read(tmp_path / "table.parquet")
-    low, high = (select(again, ratio=r, estimator="elimination") for r in (0.3, 0.6))
-    for layer in low.layers:
-        assert not (high.by_layer(layer) & ~low.by_layer(layer)).any()

@@ -25,10 +25,9 @@ from methods_by_hand import (
 )
 from text_models import experts_calls
 
-from heapr_lab import methods
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods import collectors, hc_smoe, merging, random_groups, sub_moe
-from heapr_lab.methods.collectors import Measurements, collect
+from heapr_lab.methods import hc_smoe, merging, random_groups, sub_moe
+from heapr_lab.methods.collectors import collect
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 
@@ -57,24 +56,6 @@ def test_what_is_measured(family: str) -> None:
             a, b = logits[:, i], logits[:, j]
             expected = float(a @ b / a.norm() / b.norm())
             assert cosines[layer.layer][i, j] == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_text_is_read_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all together, once their collectors are expected."""
-    model, passes = tiny_model("qwen3_moe", **SIX), []
-    original = collectors.iter_expert_calls
-
-    def counted_pass(*args: Any, **options: Any) -> Any:
-        passes.append(1)
-        return original(*args, **options)
-
-    monkeypatch.setattr(collectors, "iter_expert_calls", counted_pass)
-    shared = Measurements(model, WINDOWS)
-    for name in NAMES:
-        shared.expect(methods.get(name).collectors)
-    for name, ratio in itertools.product(NAMES, (0.2, 0.4)):
-        fitted(name, model, ratio, shared=shared)
-    assert passes == [1]
 
 
 # --- HC-SMoE ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from families import tiny_model
-from methods_by_hand import FAMILIES, IDS, SIX, WINDOWS, fitted
+from methods_by_hand import FAMILIES, IDS, SIX, WINDOWS, fitted, removed
 from oracles.token_by_token import matrices, run, statistics
 from text_models import atoms_by_hand
 from torch import nn
@@ -16,7 +16,6 @@ from torch import nn
 from heapr_lab.errors import LayoutError
 from heapr_lab.methods import experts, naee
 from heapr_lab.methods.collectors import Measurements, expert_statistics
-from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.single_experts import expert_output
@@ -30,15 +29,6 @@ pytestmark = pytest.mark.oracle
 def without(scores: dict[Any, float], number: int) -> set[Any]:
     """The keys of the `number` lowest values."""
     return set(sorted(scores, key=lambda key: scores[key])[:number])
-
-
-def removed(found: AtomCompression) -> set[tuple[int, int, int]]:
-    """(layer, expert, atom) of every removed atom."""
-    return {
-        (layer, int(e), int(a))
-        for layer, kept in found.keep.arrays.items()
-        for e, a in np.argwhere(~kept)
-    }
 
 
 # --- experts ----------------------------------------------------------------------

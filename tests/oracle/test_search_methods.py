@@ -10,10 +10,9 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import logits_of
-from methods_by_hand import FAMILIES, IDS, SIX, fitted
+from methods_by_hand import FAMILIES, IDS, SIX, fitted, reloaded
 from oracles.token_by_token import run
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods import evoesap, evolution, moe_i2, naee
@@ -191,10 +190,7 @@ def test_layers_that_lose_different_numbers_are_saved(tmp_path: Path) -> None:
     with found.apply(model):
         expected = logits_of(model, IDS)
     found.save(model, tmp_path / "out", base="tiny")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float64
-    )
-    loaded.set_experts_implementation("eager")
+    loaded = reloaded(tmp_path / "out")
     torch.testing.assert_close(logits_of(loaded, IDS), expected, rtol=1e-9, atol=1e-9)
 
 

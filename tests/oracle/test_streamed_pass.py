@@ -96,13 +96,6 @@ def test_states_beyond_the_budget_are_in_files(
     assert not list((tmp_path / "sweeps").iterdir())
 
 
-@pytest.mark.parametrize("wrong", ["24 bananas", "", -1])
-def test_no_size(wrong: Any, folder: Path) -> None:
-    """An example of one is given."""
-    with pytest.raises(SpecError, match="16GB"):
-        opened(folder, host_memory=wrong)
-
-
 def test_windows_go_in_parts_where_the_disk_is_small(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import REPRESENTATIVES, tiny_model
 from keeps import random_keep
-from safetensors import safe_open
+from stored_tensors import tensors_in
 from tiny_folder import write_tokenizer
 
 from heapr_lab.checkpoints.save import save_pruned
@@ -44,24 +44,13 @@ def both(family: str, folder: Path) -> list[Any]:
     ]
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in a folder's files."""
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                assert name not in found
-                found[name] = file.get_tensor(name)
-    return found
-
-
 def assert_saved_alike(models: list[Any], tmp_path: Path, family: str) -> Path:
     """Both have files with the same tensors, to the bit, and load."""
     folders = [
         save_pruned(own, tmp_path / f"pruned-{number}")
         for number, own in enumerate(models)
     ]
-    wanted, found = (stored(folder) for folder in folders)
+    wanted, found = (tensors_in(folder) for folder in folders)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name

@@ -18,7 +18,7 @@ from keeps import random_keep
 from stored_tensors import changed_json, changed_tensors, tensors_in
 from tiny_folder import write_model, write_text, write_tokenizer
 
-from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import CoverageError, HeaprLabError, LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import (
     evaluate_divergence,
@@ -30,12 +30,10 @@ from heapr_lab.models.experts import describe
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.safetensors_headers import read_headers
-from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
-from heapr_lab.streaming import file_reader, opening, two_sweeps
+from heapr_lab.streaming import file_reader, two_sweeps
 from heapr_lab.streaming.sizes import shapes_in, sizes_of
 from heapr_lab.streaming.stream import Stream, stream_of
 from heapr_lab.text.calibration import CalibrationSet
@@ -511,24 +509,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     return written("qwen3_moe", tmp_path)
 
 
-def test_auto_streams_what_does_not_fit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In the dtype that is asked for, with the numbers in a warning."""
-    n_bytes = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    for dtype, room, streams in (
-        ("float64", 4 * n_bytes, False),
-        ("float64", n_bytes, True),
-        ("float32", 2 * n_bytes, False),
-    ):
-        caplog.clear()
-        monkeypatch.setattr(opening, "free_memory", lambda _gpu, room=room: room)
-        model, _ = load_model(folder, device="cpu", dtype=dtype, seq_len=2)
-        assert (stream_of(model) is not None) == streams
-        assert ("GB are free" in caplog.text) == streams
-    assert stream_of(load_model(folder, device="cpu", stream=False)[0]) is None
-
-
 def test_streams_of_another_kind_are_refused(folder: Path) -> None:
     """Before anything is loaded."""
     with pytest.raises(SpecError, match="expected True, False or 'auto'"):
@@ -599,23 +579,3 @@ def test_compress_writes_the_same_checkpoint(
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.allclose(found[name], tensor, rtol=1e-3, atol=1e-5), name
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek", "nemotron_h"])
-@pytest.mark.parametrize("structure", ["ragged", "per_layer", "uniform"])
-def test_a_pruned_checkpoint_is_streamed(
-    family: str, structure: str, tmp_path: Path
-) -> None:
-    """Pruned and evaluated a layer at a time: the loss of the masked model."""
-    model, on_disk = both(written(family, tmp_path / "dense"))
-    table = collect_statistics(on_disk, WINDOWS)
-    selection = Selection(ratio=0.5, structure=structure)
-    keep = select(table, selection)
-    pruned = prune_folder(tmp_path / "dense", keep, tmp_path / "pruned")
-    with masking(model, keep):
-        masked = window_nll(model, WINDOWS.ids)
-    for stream_it in (False, True):
-        again, _ = load_model(pruned, device="cpu", dtype="float64", stream=stream_it)
-        found = window_nll(again, WINDOWS.ids)
-        assert torch.allclose(found, masked, rtol=1e-4 if family in ROUNDED else 1e-9)
-    assert len(resident(again)) == 1
