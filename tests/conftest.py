@@ -26,7 +26,9 @@ for _name, _folder in {
         os.environ.setdefault(_name, str(_SHARED / _folder))
 
 # Time limits per example would measure the machine; fixed examples keep a run the same.
-hypothesis.settings.register_profile("house", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "house", deadline=None, derandomize=True, max_examples=50
+)
 hypothesis.settings.load_profile("house")
 
 
