@@ -15,7 +15,6 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune
-from heapr_lab.refinement import activation_grams as grams
 from heapr_lab.refinement.activation_grams import SPANS
 from heapr_lab.refinement.compensation import (
     RIDGES,
@@ -171,38 +170,6 @@ def test_a_broken_expert_that_no_token_reaches(span: str, value: float) -> None:
     ):
         with pytest.raises(LayoutError, match=named):
             call()
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_layers_one_after_the_other_give_the_same(
-    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where sums do not fit together: layer by layer, the same weights."""
-    model = tiny_model(family)
-    keep = random_keep(model)
-    monkeypatch.setattr(grams, "_TOKENS_AT_ONCE", 48)
-    at_once = fit_compensation(model, keep, WINDOWS)
-    monkeypatch.setattr(grams, "_AT_ONCE", 1)
-    done: list[tuple[int, int]] = []
-    apart = fit_compensation(
-        model, keep, WINDOWS, progress=lambda *now: done.append(now)
-    )
-    assert apart.fingerprint == at_once.fingerprint
-    assert done[-1] == (WINDOWS.n_sequences, WINDOWS.n_sequences)
-    assert done == sorted(done)
-    assert not caplog.text
-
-
-def test_bad_input_is_refused_before_the_pass() -> None:
-    """A negative ridge, another model's mask, an unknown span."""
-    model, other = tiny_model("qwen2_moe"), tiny_model("mixtral")
-    with pytest.raises(SpecError, match="ridge is -1"):
-        compensate(model, random_keep(model), WINDOWS, ridge=-1)
-    with pytest.raises(SpecError, match="span is 'model'"):
-        compensate(model, random_keep(model), WINDOWS, span="model")
-    arrays = {k: v[:, :4] for k, v in random_keep(other).arrays.items()}
-    with pytest.raises(SpecError, match="made for another model"):
-        compensate(model, KeepMask.from_arrays(arrays), WINDOWS)
 
 
 # --- in a model -------------------------------------------------------------------

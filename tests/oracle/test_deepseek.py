@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, run
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep
 from oracles import deepseek as twin
 from processes import run_each
 from safetensors.torch import save_file
 from stored_tensors import tensors_in
-from tiny_folder import write_text, write_tokenizer
+from tiny_folder import write_tokenizer
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -284,48 +283,6 @@ def test_pruned_and_reloaded(
     assert "transformers has no class for" in card
     assert "import heapr_lab" in card
     assert "trust_remote_code" not in card
-
-
-@pytest.mark.parametrize("way", ["--stream", "--no-stream"])
-def test_on_the_command_line(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    """Scored, pruned, and evaluated, in memory and streamed."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-    text = write_text(tmp_path / "text.txt")
-    little = (
-        "--corpus",
-        text,
-        "--profile",
-        "small",
-        "--seq-len",
-        32,
-        "--n-sequences",
-        4,
-    )
-    table, out = tmp_path / "table.parquet", tmp_path / "out"
-    run("score", hub, *little, way, "--out", table)
-    run(
-        "prune", hub, *little, way, "--method", "paper", "--importance", table,
-        "--ratio", 0.25, "--out", out,
-    )  # fmt: skip
-    keep, ids = KeepMask.read(out / "heapr_keep.parquet"), torch.arange(40, 60)[None]
-    assert keep.n_kept == keep.n_atoms * 3 // 4
-    model, loaded = (load_model(f, device="cpu", stream=False)[0] for f in (hub, out))
-    with masking(model, keep):
-        expected = logits_of(model, ids)
-    torch.testing.assert_close(logits_of(loaded, ids), expected, rtol=0, atol=1e-5)
-    evaluated = run(
-        "evaluate",
-        hub,
-        "--mask",
-        out / "heapr_keep.parquet",
-        "--corpora",
-        text,
-        *TINY,
-        way,
-    )
-    assert "perplexity" in evaluated
 
 
 # --- registration -----------------------------------------------------------------

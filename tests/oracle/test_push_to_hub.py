@@ -79,7 +79,7 @@ def publish_code() -> str:
     return str(code)
 
 
-@pytest.mark.parametrize("structure", ["ragged", "per_layer", "uniform"])
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
 def test_the_upload_of_the_docs(
     structure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
