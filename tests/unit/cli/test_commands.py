@@ -94,24 +94,6 @@ def test_prune_writes_a_checkpoint_that_evaluate_reads(
     assert "| reloaded | not checked |" in card
 
 
-def test_the_card_gives_perplexity_where_the_model_was_loaded(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Measured on the calibration corpus by default, on others on demand."""
-    text = str(folder / "text.txt")
-    run("prune", folder / "moe", "--ratio", 0.4, "--out", tmp_path / "a",
-        *text_of(folder))  # fmt: skip
-    card = (tmp_path / "a" / "README.md").read_text()
-    assert f"| perplexity of these weights, {text} |" in card
-    assert f"| reloaded | Δ nll = 0.0000 on 4 windows of {text} |" in card
-    manifest = json.loads((tmp_path / "a" / "heapr_manifest.json").read_text())
-    dense, pruned = manifest["perplexity"][text]
-    assert dense != pruned
-    saved = manifest["savings"]
-    removed = saved["parameters_before"] - saved["parameters_after"]
-    assert removed == 25 * 3 * 16  # ⌊0.4 · 64⌋ atoms, matrices, d_model
-
-
 def test_the_method_is_the_best_that_the_inputs_allow(
     folder: Path, tmp_path: Path
 ) -> None:

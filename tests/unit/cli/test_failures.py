@@ -58,17 +58,6 @@ def test_a_full_disk_under_safetensors_is_one_line(
     assert message.startswith(f"heapr-lab: {os.strerror(errno.ENOSPC)}: free some")
 
 
-def test_a_cache_that_cannot_be_made_is_one_line(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Below a file, in this case."""
-    cache = tmp_path / "file" / "cache"
-    cache.parent.write_text("a file")
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(cache))
-    message = one_line("score", folder / "moe", *text_of(folder))
-    assert f"$HEAPR_CACHE_DIR (now {cache})" in message
-
-
 def test_no_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what takes less."""
 

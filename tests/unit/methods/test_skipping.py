@@ -2,12 +2,9 @@
 
 import itertools
 
-import pytest
 import torch
 
-from heapr_lab.errors import SpecError
 from heapr_lab.methods.skipping import (
-    check_thresholds,
     median_ratios,
     scaled,
     skipped,
@@ -19,15 +16,6 @@ WEIGHTS = torch.tensor(
     dtype=torch.float64,
 )
 """Ratios of ranks 2 and 3: (0.4, 0.2), (0.5, 0.125), (0.5, 0.5), (1, 1)."""
-
-
-def test_medians_of_each_rank() -> None:
-    """Of an even number, the mean of the two in the middle."""
-    assert median_ratios(WEIGHTS) == pytest.approx((0.5, 0.35))
-    assert median_ratios(WEIGHTS[:3]) == pytest.approx((0.5, 0.2))
-    assert median_ratios(WEIGHTS[:, :1]) == ()
-    low = WEIGHTS.to(torch.bfloat16)
-    assert median_ratios(low) == pytest.approx((0.5, 0.35), rel=1e-2)
 
 
 def test_the_lesser_is_skipped_and_an_equal_one_is_not() -> None:
@@ -66,13 +54,3 @@ def test_weights_of_zero_are_left_as_they_are() -> None:
     assert not gone.any()
     assert torch.equal(scaled(zero, gone), zero)
     assert median_ratios(zero) == (1.0, 1.0)
-
-
-@pytest.mark.parametrize("wrong", [(), (0.5,), (0.5, 0.2, 0.1), (1.1, 0), (0.5, "x")])
-def test_other_thresholds_are_refused(wrong: tuple[object, ...]) -> None:
-    """One for each of three experts but the best."""
-    check_thresholds((1, 0.0), 3)
-    with pytest.raises(SpecError, match="expected 2 numbers from 0 to 1"):
-        check_thresholds(wrong, 3)
-    with pytest.raises(SpecError):
-        check_thresholds((float("nan"), 0.5), 3)

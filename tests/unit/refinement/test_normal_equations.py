@@ -12,11 +12,9 @@ from heapr_lab.refinement.activation_grams import LayerGrams
 from heapr_lab.refinement.compensation import LayerSolver
 from heapr_lab.refinement.elimination import layer_costs
 from heapr_lab.refinement.normal_equations import (
-    Columns,
     Normal,
     at_once,
     scarcity,
-    small_factor,
 )
 
 RNG = torch.Generator()
@@ -36,40 +34,11 @@ def products(n_problems: int, size: int, *, rows: int = 60) -> torch.Tensor:
 # --- pieces -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("d_out", [3, 5, 12])
-def test_a_small_factor_keeps_all_norms(d_out: int) -> None:
-    """It has at most as many rows as columns; a column of zeros stays one."""
-    W = numbers(2, d_out, 5)
-    W[0, :, 2] = 0
-    R = small_factor(W)
-    assert R.shape == (2, min(d_out, 5), 5)
-    torch.testing.assert_close(R.mT @ R, W.mT @ W, rtol=1e-9, atol=1e-10)
-
-
 def test_an_expert_with_fewer_tokens_than_atoms_is_scarce() -> None:
     """8 atoms: as many tokens are enough; none count as one."""
     tokens = torch.tensor([[3, 8, 1, 0], [3, 9, 1, 0]])
     grams = LayerGrams("expert", torch.zeros(2, 4, 8, 8).double(), tokens)
     assert scarcity(grams, 8).tolist() == pytest.approx([8 / 6, 1, 4, 8])
-
-
-def test_columns_of_fewer_features_fill_up() -> None:
-    """Of two problems, one has three chosen features and the other one."""
-    chosen = torch.tensor([[True, False, True, True], [False, True, False, False]])
-    columns = Columns.of(chosen)
-    assert columns.index.tolist()[0] == [0, 2, 3]
-    assert columns.index[1, 0] == 1
-    assert columns.valid.tolist() == [[True] * 3, [True, False, False]]
-    C = products(2, 4)[0]
-    found = columns.of_products(C, columns)
-    assert torch.equal(found[0], C[0][[0, 2, 3]][:, [0, 2, 3]])
-    assert found[1].flatten().tolist() == [float(C[1, 1, 1]), *[0] * 8]
-    W = numbers(2, 5, 4)
-    assert torch.equal(columns.of_weight(W)[1, :, 0], W[1, :, 1])
-    assert not columns.of_weight(W)[1, :, 1:].any()
-    put = torch.zeros_like(W)
-    columns.put(torch.ones(2, 5, 3).double(), put)
-    assert torch.equal(put, chosen[:, None].expand_as(W).double())
 
 
 def test_a_singular_problem_is_solved_beside_others() -> None:
