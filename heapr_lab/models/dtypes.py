@@ -1,5 +1,6 @@
 """The types of numbers that models are run in, by name. Without torch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from heapr_lab.errors import SpecError
@@ -20,6 +21,30 @@ def check_dtype(name: str) -> None:
         raise SpecError(
             f"dtype is {name!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or "
             "'float64'"
+        )
+
+
+def format_of(settings: Mapping[str, Any]) -> str:
+    """The name of the format that `quantization_config` in a config.json describes."""
+    method = settings.get("quant_method", "unknown")
+    return str(getattr(method, "value", method))
+
+
+def check_format(source: object, kind: str | None) -> None:
+    """Check that weights in a format are dequantised when they are read.
+
+    Args:
+        source: the folder that they are in, or another name of the model.
+        kind: the format; None of weights that are not quantised.
+
+    Raises:
+        SpecError: they are not.
+    """
+    if kind not in (None, *DEQUANTISED):
+        raise SpecError(
+            f"{source} has weights in the format {kind!r}, expected none, "
+            f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised, "
+            "prune it, and quantise the result"
         )
 
 

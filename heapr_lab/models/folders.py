@@ -26,7 +26,7 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.dtypes import DEQUANTISED
+from heapr_lab.models.dtypes import check_format, format_of
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.fp8 import FP8, with_exact_blocks
 from heapr_lab.models.named import what_is_expected
@@ -74,6 +74,10 @@ def read_config(source: str | Path) -> Any:
         _check_depth(found, names_in(folder), folder)
     with _named(source, "config.json"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    inner = config.get_text_config()
+    if inner is not config and getattr(inner, "quantization_config", None) is not None:
+        config.quantization_config = inner.quantization_config  # of a wrapper
+        del inner.quantization_config
     if hasattr(config, "less_is_moe"):
         raise SpecError(
             f"{source} is written in Less-is-MoE's format, which heapr-lab 0.1 of "
@@ -186,9 +190,7 @@ def quantisation(config: Any) -> str | None:
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
-    settings = found if isinstance(found, dict) else found.to_dict()
-    method = settings.get("quant_method", "unknown")
-    return str(getattr(method, "value", method))
+    return format_of(found if isinstance(found, dict) else found.to_dict())
 
 
 def read_generation(folder: Path) -> Any:
@@ -213,11 +215,8 @@ def refuse_format(folder: Path | str, config: Any) -> None:
     """
     kind = quantisation(config)
     ours = getattr(AUTO_QUANTIZER_MAPPING.get(str(kind)), "__module__", "")
-    if kind not in (None, *DEQUANTISED) and not ours.startswith("heapr_lab."):
-        raise SpecError(
-            f"{folder} has weights in the format {kind!r}, expected none, "
-            f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised"
-        )
+    if not ours.startswith("heapr_lab."):
+        check_format(folder, kind)
 
 
 def read_weights(source: str | Path, **options: Any) -> Any:
@@ -235,7 +234,8 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     config = read_config(source)
     refuse_by_name(config)
     read_generation(Path(source))  # of which transformers ignores a damaged one
-    if quantisation(config) == FP8:
+    kind = quantisation(config)
+    if kind == FP8:
         config.quantization_config = with_exact_blocks(config.quantization_config)
         options["config"] = config
     with _named(source, "weights or config.json"), _without_report():

@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 
 from heapr_lab import hub
 from heapr_lab.errors import LayoutError, SpecError, whole_number
-from heapr_lab.models.dtypes import DEQUANTISED, check_dtype
+from heapr_lab.models.dtypes import check_dtype, check_format, format_of
 from heapr_lab.models.named import dense_of, folder_of, what_is_expected
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_headers
@@ -206,12 +206,12 @@ def _read(name: str) -> _Model:
         return dataclasses.replace(found, shapes=shapes)
     folder = _folder(name)
     config = read_json(folder / "config.json")
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method not in (None, *DEQUANTISED):
-        raise SpecError(
-            f"the weights are in the format {method!r}, which cannot be measured: take "
-            "the checkpoint that is not quantised"
-        )
+    both = (config, text_settings(config))
+    settings = [
+        own["quantization_config"] for own in both if own.get("quantization_config")
+    ]
+    method = format_of(settings[0]) if settings else None
+    check_format(name, method)
     if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
         return _Model(config, method, _built(folder), None)
     stored, _ = read_headers(folder)

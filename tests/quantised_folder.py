@@ -1,0 +1,60 @@
+"""Folders of tiny models whose weights a test quantises, block by block."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from stored_tensors import changed_json, changed_tensors
+
+
+def in_fp8(
+    folder: Path, block: tuple[int, int] = (4, 4), *, scales: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Rewrite the matrices of every layer in blocks, each with its scale.
+
+    Args:
+        folder: the folder.
+        block: rows and columns of a block.
+        scales: their type, if it is not float32.
+
+    Returns:
+        What the matrices are then, each weight multiplied by its block's scale.
+    """
+    exact = {}
+    with changed_tensors(folder) as tensors:
+        for name, own in [*tensors.items()]:
+            if own.dim() != 2 or "_proj" not in name or "layers" not in name:
+                continue
+            scale = scales_of(own.float(), block).to(scales or torch.float32)
+            every = of_each_weight(scale.float(), own.shape, block)
+            tensors[name] = (own.float() / every).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale
+            exact[name] = tensors[name].float() * every
+    configure(
+        folder,
+        quant_method="fp8",
+        weight_block_size=block,
+        activation_scheme="dynamic",
+    )
+    return exact
+
+
+def scales_of(own: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The scale of each block, of which the last ones may be smaller."""
+    rows = own.split(block[0])
+    largest = [[b.abs().max() for b in row.split(block[1], 1)] for row in rows]
+    return torch.tensor(largest) / 448
+
+
+def of_each_weight(
+    scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]
+) -> torch.Tensor:
+    """The scale of each weight, by its block."""
+    rows = scale.repeat_interleave(block[0], 0)[: shape[0]]
+    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def configure(folder: Path, **settings: Any) -> None:
+    """Say in config.json how the weights are quantised."""
+    with changed_json(folder) as config:
+        config["quantization_config"] = settings
