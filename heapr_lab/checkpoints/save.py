@@ -7,6 +7,7 @@ a pruning can be repeated or audited.
 """
 
 import copy
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from heapr_lab.checkpoints.folder import (
     save_processor,
     save_tokenizer,
 )
+from heapr_lab.checkpoints.fp8_files import Fp8Files, fp8_files
 from heapr_lab.checkpoints.mtp_head import further_layers
 from heapr_lab.checkpoints.predicting import Further, add_heads, without_predicting
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
@@ -31,6 +33,7 @@ from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import backend_of
+from heapr_lab.models.dtypes import blocks_fit
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.folders import (
     has_tokenizer,
@@ -39,6 +42,7 @@ from heapr_lab.models.folders import (
     skeleton_of,
 )
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer, finish
+from heapr_lab.models.sources import dtype_name, source_of
 from heapr_lab.models.wrapped import is_wrapper
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
@@ -90,7 +94,9 @@ def save_pruned(
         max_shard_size: largest size of a safetensors file; a streamed model has a file
             for each layer.
         dtype: of the weights in the files; by default that of the dense model's files,
-            if they are on this machine, else of `model`, which is not changed.
+            if they are on this machine, else of `model`, which is not changed. By
+            default weights in blocks of FP8 stay FP8 if the structure is uniform and
+            the width a multiple of a block's.
         calibration: windows on which a layer that predicts a further token (MTP) is
             scored, to be as narrow as all others of a `uniform` checkpoint; without
             them, or where transformers cannot run it, it is left out of such a one.
@@ -115,16 +121,13 @@ def save_pruned(
     keep = _mask_of(model)
     base = base or model.config._name_or_path
     changed = getattr(model, "heapr_weights", None)
+    packing = packing_of(model) if dtype is None else None
     stream, dtype = stream_of(model), dtype or stored_dtype(model)
     if stream is not None:
         stream.stored = dtype
-    if stream is not None and stream.dequantised_from is not None:
-        changed = (
-            f"{changed or 'sliced, otherwise unchanged'}, dequantised from "
-            f"{stream.dequantised_from} to bfloat16"
-        )
+    changed = _in_words(model, changed, dtype, packing)
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
-    plan, origin = _plan_of(model, keep), str(source or base)
+    plan, origin = _plan_of(model, keep, packing), str(source or base)
     written = checkpoint_of(model, keep, dtype)
     written = in_dtype(written, dtype) if stream is None else written
     width = uniform_width(keep) if structure_of(keep) == "uniform" else None
@@ -136,7 +139,12 @@ def save_pruned(
         facts |= _padded_by(getattr(written, "heapr_zero_atoms", 0))
         facts |= further.said
         checksums = write_weights(
-            written, partial, max_shard_size, further, progress=progress
+            written,
+            partial,
+            max_shard_size,
+            further,
+            packing=packing,
+            progress=progress,
         )
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
         facts |= _other_parts(model, partial, base=origin)
@@ -183,7 +191,38 @@ def prune_folder(
     )
 
 
-def _plan_of(model: Any, keep: KeepMask) -> dict[str, str] | None:
+def packing_of(model: Any) -> Fp8Files | None:
+    """How the weights of a model of `prune` are quantised in files, if they are."""
+    return fp8_files(model, _mask_of(model), _dense_skeleton(model))
+
+
+def _in_words(
+    model: Any, changed: str | None, dtype: torch.dtype, packing: Fp8Files | None
+) -> str | None:
+    """How the weights differ from those of the dense model's files, in words.
+
+    Args:
+        model: a model that `prune` returned.
+        changed: the same without quantisation; None if they were only sliced.
+        dtype: that they are written in.
+        packing: how they are quantised again, if they are.
+    """
+    source = source_of(model)
+    if source is None or source.dequantised_from is None:
+        return changed
+    said = f"{changed or 'sliced, otherwise unchanged'}, "
+    if packing is not None:
+        return f"{said}in FP8: those that changed are quantised again"
+    said += f"dequantised from {source.dequantised_from} to {dtype_name(dtype)}"
+    if source.block is None or blocks_fit(source.block, _mask_of(model).one_width):
+        return said
+    n = math.lcm(*source.block)
+    return f"{said} (FP8 needs the structure uniform and widths in multiples of {n})"
+
+
+def _plan_of(
+    model: Any, keep: KeepMask, packing: Fp8Files | None
+) -> dict[str, str] | None:
     """What files are of if they can be resumed: slices of a streamed model's."""
     stream = stream_of(model)
     if stream is None or getattr(model, "heapr_weights", None) is not None:
@@ -192,7 +231,8 @@ def _plan_of(model: Any, keep: KeepMask) -> dict[str, str] | None:
         "mask": keep.fingerprint,
         "structure": structure_of(keep),
         "source": stream.reader.state,
-        "dtype": f"{stream.dtype}, stored in {stream.stored}",
+        "dtype": f"{stream.dtype}, stored in {stream.stored}"
+        + (" and FP8" if packing else ""),
     }
 
 
@@ -266,6 +306,7 @@ def write_weights(
     max_shard_size: str,
     further: Further,
     *,
+    packing: Fp8Files | None = None,
     progress: Progress | None = None,
 ) -> dict[str, str]:
     """Write weights and config.json of what `checkpoint_of` or `attach` prepared.
@@ -275,6 +316,7 @@ def write_weights(
         folder: an empty one, or that of an interrupted call.
         max_shard_size: of a file.
         further: the layers that predict further tokens.
+        packing: how weights are quantised, if they are.
         progress: as in `save_pruned`.
 
     Returns:
@@ -282,9 +324,14 @@ def write_weights(
     """
     if not further.heads:
         without_predicting(model.config)
+    stream = stream_of(model)
+    if stream is not None:
+        stream.packing = packing
     known = backend_of(model).write(
         model, folder, max_shard_size=max_shard_size, progress=progress or no_report
     )
+    if packing is not None:
+        packing.settle(folder, floats=stream is None)
     added = add_heads(folder, further, model) if further.heads else {}
     return known | added if known else checksums_in(folder)
 

@@ -9,7 +9,7 @@ from torch import nn
 from heapr_lab.models.dtypes import stays_float32
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.sources import source_of
-from heapr_lab.streaming.stream import stream_of
+from heapr_lab.streaming.stream import Packing, stream_of
 
 
 def stored_dtype(model: Any) -> torch.dtype:
@@ -42,7 +42,9 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
     return copy.deepcopy(model, made)
 
 
-def round_experts(model: Any, dtype: torch.dtype) -> None:
+def round_experts(
+    model: Any, dtype: torch.dtype, packing: Packing | None = None
+) -> None:
     """Round the experts of a pruned model, which may have changed, as they are written.
 
     All its other weights are those of the dense model's files. Layers on disk are
@@ -50,9 +52,11 @@ def round_experts(model: Any, dtype: torch.dtype) -> None:
     """
     stream = stream_of(model)
     if stream is not None:
-        stream.stored = dtype
+        stream.stored, stream.packing = dtype, packing
         return
     for experts in sliced_experts(model).values():
-        for tensor in experts._parameters.values():
+        for name, tensor in experts._parameters.items():
             if tensor is not None and tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype).to(tensor.dtype)
+                own = tensor.data.to(dtype)
+                own = own if packing is None else packing.rounded(name, own)
+                tensor.data = own.to(tensor.dtype)

@@ -60,7 +60,8 @@ def prune(
     """Select the atoms to keep, report the savings, and write the smaller model.
 
     With a table of `score` one layer at a time is in memory (quantised weights are
-    written in bfloat16), and an interrupted call resumes.
+    written in bfloat16, or in FP8 if they were and widths are whole blocks), and an
+    interrupted call resumes.
     Without one the importance is measured, and the kept atoms make up for the others,
     unless held-out calibration windows are not in favour of it: then it is HEAPr as
     published.

@@ -1,6 +1,6 @@
 """The types of numbers that models are run in, by name. Without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from heapr_lab.errors import SpecError
@@ -46,6 +46,18 @@ def check_format(source: object, kind: str | None) -> None:
             f"{' or '.join(DEQUANTISED)}: take the checkpoint that is not quantised, "
             "prune it, and quantise the result"
         )
+
+
+def blocks_fit(block: Sequence[int] | None, width: int | None) -> bool:
+    """Whether experts that all have `width` atoms are whole blocks of FP8 weights.
+
+    Args:
+        block: rows and columns of a block; None of weights that have none.
+        width: None of experts whose widths differ.
+    """
+    if not block or not width:
+        return False
+    return not any(width % own for own in block)
 
 
 def stays_float32(model: Any, name: str) -> bool:

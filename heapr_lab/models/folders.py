@@ -247,6 +247,8 @@ def read_weights(source: str | Path, **options: Any) -> Any:
             **options,
         )
     model, found = loaded
+    if kind is not None and not hasattr(model, "hf_quantizer"):
+        model._weight_conversions = None  # with which it would be quantised when saved
     try:
         check_no_missing_weights(
             model,

@@ -5,7 +5,7 @@ evenly among them. That is wrong wherever the last block is smaller than the oth
 rows in blocks of 16 have a scale for 16 rows and one for 8, not two for 12.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 FP8 = "fp8"
+SCALES = "_scale_inv"
+"""What is added to the name of a weight in that of its scales."""
 _OURS = "heapr_fp8"
 """The format under which transformers finds the classes below."""
 _EIGHT_BITS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -30,6 +32,15 @@ def with_exact_blocks(settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("quant_method") != FP8:
         return settings
     return settings | {"quant_method": _OURS}
+
+
+def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block; None where blocks have no scale of their own."""
+    block = settings.get("weight_block_size")
+    if not block or settings.get("activation_scheme", "dynamic") != "dynamic":
+        return None
+    rows, columns = block
+    return rows, columns
 
 
 def check_grid(
@@ -52,7 +63,7 @@ def check_grid(
         raise ValueError(
             f"weights of {tuple(weight)} have scales of {tuple(scales)}, expected "
             f"{expected[0]} x {expected[1]} for blocks of {rows} x {columns} "
-            "(weight_block_size in config.json): download both again"
+            "(as config.json says): download both again"
         )
 
 

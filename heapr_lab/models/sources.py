@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from heapr_lab.models.dtypes import DEQUANTISED
+from heapr_lab.models.dtypes import DEQUANTISED, blocks_fit
 from heapr_lab.models.folders import quantisation, read_config
+from heapr_lab.models.fp8 import FP8, block_of
 from heapr_lab.models.named import local_folder
 
 
@@ -22,19 +23,25 @@ class Source:
     """Type of its weights in its configuration; None if that does not say."""
     dequantised_from: str | None = None
     """The format of weights that are dequantised when they are read."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of the blocks of weights in FP8, if they are in blocks."""
 
     def bytes_per_parameter(self, n_parameters: int) -> float:
         """Its size over the number of parameters of the model that it holds."""
         return self.n_bytes / n_parameters
 
-    def bytes_per_kept(self, n_parameters: int) -> float:
-        """The same of what is written of it when it is pruned.
+    def bytes_per_kept(self, n_parameters: int, width: int | None) -> float:
+        """The same of what is written of it when it is pruned to a width, if it is one.
 
-        Dequantised weights are written in bfloat16.
+        Dequantised weights are written in bfloat16, if not in FP8.
         """
-        if self.dequantised_from is not None:
+        if self.is_dequantised(width):
             return torch.bfloat16.itemsize
         return self.bytes_per_parameter(n_parameters)
+
+    def is_dequantised(self, width: int | None) -> bool:
+        """Whether that is written in floats, and was quantised."""
+        return self.dequantised_from is not None and not blocks_fit(self.block, width)
 
     @property
     def dtype_name(self) -> str:
@@ -55,6 +62,7 @@ def read_source(folder: Path) -> Source:
         weights_bytes(folder),
         config.dtype,
         method if method in DEQUANTISED else None,
+        block_of(config.quantization_config) if method == FP8 else None,
     )
 
 

@@ -16,6 +16,7 @@ import msgspec
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.dtypes import blocks_fit
 from heapr_lab.models.named import LAB, local_folder, names
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
@@ -40,14 +41,19 @@ class Source(msgspec.Struct, frozen=True):
     dequantised_from: str | None
     each: float
     kept: float
+    block: tuple[int, int] | None = None
 
     def bytes_per_parameter(self, _n_parameters: int) -> float:
         """Bytes of a parameter of the dense files."""
         return self.each
 
-    def bytes_per_kept(self, _n_parameters: int) -> float:
-        """The same of the pruned files."""
-        return self.kept
+    def bytes_per_kept(self, _n_parameters: int, width: int | None) -> float:
+        """The same of the pruned files, whose experts have a width, if it is one."""
+        return self.kept if self.is_dequantised(width) else self.each
+
+    def is_dequantised(self, width: int | None) -> bool:
+        """Whether these are in floats, and the dense ones are not."""
+        return self.dequantised_from is not None and not blocks_fit(self.block, width)
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -72,9 +78,9 @@ def remember(
     files, source = bench.source, None
     if files is not None:
         n = table.architecture.n_parameters
-        each, kept = files.bytes_per_parameter(n), files.bytes_per_kept(n)
+        each, kept = files.bytes_per_parameter(n), files.bytes_per_kept(n, None)
         of = files.n_bytes, files.dtype_name, files.dequantised_from
-        source = Source(*of, each, kept)
+        source = Source(*of, each, kept, files.block)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_bytes(msgspec.json.encode(Known(stored.name, source)))

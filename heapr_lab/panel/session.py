@@ -259,13 +259,13 @@ class PruningSession:
             keep,
             self.table,
             bytes_per_parameter=source.bytes_per_parameter(n_parameters),
-            bytes_per_kept=source.bytes_per_kept(n_parameters),
+            bytes_per_kept=source.bytes_per_kept(n_parameters, keep.one_width),
         )
 
     def bytes_are(self) -> str:
         """The kind of the bytes in `savings`: of files, or an estimate."""
         source = None if self.workbench is None else self.workbench.source
-        if source is not None and source.dequantised_from is not None:
+        if source is not None and source.is_dequantised(self.keep.one_width):
             return f"{source.dequantised_from} files, pruned in bfloat16: an estimate"
         if source is not None:
             return f"{source.dtype_name} files, pruned: an estimate"

@@ -175,6 +175,14 @@ class KeepMask:
         frame = pd.DataFrame(rows).T.rename_axis(index="layer", columns="expert")
         return frame if frame.isna().to_numpy().any() else frame.astype(np.int64)
 
+    @property
+    def one_width(self) -> int | None:
+        """The width of all experts in a mask of structure uniform; None in others."""
+        if self.settings.get("structure") != "uniform":
+            return None
+        found = {int(w) for kept in self.arrays.values() for w in kept.sum(1)}
+        return found.pop() if len(found) == 1 else None
+
     @functools.cached_property
     def rows(self) -> np.ndarray:
         """Whether each atom is kept, bool (n_atoms,), in a table's order of rows."""

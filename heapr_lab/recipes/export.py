@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
+from heapr_lab.checkpoints.save import (
+    packing_of,
+    prune_folder,
+    save_pruned,
+    structure_of,
+)
 from heapr_lab.checkpoints.stored_type import round_experts, stored_dtype
 from heapr_lab.errors import CorpusError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -58,7 +63,7 @@ def savings(
     if source is not None:
         n_parameters = table.architecture.n_parameters
         each = source.bytes_per_parameter(n_parameters)
-        kept = source.bytes_per_kept(n_parameters)
+        kept = source.bytes_per_kept(n_parameters, keep.one_width)
     row = savings_of(
         keep, table, seq_len=seq_len, bytes_per_parameter=each, bytes_per_kept=kept
     ).iloc[0]
@@ -66,7 +71,7 @@ def savings(
     numbers = {str(name): float(value) for name, value in row.items()}
     numbers |= {name: round(numbers[name]) for name in (*whole, "seq_len")}
     origin = f"an estimate, {numbers['bytes_per_parameter']:.4g} bytes per parameter"
-    if source is not None and source.dequantised_from is not None:
+    if source is not None and source.is_dequantised(keep.one_width):
         origin = "an estimate, in bfloat16"
     if written is not None:
         numbers["bytes_after"] = weights_bytes(written)
@@ -237,12 +242,14 @@ def write_checkpoint(
     pruned, of_weights = pruned_model(bench, made, part)
     facts = facts | of_weights
     source, stored = bench.source, stored_dtype(bench.model)
-    round_experts(pruned, stored)
+    packing = packing_of(pruned)
+    round_experts(pruned, stored, packing)
     change = {name: _perplexities(bench, pruned, name, part) for name in corpora}
     if change:
         facts = facts | {"perplexity": change}
     check = _check(bench, pruned, corpora, part)
-    part(f"writing {out} in {dtype_name(stored)}", "step")(0, 1)
+    kind = dtype_name(stored) if packing is None else "FP8"
+    part(f"writing {out} in {kind}", "step")(0, 1)
     save_pruned(
         pruned,
         out,
@@ -250,7 +257,6 @@ def write_checkpoint(
         base=base,
         source=None if source is None else source.folder,
         facts=facts,
-        dtype=stored,
         calibration=calibration,
         check=check,
     )

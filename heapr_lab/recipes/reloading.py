@@ -10,6 +10,7 @@ from heapr_lab.errors import CacheError, HeaprLabError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.all_experts import ready
 from heapr_lab.models.folders import read_weights
+from heapr_lab.models.sources import source_of
 from heapr_lab.streaming.opening import free_memory, open_stepping
 from heapr_lab.streaming.sizes import gigabytes
 from heapr_lab.streaming.stream import stream_of
@@ -86,8 +87,8 @@ def load_like(folder: Path, model: Any) -> Any:
 
 
 def _most_apart(like: Any) -> float:
-    stream = stream_of(like)
-    if stream is not None and stream.dequantised_from is not None:
+    source = source_of(like)
+    if source is not None and source.dequantised_from is not None:
         return _MOST_IN_HALF  # weights outside the experts are rounded in the files
     return MOST_APART.get(like.dtype, _MOST_IN_HALF)
 

@@ -93,6 +93,8 @@ def _stored(model: Any, stream: Stream, number: int) -> dict[str, torch.Tensor]:
         wanted += [name for name in found if name not in inside]
     cast = {name: _in_stored_type(model, stream, name, found[name]) for name in wanted}
     tensors = revert_weight_conversion(model, cast)
+    if stream.packing is not None:
+        tensors = stream.packing.written(tensors)
     return {name: own.contiguous() for name, own in tensors.items()}
 
 

@@ -43,13 +43,16 @@ class SlicedReader:
         assert found is not None
         return found
 
-    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor, which may have been changed, rounded as it is written."""
         stream = stream_of(self._model)
         assert stream is not None
         if tensor.dtype != stream.dtype:
             return tensor
-        return tensor.to(stream.stored).to(tensor.dtype)
+        own = tensor.to(stream.stored)
+        if stream.packing is not None:
+            own = stream.packing.rounded(name, own)
+        return own.to(tensor.dtype)
 
     @property
     def n_bytes_read(self) -> int:
@@ -74,7 +77,7 @@ class SlicedReader:
         own = {name: self._change(name, dense[name]) for name in dense.keys() & names}
         if number in self._experts:
             stem, made = self._experts[number]
-            own |= {f"{stem}.{n}": self._rounded(t) for n, t in made().items()}
+            own |= {f"{stem}.{n}": self._rounded(n, t) for n, t in made().items()}
         for name in names:
             _give(self._model, name, own[name])
         self._source.drop()

@@ -72,6 +72,16 @@ class Reader(Protocol):
         """Know that these are read next, most likely."""
 
 
+class Packing(Protocol):
+    """How weights are written that stay quantised."""
+
+    def rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of sliced experts, by its name, as the files will have it."""
+
+    def written(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What is written of tensors, by their names in files."""
+
+
 class Stream:
     """The parts of a model, of which one is in memory."""
 
@@ -101,6 +111,8 @@ class Stream:
         """Of all weights, once it has been computed."""
         self.stored = dtype
         """Type in which a checkpoint of this model is written."""
+        self.packing: Packing | None = None
+        """How its weights are quantised there, if they are."""
         self.model = model
         model.tie_weights()
         self._parts = _parts(model, self.blocks)

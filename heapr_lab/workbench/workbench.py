@@ -481,7 +481,7 @@ class Workbench:
             keep,
             table,
             bytes_per_parameter=self.source.bytes_per_parameter(n_parameters),
-            bytes_per_kept=self.source.bytes_per_kept(n_parameters),
+            bytes_per_kept=self.source.bytes_per_kept(n_parameters, keep.one_width),
         )
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:

@@ -1,0 +1,205 @@
+"""FP8 checkpoints that stay in FP8, against the same model dequantised and pruned."""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from commands import TINY, run
+from families import tiny_model
+from keeps import full_keep, widths_keep
+from quantised_folder import in_fp8, of_each_weight
+from stored_tensors import changed_tensors, same_tensors, tensors_in
+from tiny_folder import D_VOCAB, write_text, write_tokenizer
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from heapr_lab.checkpoints.save import packing_of, prune_folder, save_pruned
+from heapr_lab.checkpoints.stored_type import round_experts
+from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.loading import load_model
+from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import prune
+
+BLOCK = 8, 4
+WIDTH = 16
+"""Of the pruned experts; the dense ones have 24 atoms."""
+
+
+@dataclass
+class Folders:
+    """A model in FP8, the same dequantised, and a mask."""
+
+    fp8: Path
+    exact: Path
+    keep: KeepMask
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Folders:
+    """As Qwen3-MoE's scales (bfloat16), and DeepSeek-V3's (float32, shared experts)."""
+    place = tmp_path_factory.mktemp(request.param)
+    model = tiny_model(
+        request.param,
+        dtype=torch.bfloat16,
+        moe_intermediate_size=24,
+        vocab_size=D_VOCAB + 2,
+        max_position_embeddings=2048,
+    )
+    for name, own in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            own.data = torch.rand(own.shape)  # float32, as published
+    model.save_pretrained(place / "fp8")
+    write_tokenizer(place / "fp8")
+    shutil.copytree(place / "fp8", place / "exact")
+    kind = torch.bfloat16 if request.param == "qwen3_moe" else None
+    exact = in_fp8(place / "fp8", BLOCK, scales=kind)
+    with changed_tensors(place / "exact") as tensors:
+        tensors |= exact
+    keep = widths_keep(model, WIDTH, structure="uniform")
+    return Folders(place / "fp8", place / "exact", keep)
+
+
+def settings(folder: Path) -> dict[str, object] | None:
+    """How config.json says that weights are quantised."""
+    found = json.loads((folder / "config.json").read_text())
+    return found.get("quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("stream", "dtype"), [(True, "float32"), (False, "float32"), (True, None)]
+)
+def test_a_uniform_checkpoint_stays_in_fp8(
+    folders: Folders, stream: bool, dtype: str | None, tmp_path: Path
+) -> None:
+    """What is unchanged to the bit, the experts within the rounding of FP8."""
+    if dtype is None:
+        prune_folder(folders.fp8, folders.keep, tmp_path / "out")
+    else:
+        model, _ = load_model(folders.fp8, device="cpu", dtype=dtype, stream=stream)
+        save_pruned(prune(model, folders.keep), tmp_path / "out")
+    twin, _ = load_model(folders.exact, device="cpu", dtype="float32", stream=False)
+    twin = prune(twin, folders.keep)
+    save_pruned(twin, tmp_path / "twin", dtype=torch.float32)
+    assert settings(tmp_path / "out") == settings(folders.fp8)
+    before, found = tensors_in(folders.fp8), tensors_in(tmp_path / "out")
+    wanted = tensors_in(tmp_path / "twin")
+    assert found.keys() == before.keys()
+    for name, own in found.items():
+        assert own.dtype == before[name].dtype, name
+        if "experts" not in name:
+            assert torch.equal(own.float(), before[name].float()), name
+    changed = [name for name in wanted if "experts" in name]
+    assert len(changed) > 20
+    for name in changed:
+        scale = found[f"{name}_scale_inv"].float()
+        each = of_each_weight(scale, wanted[name].shape, BLOCK)
+        apart = (found[name].float() * each - wanted[name]).abs()
+        assert (apart <= wanted[name].abs() / 15 + each / 1000).all(), name
+    manifest = json.loads((tmp_path / "out" / "heapr_manifest.json").read_text())
+    assert "in FP8: those that changed are quantised again" in manifest["weights"]
+
+
+def test_transformers_reads_the_same(folders: Folders, tmp_path: Path) -> None:
+    """The stock class, of the experts; elsewhere last blocks are smaller here."""
+    prune_folder(folders.fp8, folders.keep, tmp_path / "out")
+    stock = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out",
+        dtype=torch.bfloat16,
+        quantization_config=FineGrainedFP8Config(dequantize=True),
+    )
+    ours, _ = load_model(tmp_path / "out", device="cpu", dtype="bfloat16", stream=False)
+    wanted = stock.state_dict()
+    assert ours.config.moe_intermediate_size == WIDTH
+    for name, own in ours.state_dict().items():
+        assert torch.equal(own, wanted[name]) or "experts" not in name, name
+
+
+def test_a_mask_that_keeps_all_writes_the_same(
+    folders: Folders, tmp_path: Path
+) -> None:
+    """Every tensor to the bit, and of a pruned checkpoint, too."""
+    prune_folder(folders.fp8, folders.keep, tmp_path / "once")
+    for source in (folders.fp8, tmp_path / "once"):
+        model, _ = load_model(source, device="cpu", dtype="float32", stream=True)
+        keep = KeepMask(full_keep(model).arrays, {"structure": "uniform"})
+        save_pruned(prune(model, keep), tmp_path / f"all of {source.name}")
+        same_tensors(source, tmp_path / f"all of {source.name}")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_measured_is_what_is_written(
+    folders: Folders, stream: bool, tmp_path: Path
+) -> None:
+    """Experts that are rounded in memory have the values that are read from the files.
+
+    They are written as those that were not rounded.
+    """
+    model, _ = load_model(folders.fp8, device="cpu", dtype="bfloat16", stream=stream)
+    save_pruned(prune(model, folders.keep), tmp_path / "plain")
+    pruned = prune(model, folders.keep)
+    round_experts(pruned, torch.bfloat16, packing_of(pruned))
+    save_pruned(pruned, tmp_path / "rounded")
+    same_tensors(tmp_path / "plain", tmp_path / "rounded")
+    again, _ = load_model(tmp_path / "plain", device="cpu", dtype="bfloat16")
+    ids = torch.arange(2, 34).reshape(2, 16)
+    with torch.no_grad():
+        assert torch.equal(pruned(ids).logits, again(ids).logits)
+    unrounded = prune(model, folders.keep)
+    with torch.no_grad():
+        assert not torch.equal(unrounded(ids).logits, again(ids).logits)
+    assert sliced_experts(pruned)
+
+
+@pytest.mark.parametrize(
+    ("structure", "width", "dtype"),
+    [("ragged", 16, None), ("uniform", 8, None), ("uniform", 16, torch.float32)],
+)
+def test_others_are_written_in_floats(
+    folders: Folders, structure: str, width: int, dtype: torch.dtype | None,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Widths that differ, that are no whole blocks, and a type that is asked for."""
+    source = folders.fp8
+    if width == 8:  # half a block
+        shutil.copytree(folders.exact, tmp_path / "source")
+        in_fp8(tmp_path / "source", (16, 16))
+        source = tmp_path / "source"
+    model, _ = load_model(source, device="cpu", dtype="float32", stream=True)
+    keep = widths_keep(model, width, structure=structure)
+    folder = save_pruned(prune(model, keep), tmp_path / "out", dtype=dtype)
+    found = {name: own.dtype for name, own in tensors_in(folder).items()}
+    kinds = {own for name, own in found.items() if "correction_bias" not in name}
+    assert kinds == {dtype or torch.bfloat16}
+    assert (settings(folder) or {}).get("quant_method") != "fp8"
+    card = (folder / "README.md").read_text()
+    assert "dequantised from fp8" in card
+    if dtype is None:
+        n = 8 if structure == "ragged" else 16
+        said = f"needs the structure uniform and widths in multiples of {n}"
+        assert said in " ".join(card.split())
+
+
+def test_the_command_keeps_fp8(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It measures what is written, and says how many bytes that is."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
+    shape = "--ratio", 0.3, "--structure", "uniform", "--multiple", 8
+    asked = "prune", folders.fp8, *shape, "--method", "paper", "--device", "cpu", *text
+    told = json.loads(run(*asked, "--json"))
+    out = tmp_path / "out"
+    written = json.loads(run(*asked, "--out", out, "--json"))
+    assert settings(out) == settings(folders.fp8)
+    kinds = [own.dtype for own in tensors_in(out).values()]
+    assert kinds.count(torch.float8_e4m3fn) > 20
+    assert told["bytes_after"] == pytest.approx(written["bytes_after"], rel=0.2)
+    manifest = json.loads((out / "heapr_manifest.json").read_text())
+    change = re.match(r"Δ nll = (\S+) on", manifest["reloaded"])
+    assert change is not None
+    assert abs(float(change[1])) < 0.002  # in float32, in which the files are read

@@ -1,0 +1,74 @@
+"""FP8 numbers in blocks, against a loop over blocks in float64."""
+
+import pytest
+import torch
+
+from heapr_lab.models.fp8 import block_of
+from heapr_lab.streaming.blocks import dequantised, quantised
+
+BLOCK = 4, 3
+
+
+def weights(*shape: int) -> torch.Tensor:
+    """Random numbers of bfloat16, of which one block is zero, in float32."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    made[..., :4, :3] = 0
+    return made.bfloat16().float()
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("shape", [(8, 9), (10, 7), (2, 8, 9)])
+def test_each_block_has_its_scale(shape: tuple[int, ...], powers: bool) -> None:
+    """The largest number of a block becomes 448, or up to half of it; each is near."""
+    own = weights(*shape)
+    numbers, scales = quantised(own, BLOCK, powers=powers)
+    assert numbers.dtype == torch.float8_e4m3fn
+    assert scales.shape == (*shape[:-2], -(-shape[-2] // 4), -(-shape[-1] // 3))
+    found = dequantised(numbers, scales, BLOCK).double()
+    for i in range(0, shape[-2], 4):
+        for j in range(0, shape[-1], 3):
+            block = own[..., i : i + 4, j : j + 3].double()
+            scale = scales[..., i // 4, j // 3].double()[..., None, None]
+            largest = block.abs().amax((-2, -1), keepdim=True)
+            ratio = largest / scale / 448
+            zero = largest == 0
+            least = 0.5 if powers else 0.9999
+            assert ((ratio <= 1.0001) & (ratio > least) | zero).all()
+            apart = (found[..., i : i + 4, j : j + 3] - block).abs()
+            assert (apart <= block.abs() / 16 * 1.0001 + scale / 1024).all()
+    if powers:
+        assert torch.equal(scales.log2().round(), scales.log2())
+
+
+@pytest.mark.parametrize(
+    ("kind", "powers"),
+    [(torch.bfloat16, False), (torch.float32, True), (torch.float32, False)],
+)
+def test_what_is_dequantised_to_bfloat16_and_back(
+    kind: torch.dtype, powers: bool
+) -> None:
+    """The same values, if scales are of bfloat16 or powers of two; else near ones.
+
+    A third time nothing changes, whatever the scales.
+    """
+    numbers, scales = quantised(weights(64, 60), BLOCK, kind, powers=powers)
+    assert scales.dtype == kind
+    wide = dequantised(numbers, scales, BLOCK)
+    again, found = quantised(wide.bfloat16(), BLOCK, kind, powers=powers)
+    values = dequantised(again, found, BLOCK)
+    if kind == torch.bfloat16 or powers:
+        assert torch.equal(values, wide)
+    if not powers:  # of which half the scale may have twice the numbers
+        assert torch.equal(again.float(), numbers.float())
+    torch.testing.assert_close(values, wide, rtol=2**-8, atol=0)
+    third = quantised(values.bfloat16(), BLOCK, kind, powers=powers)
+    assert torch.equal(dequantised(*third, BLOCK), values)
+
+
+def test_blocks_that_are_quantised_again() -> None:
+    """Those of a size, whose inputs are quantised when they are known."""
+    known = {"weight_block_size": [128, 64]}
+    assert block_of(known) == (128, 64)
+    assert block_of(known | {"activation_scheme": "static"}) is None
+    assert block_of({"weight_block_size": None}) is None
+    assert block_of({}) is None
