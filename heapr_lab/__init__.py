@@ -143,6 +143,7 @@ for _registry in _REGISTRIES:
 PARTS = {
     "models on disk": "streaming.opening:open_stepping",
     "why a model is streamed": "streaming.opening:why_on_disk",
+    "settings of quantised weights": "streaming.nvfp4:with_our_classes",
     "scores with a pass of their own": "refinement.elimination:extra_pass",
     "sums that weights are fitted with": "refinement.calibrated:CalibratedModel",
     "tasks": "tasks.asked:AskedTask",

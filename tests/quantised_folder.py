@@ -58,3 +58,58 @@ def configure(folder: Path, **settings: Any) -> None:
     """Say in config.json how the weights are quantised."""
     with changed_json(folder) as config:
         config["quantization_config"] = settings
+
+
+LAYOUTS = {
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"format": "nvfp4-pack-quantized"}},
+    },
+}
+"""What config.json says of NVFP4, by what writes it."""
+_NUMBERS = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+
+
+def in_nvfp4(folder: Path, layout: str) -> dict[str, torch.Tensor]:
+    """Replace matrices of layers, whose columns are in sixteens, by random ones.
+
+    Returns:
+        What they are, number by number, in float64.
+    """
+    generator, exact = torch.Generator().manual_seed(0), {}
+    with changed_tensors(folder) as tensors:
+        for name in [n for n in tensors if "_proj.weight" in n and "layers" in n]:
+            rows, columns = tensors[name].shape
+            if columns % 16:
+                continue
+            packed = torch.randint(0, 256, (rows, columns // 2), generator=generator)
+            scales = torch.rand(rows, columns // 16, generator=generator) + 0.5
+            scales = scales.to(torch.float8_e4m3fn)
+            last = torch.rand((), generator=generator) / 100
+            exact[name] = torch.tensor(
+                [
+                    [
+                        _NUMBERS[int(packed[i, j // 2]) >> 4 * (j % 2) & 15]
+                        * float(scales[i, j // 16])
+                        * float(last)
+                        for j in range(columns)
+                    ]
+                    for i in range(rows)
+                ],
+                dtype=torch.float64,
+            )
+            del tensors[name]
+            stem = name.removesuffix("weight")
+            if layout == "modelopt":
+                own = {"weight": packed.byte(), "weight_scale_2": last}
+                own |= {"input_scale": last}
+            else:
+                own = {"weight_packed": packed.byte(), "input_global_scale": last[None]}
+                own |= {"weight_global_scale": 1 / last[None]}
+            own |= {"weight_scale": scales}
+            own |= {"k_scale": last} if stem.endswith("k_proj.") else {}
+            tensors |= {f"{stem}{key}": tensor for key, tensor in own.items()}
+    configure(folder, **LAYOUTS[layout])
+    return exact

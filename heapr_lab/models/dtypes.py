@@ -7,8 +7,17 @@ from heapr_lab.errors import SpecError
 
 NAMES = ("float32", "bfloat16", "float16", "float64")
 """Types in which everything in this package can be computed."""
-DEQUANTISED = ("fp8", "mxfp4")
+NVFP4 = "nvfp4"
+DEQUANTISED = ("fp8", "mxfp4", NVFP4)
 """Formats of quantised weights that are dequantised when they are read."""
+
+
+_NVFP4 = {
+    "modelopt": "NVFP4",
+    "compressed-tensors": "nvfp4-pack-quantized",
+    NVFP4: "",
+}
+"""Its layouts, by what writes it; that of transformers itself is not known."""
 
 
 def check_dtype(name: str) -> None:
@@ -27,7 +36,17 @@ def check_dtype(name: str) -> None:
 def format_of(settings: Mapping[str, Any]) -> str:
     """The name of the format that `quantization_config` in a config.json describes."""
     method = settings.get("quant_method", "unknown")
-    return str(getattr(method, "value", method))
+    method = str(getattr(method, "value", method))
+    if method not in _NVFP4:
+        return method
+    groups = (settings.get("config_groups") or {}).values()
+    found = {own.get("format") for own in groups}
+    found |= {settings.get("quant_algo"), settings.get("format")}
+    found |= {"with transforms"} if settings.get("transform_config") else set()
+    layouts = sorted(map(str, found - {None}))
+    if layouts == [_NVFP4[method]]:
+        return NVFP4
+    return f"{method} ({', '.join(layouts)})"
 
 
 def check_format(source: object, kind: str | None) -> None:

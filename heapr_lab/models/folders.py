@@ -25,14 +25,17 @@ from transformers import (
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
+from heapr_lab import registry
 from heapr_lab.errors import SpecError
-from heapr_lab.models.dtypes import check_format, format_of
+from heapr_lab.models.dtypes import NVFP4, check_format, format_of
 from heapr_lab.models.families import refuse_by_name
-from heapr_lab.models.fp8 import FP8, with_exact_blocks
+from heapr_lab.models.fp8 import FP8
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import check_no_missing_weights
 from heapr_lab.models.safetensors_headers import names_in
 
+READ_BY = "settings of quantised weights"
+"""In the registry, what has them read by classes of this package."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -235,8 +238,8 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     refuse_by_name(config)
     read_generation(Path(source))  # of which transformers ignores a damaged one
     kind = quantisation(config)
-    if kind == FP8:
-        config.quantization_config = with_exact_blocks(config.quantization_config)
+    if kind in (FP8, NVFP4):
+        config.quantization_config = registry.find(READ_BY)(config.quantization_config)
         options["config"] = config
     with _named(source, "weights or config.json"), _without_report():
         loaded: Any = _auto_class(config).from_pretrained(

@@ -54,7 +54,7 @@ def load_model(
         stream: whether decoder layers stay on disk and are read one at a time when they
             run; `auto` does so where the scores of one window need more than 75 % of
             the free memory, and logs the numbers, and where weights are quantised in
-            FP8 or MXFP4. It loads a pruned checkpoint.
+            FP8, MXFP4 or NVFP4. It loads a pruned checkpoint.
         host_memory: of a streamed model, for the states of its layers, in bytes or as
             "16GB"; those beyond it go to files in the cache's folder. By default half
             of what is free.

@@ -26,6 +26,7 @@ from transformers.utils import logging
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.fp8 import Fp8Quantizer, check_grid
 from heapr_lab.models.safetensors_headers import read_headers
+from heapr_lab.streaming.nvfp4 import BLOCK, Nvfp4Quantizer
 from heapr_lab.streaming.weights_on_disk import (
     FoundTensor,
     check_whole,
@@ -55,25 +56,38 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
     """
     tensors = {found.name: found.tensor for found in every}
     for found in every:
-        names = _scales_of(found)
-        scales = next((tensors[name] for name in names if name in tensors), None)
-        if names and scales is None:
-            raise LayoutError(f"{found} has no {names[0]}: download the files again")
-        if scales is not None and isinstance(quantizer, Fp8Quantizer):
+        there = []
+        for names in _scales_of(found):
+            there += [next((tensors[name] for name in names if name in tensors), None)]
+            if there[-1] is None:
+                raise LayoutError(
+                    f"{found} has no {names[0]}: download the files again"
+                )
+        if not there or there[0] is None:
+            continue
+        (*rows, columns), block = found.tensor.shape, None
+        if isinstance(quantizer, Fp8Quantizer):
             block = quantizer.quantization_config.weight_block_size
-            try:
-                check_grid(found.tensor.shape, scales.shape, block)
-            except ValueError as error:
-                raise LayoutError(f"{found.file}: {found.name}: {error}") from error
+        elif isinstance(quantizer, Nvfp4Quantizer):
+            columns, block = 2 * columns, BLOCK
+        else:
+            continue
+        try:
+            check_grid((*rows, columns), there[0].shape, block)
+        except ValueError as error:
+            raise LayoutError(f"{found.file}: {found.name}: {error}") from error
 
 
-def _scales_of(found: FoundTensor) -> list[str]:
-    """Names of its scales if a tensor is in 8 or 4 bits; files have one of them."""
+def _scales_of(found: FoundTensor) -> list[list[str]]:
+    """Names of its scales if a tensor is in 8 or 4 bits; files have one of each."""
     stem, _, leaf = found.name.rpartition(".")
     if leaf.endswith("_blocks"):
-        return [f"{found.name.removesuffix('_blocks')}_scales"]
+        return [[f"{found.name.removesuffix('_blocks')}_scales"]]
     if leaf == "weight" and found.tensor.dtype.startswith("F8_E"):
-        return [f"{found.name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"]
+        return [[f"{found.name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"]]
+    if leaf in ("weight", "weight_packed") and found.tensor.dtype == "U8":
+        second = ("_scale_2", "_global_scale")[leaf == "weight_packed"]
+        return [[f"{stem}.weight{end}"] for end in ("_scale", second)]
     return []
 
 

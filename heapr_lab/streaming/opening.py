@@ -18,13 +18,13 @@ from heapr_lab.models.folders import (
     read_generation,
     refuse_format,
 )
-from heapr_lab.models.fp8 import with_exact_blocks
 from heapr_lab.models.loading import model_folder
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
 from heapr_lab.models.safetensors_headers import read_headers
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
+from heapr_lab.streaming.nvfp4 import with_our_classes
 from heapr_lab.streaming.on_disk import on_disk
 from heapr_lab.streaming.sizes import shapes_in, size_of, sizes_of, why_streamed
 from heapr_lab.streaming.stream import Stream, stream_of
@@ -195,7 +195,7 @@ def _quantizer(config: Any, folder: Path) -> Any:
     if kind == METHOD:
         quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
     else:
-        settings = with_exact_blocks(settings | {"dequantize": True})
+        settings = with_our_classes(settings | {"dequantize": True})
         chosen = AutoQuantizationConfig.from_dict(settings)
         method = settings["quant_method"]
         quantizer = AUTO_QUANTIZER_MAPPING[method](chosen, pre_quantized=True)

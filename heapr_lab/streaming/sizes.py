@@ -190,13 +190,23 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def shapes_in(stored: Stored) -> dict[str, tuple[int, ...]]:
     """The shapes of weights in files; scales are none, and of 4 bits a byte has two."""
     return {
-        name: (*own.shape[:-1], 2 * own.shape[-1])
-        if name.endswith("_blocks")
+        name.replace(".weight_packed", ".weight"): (*own.shape[:-1], 2 * own.shape[-1])
+        if name.endswith(("_blocks", ".weight", ".weight_packed")) and own.dtype == "U8"
         else own.shape
         for tensors in stored.values()
         for name, own in tensors.items()
-        if not name.endswith(("_scale_inv", "_scales"))
+        if not name.endswith(_NO_WEIGHTS)
     }
+
+
+_NO_WEIGHTS = (
+    "_scale_inv",
+    "_scales",
+    *(f"weight_{name}" for name in ("scale", "scale_2", "global_scale")),
+    *(f"input_{name}" for name in ("scale", "global_scale")),
+    *(".k_scale", ".v_scale"),
+)
+"""Ends of the names of what comes with quantised weights."""
 
 
 # --- memory -----------------------------------------------------------------------

@@ -95,7 +95,9 @@ def check_whole(skeleton: Any, every: list[FoundTensor]) -> None:
         raise LayoutError(f"{every[0].file.parent}: {error}") from error
 
 
-_COMPANIONS = re.compile(r"(_scale_inv|activation_scale|_scales)\$?$")
+_COMPANIONS = re.compile(
+    r"(_scale_inv|activation_scale|_scales|weight_scale(_2)?|input_scale)\$?$"
+)
 """Ends of the patterns of what comes with quantised weights, and only with them."""
 
 

@@ -79,7 +79,10 @@ def test_of_quantised_weights_the_numbers_count() -> None:
         "mtp.layers.0.mlp.experts.0.down_proj.weight": (32, 8),
         "model.layers.2.mlp.experts.0.down_proj.weight": (32, 8),
     }
-    tensors = {name: StoredTensor("U8", shape, 0, 0) for name, shape in stored.items()}
+    tensors = {
+        name: StoredTensor("F8_E4M3" if ".weight" in name else "U8", shape, 0, 0)
+        for name, shape in stored.items()
+    }
     config = {"text_config": {"num_experts_per_tok": 4, "num_hidden_layers": 2}}
     found = sizes_of(shapes_in({Path("x"): tensors}), config)
     assert found.atoms == {0: 4 * 8, 1: 8}
