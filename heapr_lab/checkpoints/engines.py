@@ -22,15 +22,19 @@ class Engine:
     """What needs it."""
 
 
+_IN_BLOCKS = "one width; FP8 has a scale for 128 weights, and none is padded"
+
 ENGINES: Mapping[str, Engine] = MappingProxyType(
     {
         "transformers": Engine("ragged", 1, "loads any width, with heapr_lab"),
         "vllm": Engine(
-            "uniform", 64, "one width for the model; Marlin kernels need 64"
+            "uniform", 64, "one width for the model; Marlin kernels pad to 64"
         ),
+        "vllm-fp8": Engine("uniform", 128, _IN_BLOCKS),
         "sglang": Engine(
             "uniform", 64, "one width for the model, divided by the ranks"
         ),
+        "sglang-fp8": Engine("uniform", 128, _IN_BLOCKS),
         "tensorrt-llm": Engine("uniform", 64, "one width for the model"),
         "llama.cpp": Engine(
             "uniform", 32, "one width; blocks of q8_0, q5 and q4_0 have 32 weights"
@@ -40,7 +44,12 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         ),
     }
 )
-"""By the names that `--for` takes. From the engines' code and documentation, 2026."""
+"""By the names that `--for` takes. From the engines' code and documentation, 2026.
+
+vLLM pads the experts' width of each rank with zeros to a multiple of 64 where it runs
+Marlin kernels (its pull requests 45295 and 45703), but no blocks of FP8: it refuses
+what is not whole ones, as SGLang does.
+"""
 
 
 def widths_for(

@@ -295,8 +295,8 @@ Engine = Annotated[
     str | None,
     typer.Option(
         "--for",
-        help="Choose structure and multiple for an engine: transformers, vllm, sglang, "
-        "tensorrt-llm, llama.cpp or llama.cpp-q4_k.",
+        help="Choose structure and multiple for an engine: transformers, vllm, "
+        "vllm-fp8, sglang, sglang-fp8, tensorrt-llm, llama.cpp or llama.cpp-q4_k.",
         rich_help_panel="Shape",
     ),
 ]
