@@ -7,8 +7,8 @@ from heapr_lab.errors import SpecError
 
 NAMES = ("float32", "bfloat16", "float16", "float64")
 """Types in which everything in this package can be computed."""
-NVFP4 = "nvfp4"
-DEQUANTISED = ("fp8", "mxfp4", NVFP4)
+FP8, NVFP4 = "fp8", "nvfp4"
+DEQUANTISED = (FP8, "mxfp4", NVFP4)
 """Formats of quantised weights that are dequantised when they are read."""
 
 
@@ -86,3 +86,12 @@ def stays_float32(model: Any, name: str) -> bool:
     """
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(part in name for part in strict)
+
+
+def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block; None where blocks have no scale of their own."""
+    block = settings.get("weight_block_size")
+    if not block or settings.get("activation_scheme", "dynamic") != "dynamic":
+        return None
+    rows, columns = block
+    return rows, columns

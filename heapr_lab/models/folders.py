@@ -27,9 +27,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from heapr_lab import registry
 from heapr_lab.errors import SpecError
-from heapr_lab.models.dtypes import NVFP4, check_format, format_of
+from heapr_lab.models.dtypes import FP8, NVFP4, check_format, format_of
 from heapr_lab.models.families import refuse_by_name
-from heapr_lab.models.fp8 import FP8
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import check_no_missing_weights
 from heapr_lab.models.safetensors_headers import names_in

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from heapr_lab.models.dtypes import DEQUANTISED, blocks_fit
+from heapr_lab.models.dtypes import DEQUANTISED, FP8, block_of, blocks_fit
 from heapr_lab.models.folders import quantisation, read_config
-from heapr_lab.models.fp8 import FP8, block_of
 from heapr_lab.models.named import local_folder
 
 

@@ -24,8 +24,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError
-from heapr_lab.models.fp8 import Fp8Quantizer, check_grid
 from heapr_lab.models.safetensors_headers import read_headers
+from heapr_lab.streaming.fp8 import Fp8Quantizer, check_grid
 from heapr_lab.streaming.nvfp4 import BLOCK, Nvfp4Quantizer
 from heapr_lab.streaming.weights_on_disk import (
     FoundTensor,

@@ -17,8 +17,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from heapr_lab.models.dtypes import NVFP4, format_of
-from heapr_lab.models.fp8 import check_grid, with_exact_blocks
 from heapr_lab.streaming.blocks import dequantised
+from heapr_lab.streaming.fp8 import check_grid, with_exact_blocks
 
 _OURS = "heapr_nvfp4"
 """The format under which transformers finds the classes below."""

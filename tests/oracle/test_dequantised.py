@@ -12,7 +12,6 @@ from commands import TINY, invoke, one_line, run
 from families import tiny_model
 from keeps import random_keep
 from quantised_folder import configure, in_fp8
-from safetensors.torch import load_file
 from stored_tensors import changed_json, changed_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config

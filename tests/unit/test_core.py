@@ -9,7 +9,7 @@ from processes import run_each
 from tiny_folder import write_text
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 6_860
+MOST_LINES = 6_800
 """Of code in the core."""
 MOST_TO_READ = 2_800
 """Of code in the files to read first."""

@@ -5,7 +5,7 @@ evenly among them. That is wrong wherever the last block is smaller than the oth
 rows in blocks of 16 have a scale for 16 rows and one for 8, not two for 12.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from transformers.quantizers.auto import (
 )
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-FP8 = "fp8"
+from heapr_lab.models.dtypes import FP8
+
 SCALES = "_scale_inv"
 """What is added to the name of a weight in that of its scales."""
 _OURS = "heapr_fp8"
@@ -32,15 +33,6 @@ def with_exact_blocks(settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("quant_method") != FP8:
         return settings
     return settings | {"quant_method": _OURS}
-
-
-def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block; None where blocks have no scale of their own."""
-    block = settings.get("weight_block_size")
-    if not block or settings.get("activation_scheme", "dynamic") != "dynamic":
-        return None
-    rows, columns = block
-    return rows, columns
 
 
 def check_grid(
