@@ -21,6 +21,10 @@ LOWEST := .engines/lowest
 LOWEST_TRANSFORMERS := 5.16.0
 # Apart, so that vLLM and transformers are tested without it.
 TORCHAO := .engines/torchao
+# Tools of docs/other_tools.md, apart for the same reason; llm-compressor is for an older
+# transformers than vLLM brings, and that for an older huggingface_hub.
+TOOLS := .engines/tools
+LLM_COMPRESSOR := .engines/llm_compressor
 # Its source has llama.cpp, and that the converter.
 LLAMA := llama_cpp_python-0.3.36
 
@@ -77,18 +81,27 @@ $(ENGINES_STAMP): pyproject.toml
 	$(ENGINES)/python -m pip install --upgrade --no-deps --target $(LOWEST) \
 		transformers==$(LOWEST_TRANSFORMERS) 'huggingface_hub<2'
 	$(ENGINES)/python -m pip install --upgrade --no-deps --target $(TORCHAO) torchao==0.18.0
+	$(ENGINES)/python -m pip install --upgrade --no-deps --target $(TOOLS) \
+		peft==0.21.2 mergekit==0.1.5 immutables==0.21
+	$(ENGINES)/python -m pip install --upgrade --no-deps --target $(LLM_COMPRESSOR) \
+		llmcompressor==0.14.0.1 compressed-tensors==0.19.0 transformers==5.17.0 \
+		'huggingface_hub<2' loguru nvidia-ml-py
 	$(ENGINES)/python -m pip download --no-deps --no-binary :all: --dest .engines \
 		$(subst _,-,$(subst -,==,$(LLAMA)))
 	tar xzf .engines/$(LLAMA).tar.gz -C .engines
 	$(ENGINES)/python -m pip install .engines/$(LLAMA).tar.gz sentencepiece
 	touch $@
 
-test-engines: $(ENGINES_STAMP) ## tests with vLLM, llama.cpp, torchao, and the lowest transformers
+test-engines: $(ENGINES_STAMP) ## tests with vLLM, llama.cpp, other tools, and the lowest transformers
 	HEAPR_LLAMA_CPP=.engines/$(LLAMA)/vendor/llama.cpp \
 		$(ENGINES)/python -m pytest -m engine tests/engines
 	PYTHONPATH=$(LOWEST) HEAPR_TRANSFORMERS=$(LOWEST_TRANSFORMERS) \
 		$(ENGINES)/python -m pytest -m engine tests/engines/test_transformers_range.py
 	PYTHONPATH=$(TORCHAO) $(ENGINES)/python -m pytest -m engine tests/engines/test_torchao.py
+	PYTHONPATH=$(TOOLS) $(ENGINES)/python -m pytest -m engine \
+		tests/engines/test_peft.py tests/engines/test_mergekit.py
+	PYTHONPATH=$(LLM_COMPRESSOR) $(ENGINES)/python -m pytest -m engine \
+		tests/engines/test_llm_compressor.py
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")

@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 from families import tiny_model
+from keeps import random_keep, widths_keep
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.pruning.surgery import prune
 
 D_VOCAB = 258
 
@@ -16,6 +20,20 @@ def write_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
     model = tiny_model("qwen2_moe", dtype=torch.float32, seed=seed, **sizes, **changes)
     model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_pruned(folder: Path, structure: str, *, family: str = "qwen3_moe") -> Path:
+    """A random model of `family`, pruned to one width or to many, with a tokenizer."""
+    widths = {"intermediate_size": 64, "moe_intermediate_size": 64}
+    sizes = {"hidden_size": 64, "head_dim": 32} | widths
+    model = tiny_model(family, dtype=torch.float32, vocab_size=D_VOCAB, **sizes)
+    uniform = structure == "uniform"
+    keep = (
+        widths_keep(model, 32, structure=structure) if uniform else random_keep(model)
+    )
+    save_pruned(prune(model, keep), folder)
     write_tokenizer(folder)
     return folder
 

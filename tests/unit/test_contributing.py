@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from fences import fence
 
 import heapr_lab
 from heapr_lab.storage import paths
 
 ROOT = paths.project_dir()
-TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+PAGE = "CONTRIBUTING.md"
+TEXT = (ROOT / PAGE).read_text("utf-8")
 TABLE = ROOT / "tests" / "data" / "earlier" / "importance.parquet"
 MOST_LINES = 85
 CHECK = """
@@ -29,12 +31,6 @@ assert keep != select(table, ratio=0.25)
 """The slow twin: the atoms that went are those of the least energy, not HEAPr's."""
 
 
-def fence(name: str) -> str:
-    """The code under "```python NAME"."""
-    (code,) = re.findall(rf"^```python {name}\n(.*?)^```", TEXT, re.M | re.S)
-    return str(code)
-
-
 @pytest.fixture
 def edited(tmp_path: Path) -> Path:
     """A copy of the package, with the formula and the row where the text puts them."""
@@ -44,8 +40,8 @@ def edited(tmp_path: Path) -> Path:
     path = tmp_path / "heapr_lab" / "importance" / "estimators.py"
     formulas, registry, rows = path.read_text("utf-8").partition("\nESTIMATORS: ")
     head, first, rest = rows.partition("Estimator(\n")
-    row = f"{fence('row').strip()},\n"
-    text = [formulas, fence("formula"), registry, head, row, first, rest]
+    row = fence(PAGE, "python row").strip() + ",\n"
+    text = [formulas, fence(PAGE, "python formula"), registry, head, row, first, rest]
     path.write_text("".join(text), "utf-8")
     shutil.copyfile(TABLE, tmp_path / "importance.parquet")
     return tmp_path
@@ -53,7 +49,7 @@ def edited(tmp_path: Path) -> Path:
 
 def test_a_new_estimator_is_a_formula_and_a_row(edited: Path) -> None:
     """The package so edited selects by it and draws what it selected."""
-    code = fence("use") + CHECK
+    code = fence(PAGE, "python use") + CHECK
     ran = subprocess.run(
         [sys.executable, "-c", code],
         cwd=edited,

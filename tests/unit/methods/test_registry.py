@@ -1,6 +1,5 @@
 """The registry: our methods, and those of plug-ins that are found by entry points."""
 
-import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from commands import run
 from families import tiny_ids, tiny_model
+from fences import fence
 from oracles.token_by_token import matrices
 from tiny_folder import write_model, write_text
 
@@ -17,12 +17,11 @@ from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods import registry
 from heapr_lab.models.experts import find_experts
-from heapr_lab.storage import paths
 from heapr_lab.text.calibration import CalibrationSet
 
 Install = Callable[..., None]
-PAGE = (paths.project_dir() / "docs" / "comparing.md").read_text("utf-8")
-(PLUGIN,) = re.findall(r"^```python plugin\n(.*?)^```", PAGE, re.M | re.S)
+PAGE = "docs/comparing.md"
+PLUGIN = fence(PAGE, "python plugin")
 """The whole file of the example."""
 
 
@@ -82,7 +81,7 @@ def test_the_example_of_the_page_is_a_method_like_ours(install: Install) -> None
 
 def test_the_entry_point_of_the_page_is_the_one_that_is_read() -> None:
     """As in the pyproject.toml of a plug-in."""
-    (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S)
+    text = fence(PAGE, "toml")
     assert tomllib.loads(text)["project"]["entry-points"] == {
         registry.GROUP: {"smallest": "my_package:METHOD"}
     }
@@ -93,7 +92,7 @@ def test_the_python_of_the_page_runs(
 ) -> None:
     """On a tiny model: both methods are fitted, applied and saved."""
     folder, text = write_model(tmp_path / "moe"), write_text(tmp_path / "text.txt")
-    (code,) = re.findall(r"^```python use\n(.*?)^```", PAGE, re.M | re.S)
+    code = fence(PAGE, "python use")
     code = code.replace('"lab"', repr(str(folder))).replace('"pydocs"', repr(str(text)))
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "comparing.md", "exec"), {})
