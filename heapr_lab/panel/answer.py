@@ -2,12 +2,13 @@
 
 They are parameters, bytes on disk, perplexity and accuracy. Each has its change, with
 its standard error where it was measured, and says whether it was measured, or is of
-something else than what is chosen.
+something else than what is chosen. Two tables have all other numbers.
 """
 
 import html
 import math
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -16,13 +17,15 @@ from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.looks import MEASURED, STALE, badge
 from heapr_lab.panel.session import NotKnownError, PruningSession, setting_text
 from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.savings import at_context
 from heapr_lab.recipes.weights import MASKED
 
-_ARROW = " → "
-_MINUS = "−"
 _STEPS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _NOT_YET = "not measured yet: Evaluate"
 _BOX = "display:inline-block;vertical-align:top;margin:0 28px 0 0;line-height:1.35"
+Row: TypeAlias = tuple[str, str, str, str]
+"""What is counted, of the dense model, of the pruned one, and the share saved."""
+_HEADS: Row = ("", "dense", "pruned", "saved")
 _LARGE = "font-size:1.35em;font-variant-numeric:tabular-nums"
 
 
@@ -38,11 +41,6 @@ class Answer(NamedTuple):
     """What it is of; its first word may be `MEASURED`."""
     stale: bool = False
     """Whether it is of other settings than those that are chosen."""
-
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        return f"{self.name} {self.values} {self.change} ({self.of})"
 
 
 def answers(session: PruningSession) -> list[Answer]:
@@ -72,18 +70,20 @@ def compact(number: float, unit: str = "") -> str:
 
 
 def _box(one: Answer) -> str:
-    kind, _, rest = one.of.partition(" ")
-    said = html.escape(one.of)
-    if kind == MEASURED:
-        said = f"{badge()} {html.escape(rest)}"
     lines = [
         f"<small>{html.escape(one.name)}</small>",
         f'<span style="{_LARGE}">{html.escape(one.values or "–")}</span>',
         html.escape(one.change),
-        f"<small>{said}</small>",
+        f"<small>{_with_badge(one.of)}</small>",
     ]
     grey = f' class="{STALE}"' if one.stale else ""
     return f'<div{grey} style="{_BOX}">{"<br>".join(lines)}</div>'
+
+
+def _with_badge(text: str) -> str:
+    """The text, whose first word is a badge if it says that the number is measured."""
+    first, _, rest = text.partition(" ")
+    return f"{badge()} {html.escape(rest)}" if first == MEASURED else html.escape(text)
 
 
 def _sizes(session: PruningSession) -> list[Answer]:
@@ -95,19 +95,22 @@ def _sizes(session: PruningSession) -> list[Answer]:
     if saved is None:
         return [Answer(name, "", "", "not in the table") for name in names]
     row = saved.iloc[0]
-    parameters = row.parameters_before, row.parameters_after
-    size = row.bytes_before, row.bytes_after
+    sizes = (
+        (names[0], row.parameters_before, row.parameters_after, "", "counted"),
+        (names[1], row.bytes_before, row.bytes_after, "B", session.bytes_are()),
+    )
     return [
-        _counted(names[0], *parameters, of="counted"),
-        _counted(names[1], *size, of=session.bytes_are(), unit="B"),
+        Answer(name, _span(compact(a, unit), compact(b, unit)), f"−{_saved(a, b)}", of)
+        for name, a, b, unit, of in sizes
     ]
 
 
-def _counted(
-    name: str, before: float, after: float, *, of: str, unit: str = ""
-) -> Answer:
-    values = f"{compact(before, unit)}{_ARROW}{compact(after, unit)}"
-    return Answer(name, values, f"{_MINUS}{1 - after / before:.1%}", of)
+def _span(before: str, after: str) -> str:
+    return f"{before} → {after}"
+
+
+def _saved(before: float, after: float) -> str:
+    return f"{1 - after / before:.1%}"
 
 
 # --- what is measured -----------------------------------------------------------------
@@ -129,16 +132,15 @@ def _missing(name: str, session: PruningSession) -> Answer:
 
 
 def _loss(row: pd.Series, of: str, *, stale: bool = False) -> Answer:
-    dense = row.nll - row.delta_nll
     change = f"{row.delta_nll:+.3f} {PER_TOKEN}{_error(row.stderr, '.3f')}"
-    name = f"{of} on {row.dataset}"
-    return Answer("perplexity", _span(dense, row.nll), change, name, stale)
+    span, where = _span(*_perplexities(row)), f"{of} on {row.dataset}"
+    return Answer("perplexity", span, change, where, stale)
 
 
-def _span(dense: float, pruned: float) -> str:
+def _perplexities(row: pd.Series) -> list[str]:
+    """Of the dense and of the pruned model."""
     with np.errstate(over="ignore"):
-        before, after = np.exp([dense, pruned])
-    return f"{before:,.1f}{_ARROW}{after:,.1f}"
+        return [f"{np.exp(nll):,.1f}" for nll in (row.nll - row.delta_nll, row.nll)]
 
 
 def _accuracy(session: PruningSession) -> Answer:
@@ -148,7 +150,7 @@ def _accuracy(session: PruningSession) -> Answer:
         return _missing("accuracy", session)
     shown, chosen = (last.selection, last.weights), _chosen(session)
     points = session.points[session.points["accuracy"].notna()]
-    own = points[[pair == shown for pair in _pairs(points)]].set_index("dataset")
+    own = session.points_for(*shown).dropna(subset="accuracy").set_index("dataset")
     dense = points[points["estimator"].eq("dense")].set_index("dataset").loc[own.index]
     before, after = (100 * one["accuracy"].mean() for one in (dense, own))
     error = 100 * np.hypot(dense["stderr"], own["stderr"]) / len(own)
@@ -157,7 +159,7 @@ def _accuracy(session: PruningSession) -> Answer:
     of = "" if shown == chosen else f" {_settings(session, last)}"
     return Answer(
         "accuracy [%]",
-        f"{before:.1f}{_ARROW}{after:.1f}",
+        _span(f"{before:.1f}", f"{after:.1f}"),
         f"{after - before:+.1f}{_error(spread, '.1f')}",
         f"measured{of} on {on}",
         shown != chosen,
@@ -168,24 +170,18 @@ def _chosen(session: PruningSession) -> tuple[Selection, str]:
     return session.selection, session.recipe.text
 
 
-def _pairs(points: pd.DataFrame) -> list[tuple[object, str]]:
-    return list(zip(points["selection"], points["weights"], strict=True))
-
-
 def _nearest(session: PruningSession, column: str) -> pd.Series | None:
     """The point of a pruned model with a number that is nearest to what is chosen.
 
     That is what is chosen itself, else the same masked, else the last one.
     """
-    points = session.points[session.points["estimator"].ne("dense")]
-    points = points[points[column].notna()]
-    if points.empty:
-        return None
-    for pair in (_chosen(session), (session.selection, MASKED.text)):
-        same = [one == pair for one in _pairs(points)]
-        if any(same):
-            return points[same].iloc[-1]
-    return points.iloc[-1]
+    pruned = session.points[session.points["estimator"].ne("dense")]
+    nearest = _chosen(session), (session.selection, MASKED.text)
+    for points in (*(session.points_for(*pair) for pair in nearest), pruned):
+        known = points[points[column].notna()]
+        if len(known):
+            return known.iloc[-1]
+    return None
 
 
 def _settings(session: PruningSession, row: pd.Series) -> str:
@@ -202,3 +198,94 @@ def _settings(session: PruningSession, row: pd.Series) -> str:
 def _error(stderr: object, form: str) -> str:
     found = float(stderr) if stderr is not None else math.nan  # type: ignore[arg-type]
     return f" ± {found:{form}}" if math.isfinite(found) else ""
+
+
+# --- all numbers ----------------------------------------------------------------------
+
+
+def numbers_of(session: PruningSession) -> list[Row]:
+    """Sizes, savings, and measured losses; "" where there is no number."""
+    return [*_counts(session), *_losses(session)]
+
+
+def numbers_html(rows: Sequence[Row]) -> str:
+    """The numbers as an HTML table."""
+    head = "".join(f'<th style="text-align:right">{name}</th>' for name in _HEADS)
+    body = "".join(_table_row(*row) for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def numbers_text(rows: Sequence[Row]) -> str:
+    """The numbers as plain text, a line for each.
+
+    Example:
+        >>> numbers_text([("atomic experts", "16", "8", "50.0%")])
+        'atomic experts: dense 16, pruned 8, saved 50.0%'
+    """
+    named = (zip(_HEADS, row, strict=True) for row in rows)
+    return "\n".join(
+        f"{name}: " + ", ".join(f"{head} {cell}" for head, cell in cells if cell)
+        for (_, name), *cells in named
+    )
+
+
+def _counts(session: PruningSession) -> Iterator[Row]:
+    try:
+        keep = session.keep
+    except NotKnownError:
+        return
+    yield _counted("atomic experts", keep.n_atoms, keep.n_kept)
+    saved = session.savings()
+    if saved is None:
+        return
+    row = saved.iloc[0]
+    yield _counted("parameters", row.parameters_before, row.parameters_after)
+    kind = f"bytes ({session.bytes_are()})"
+    yield _counted(kind, row.bytes_before, row.bytes_after)
+    flops = f"FLOPs per token, {at_context(row.seq_len)}"
+    yield _counted(flops, row.flops_before, row.flops_after)
+    yield "FLOPs of the routed experts", "", "", f"{row.routed_flops_reduction:.1%}"
+
+
+def _losses(session: PruningSession) -> Iterator[Row]:
+    for _, point in session.measured().iterrows():
+        of = f"on {point.dataset}"
+        dense, pruned = _perplexities(point)
+        yield f"{MEASURED} perplexity {of}", dense, pruned, ""
+        yield f"{MEASURED} Δloss {of} [{PER_TOKEN}]", "", f"{point.delta_nll:.3g}", ""
+
+
+def _counted(name: str, before: float, after: float) -> Row:
+    return name, f"{before:,.0f}", f"{after:,.0f}", _saved(before, after)
+
+
+def _table_row(name: str, *cells: str) -> str:
+    right = "text-align:right;padding:0 8px;font-variant-numeric:tabular-nums"
+    values = "".join(f'<td style="{right}">{html.escape(cell)}</td>' for cell in cells)
+    return f'<tr><th style="text-align:left">{_with_badge(name)}</th>{values}</tr>'
+
+
+def layers_frame(session: PruningSession) -> pd.DataFrame:
+    """The numbers of the picture, a row for each layer: pruned share, widths, traffic.
+
+    Columns: layer, removed (share of its atoms), width of its narrowest, mean and
+    widest expert, number of experts without atoms, and the traffic of its busiest
+    expert relative to an even share.
+    """
+    keep = session.keep
+    widths = keep.widths()
+    frame = pd.DataFrame(
+        {
+            "layer": list(keep.layers),
+            "removed": keep.layer_ratios().map("{:.1%}".format).to_numpy(),
+            "narrowest": widths.min(axis=1).to_numpy(),
+            "mean width": widths.mean(axis=1).map("{:.1f}".format).to_numpy(),
+            "widest": widths.max(axis=1).to_numpy(),
+            "experts gone": widths.eq(0).sum(axis=1).to_numpy(),
+        }
+    )
+    if "tokens" in session.table.frame:
+        tokens = session.table.expert_tokens().groupby("layer")["tokens"]
+        busiest = (tokens.max() / tokens.mean()).map("{:.2f}".format)
+        frame["busiest [× even share]"] = busiest.to_numpy()
+    return frame

@@ -3,27 +3,30 @@
 import itertools
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ipywidgets as ipw
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from heapr_lab.errors import HeaprLabError, SpecError
-from heapr_lab.figures import save_figure, styled, write_table
-from heapr_lab.figures.style import LABELS, LINE_STYLES, MARKERS, literal
-from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.panel.jobs import alert, failure, status
-from heapr_lab.panel.looks import badge, beside, picture
+from heapr_lab.figures import save_figure, write_table
+from heapr_lab.panel.looks import (
+    badge,
+    beside,
+    button,
+    failure,
+    line,
+    one_of,
+    picture,
+    status,
+    table_html,
+)
 from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
-from heapr_lab.panel.passage_html import table_html
-from heapr_lab.panel.pictures import drawn_png
+from heapr_lab.panel.pictures import LOSS, drawn_png, figure_compared
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -33,12 +36,6 @@ from heapr_lab.storage import files
 _NOTHING_YET = (
     "Nothing pinned yet. Pin saves the current selection; Run methods adds others."
 )
-_BUTTONS = {
-    "Load": "show the settings of the pin that is chosen",
-    "Remove": "remove the pin that is chosen",
-    "Clear": "remove all pins and methods",
-    "Undo": "go back to the previous pins and methods",
-}
 _SET_BY_CONTROLS = (
     "ratio",
     "estimator",
@@ -49,8 +46,6 @@ _SET_BY_CONTROLS = (
     "of",
     "min_atoms",
 )
-_N_COLORS = 7
-"""Of the style."""
 _SHORT = {
     "achieved_ratio": "removed",
     "parameter_reduction": "parameters saved",
@@ -92,7 +87,10 @@ class CompareTab(ipw.VBox):
         self._build_views()
         super().__init__(
             [
-                beside(self.label, self.pin_button, *self._of_pins),
+                beside(
+                    *(self.label, self.pin_button, self.pinned, self.load_button),
+                    *(self.remove_button, self.clear_button, self.undo_button),
+                ),
                 self.runs,
                 self.message,
                 self.chart,
@@ -105,43 +103,28 @@ class CompareTab(ipw.VBox):
 
     def _build_pins(self) -> None:
         self.label = ipw.Text("A", description="label", layout={"width": "200px"})
-        self.pin_button = ipw.Button(
-            description="Pin",
-            button_style="primary",
-            tooltip="save the current selection",
+        self.pin_button = button(
+            "Pin", "save the current selection", self.pin, primary=True
         )
-        self.pinned = ipw.Dropdown(description="pinned", layout={"width": "200px"})
+        self.pinned = one_of("pinned", width="200px")
         self.load_button, self.remove_button, self.clear_button, self.undo_button = (
-            ipw.Button(description=name, tooltip=said, layout={"width": "auto"})
-            for name, said in _BUTTONS.items()
+            button("Load", "show the settings of the pin that is chosen", self.load),
+            button("Remove", "remove the pin that is chosen", self.remove),
+            button("Clear", "remove all pins and methods", self.clear),
+            button("Undo", "go back to the previous pins and methods", self.undo),
         )
         self.clear_button.disabled = True
-        self._of_pins = (
-            self.pinned,
-            *(self.load_button, self.remove_button),
-            *(self.clear_button, self.undo_button),
-        )
-        self.pin_button.on_click(self.pin)
-        self.load_button.on_click(lambda _: self._load(self._chosen))
-        self.remove_button.on_click(self.remove)
-        self.clear_button.on_click(self.clear)
-        self.undo_button.on_click(self.undo)
         self._offer_pins()
 
     def _build_views(self) -> None:
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.chart = picture("compared", display="none", max_width="900px")
         self.table = ipw.HTML()
-        self.folder = ipw.Text(
-            "comparison", description="folder", continuous_update=False
-        )
-        self.export_button = ipw.Button(
-            description="Export comparison", disabled=True,
-            tooltip="write CSV, parquet, Markdown, LaTeX, PNG and PDF",
-            layout={"width": "auto"},
-        )  # fmt: skip
+        self.folder = line("folder", "comparison")
+        said = "write CSV, parquet, Markdown, LaTeX, PNG and PDF"
+        self.export_button = button("Export comparison", said, self._press_export)
+        self.export_button.disabled = True
         self.exported = ipw.HTML(status(""))
-        self.export_button.on_click(self._press_export)
 
     def pin(self, _button: ipw.Button | None = None) -> None:
         """Save the current selection; it replaces a pin of the same label."""
@@ -149,7 +132,7 @@ class CompareTab(ipw.VBox):
         try:
             pin = Pin(label, self.session.selection, self.session.recipe)
         except SpecError as error:
-            self.message.value = alert(str(error))
+            self.message.value = failure(error)
             return
         self.show_pins([old for old in self.pins if old.label != label] + [pin])
 
@@ -157,6 +140,10 @@ class CompareTab(ipw.VBox):
     def _chosen(self) -> Pin:
         """The pin that is chosen in the list."""
         return self.pins[int(self.pinned.index)]
+
+    def load(self, _button: ipw.Button | None = None) -> None:
+        """Show the settings of the pin that is chosen in the list."""
+        self._load(self._chosen)
 
     def remove(self, _button: ipw.Button | None = None) -> None:
         """Remove the pin that is chosen in the list."""
@@ -230,7 +217,8 @@ class CompareTab(ipw.VBox):
             keep = self._known(pin)
             if keep is not None:
                 row |= {"achieved_ratio": keep.achieved_ratio, **self._saved(keep)}
-            rows.append(row | _measured(self.session.points, pin))
+            points = self.session.points_for(pin.selection, pin.recipe.text)
+            rows.append(row | _measured(points))
         return pd.DataFrame([*rows, *self.runs.rows])
 
     def _known(self, pin: Pin) -> KeepMask | None:
@@ -257,34 +245,19 @@ class CompareTab(ipw.VBox):
             parts.append(ratios.reset_index().assign(label=pin.label))
         return pd.concat(parts, ignore_index=True)
 
-    @styled
     def figure(self, frame: pd.DataFrame) -> Figure:
-        """Removed share by layer, and Δloss against the parameters saved.
+        """The chart of the rows of `frame`, as `figure_compared` draws it.
 
-        A row has one colour in both, and keeps it while others come and go; in the
-        right one a corpus has one marker, and labels stand beside the points. Without
-        pins there is only the right one.
+        A row keeps its look while others come and go.
         """
-        looks = self._looks(frame["label"].tolist())
-        figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-        *left, right = figure.subplots(1, 2 if self.pins else 1, squeeze=False)[0]
-        for ax in left:
-            _plot_layers(ax, self.layers(), looks)
-        _plot_losses(right, frame, looks)
-        handles = _handles(looks, n_pins=len(self.pins))
-        title = "compared" if self.runs.rows else "pins"
-        figure.legend(handles=handles, loc="outside right upper", title=title)
-        return figure
-
-    def _looks(self, labels: list[str]) -> dict[str, dict[str, Any]]:
-        """Colour and line of each row: those that it had, or the first free ones."""
-        old = self._numbers
+        labels, old = frame["label"].tolist(), self._numbers
         taken = {old[label] for label in labels if label in old}
         free = (number for number in itertools.count() if number not in taken)
         self._numbers = {
             label: old[label] if label in old else next(free) for label in labels
         }
-        return {label: _look(number) for label, number in self._numbers.items()}
+        layers = self.layers() if self.pins else None
+        return figure_compared(frame, layers, numbers=self._numbers)
 
     def export(self, folder: Path | str) -> list[Path]:
         """Write the figure and the tables of all rows.
@@ -354,25 +327,19 @@ def _reduction(saved: pd.DataFrame, name: str) -> float:
     return float(row[f"{name}_reduction"])
 
 
-def _measured(points: pd.DataFrame, pin: Pin) -> dict[str, float]:
-    """Δloss and accuracy of exactly this selection and these weights, by dataset."""
+def _measured(points: pd.DataFrame) -> dict[str, float]:
+    """Δloss and accuracy by dataset."""
     found: dict[str, float] = {}
-    for row in points.to_dict("records"):
-        if (row["selection"], row["weights"]) != (pin.selection, pin.recipe.text):
-            continue
-        if pd.notna(row["delta_nll"]):
-            found[f"Δloss {row['dataset']}"] = float(row["delta_nll"])
-        if pd.notna(row["accuracy"]):
-            found[f"accuracy {row['dataset']}"] = float(row["accuracy"])
+    for row in points.itertuples():
+        if pd.notna(row.delta_nll):
+            found[f"{LOSS}{row.dataset}"] = float(row.delta_nll)
+        if pd.notna(row.accuracy):
+            found[f"accuracy {row.dataset}"] = float(row.accuracy)
     return found
 
 
-def _is_loss(column: object) -> bool:
-    return str(column).startswith("Δloss ")
-
-
 def _is_measured(column: object) -> bool:
-    return _is_loss(column) or str(column).startswith("accuracy ")
+    return str(column).startswith((LOSS, "accuracy "))
 
 
 def _message(frame: pd.DataFrame) -> str:
@@ -381,7 +348,7 @@ def _message(frame: pd.DataFrame) -> str:
         losses = [
             f"{name} {value:+.4f}"
             for name, value in row.items()
-            if _is_loss(name) and pd.notna(value)
+            if str(name).startswith(LOSS) and pd.notna(value)
         ]
         text = ", ".join(losses) or "not evaluated"
         removed = f"{row['achieved_ratio']:.1%} removed"
@@ -392,65 +359,6 @@ def _message(frame: pd.DataFrame) -> str:
     counted = [f"{len(frame) - n_methods} pinned"]
     counted += [f"{n_methods} of methods"] if n_methods else []
     return f"{', '.join(counted)}. {'; '.join(parts)}."
-
-
-def _look(number: int) -> dict[str, Any]:
-    """Colour and line of a row, the same in every plot; colours repeat in pale."""
-    rounds, _ = divmod(number, _N_COLORS)
-    line = LINE_STYLES[number % len(LINE_STYLES)]
-    return {"color": f"C{number}", "ls": line, "alpha": 0.45**rounds}
-
-
-def _handles(looks: Mapping[str, dict[str, Any]], *, n_pins: int) -> list[Line2D]:
-    """Of the legend; methods have no line, because their layers are not drawn."""
-    return [
-        Line2D([], [], label=literal(label), marker="o", ms=4, **look | line)
-        for number, (label, look) in enumerate(looks.items())
-        for line in [{} if number < n_pins else {"ls": "none"}]
-    ]
-
-
-def _plot_layers(
-    ax: Axes, layers: pd.DataFrame, looks: Mapping[str, dict[str, Any]]
-) -> None:
-    for label, rows in layers.groupby("label", sort=False):
-        look = looks[str(label)] | {"marker": "o", "ms": 4, "label": str(label)}
-        ax.plot(rows["layer"], rows["pruning_ratio"], **look)
-    ax.set(xlabel="MoE layer [index]", ylabel=LABELS["layer_ratio"], ylim=(0, 1))
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _plot_losses(
-    ax: Axes, frame: pd.DataFrame, looks: Mapping[str, dict[str, Any]]
-) -> None:
-    """Δloss against the parameters saved, or the atoms removed if sizes are unknown.
-
-    Without evaluations there are only the savings. Rows at the same place are named
-    together, and the first has the largest mark, so that all are seen.
-    """
-    known = "parameter_reduction" in frame
-    across = frame["parameter_reduction" if known else "achieved_ratio"].astype(float)
-    losses = frame[list(filter(_is_loss, frame))]
-    drawn = losses if len(losses.columns) else pd.DataFrame({"": 0.0}, frame.index)
-    at: dict[tuple[float, float], list[str]] = {}
-    for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
-        for label, x, y in zip(frame["label"], across, drawn[corpus], strict=True):
-            here = at.setdefault((x, y), [])
-            look = looks[label] | {"ls": "none", "ms": max(4, 9 - 2 * len(here))}
-            ax.plot([x], [y], marker, **look)
-            here.append(literal(label))
-        shown = literal(str(corpus).removeprefix("Δloss "))
-        ax.plot([], [], marker, color="0.4", ls="none", label=shown or "not evaluated")
-    for place, labels in at.items():
-        if all(map(math.isfinite, place)):
-            named = ", ".join(labels)
-            ax.annotate(named, place, (6, 3), textcoords="offset points", fontsize=8)
-    ax.set_xlabel("parameters saved" if known else "atomic experts removed")
-    ax.xaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_ylabel(f"measured Δloss [{PER_TOKEN}] ↓")
-    ax.margins(0.15)
-    ax.legend(fontsize=8)
 
 
 def _html_table(frame: pd.DataFrame) -> str:

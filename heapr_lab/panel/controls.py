@@ -1,6 +1,7 @@
-"""The controls of the panel: a labelled control for each setting of a selection."""
+"""The controls of the panel: of a selection, and of how its weights are made."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import ipywidgets as ipw
@@ -8,8 +9,9 @@ import ipywidgets as ipw
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.help import label_of
-from heapr_lab.panel.looks import beside
+from heapr_lab.panel.glossary import label_of
+from heapr_lab.panel.looks import WHOLE_LABEL, beside, line, one_of
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import (
     BUDGETS,
     CHOICES,
@@ -18,6 +20,8 @@ from heapr_lab.pruning.options import (
     read_ratio,
 )
 from heapr_lab.pruning.selection import default_multiple
+from heapr_lab.recipes.presets import DEFAULT, METHODS
+from heapr_lab.recipes.weights import WeightRecipe
 
 _LAST_STEP: Final = 99
 _BUDGETS = {name: of for of, name in BUDGETS.items()}
@@ -36,8 +40,11 @@ _SHOWN = (
     "excluded",
 )
 """The controls of a selection."""
-WHOLE_LABEL: Final = {"description_width": "initial"}
-"""Style of a control whose label is longer than ipywidgets allows for."""
+_WEIGHTS = {
+    "unchanged": "as the paper (masked)",
+    "compensated": "compensated (one forward pass)",
+    "compress": f"best (about {WeightRecipe('compress').n_passes} forward passes)",
+}
 
 
 class NumberBox(ipw.FloatText):
@@ -178,10 +185,7 @@ class Controls(ipw.VBox):
             readout=False, layout={"width": "240px"},
         )  # fmt: skip
         # The ratio is the one in the box; the slider shows the nearest of its steps.
-        self.ratio = ipw.Text(
-            ratio_text(selection.ratio), description="ratio", continuous_update=False,
-            layout={"width": "150px"},
-        )  # fmt: skip
+        self.ratio = line("ratio", ratio_text(selection.ratio), width="150px")
         self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[selection.of])
         self.rise = ipw.BoundedFloatText(
             0.05, min=0.0, max=10.0, step=0.01, description="Δloss ≤",
@@ -190,12 +194,9 @@ class Controls(ipw.VBox):
 
     def _build_rules(self, estimators: Sequence[str], selection: Selection) -> None:
         self.estimator = _dropdown("estimator", estimators, selection.estimator)
-        self.scope = _dropdown("scope", CHOICES["scope"], selection.scope)
-        self.granularity = _dropdown(
-            "granularity", CHOICES["granularity"], selection.granularity
-        )
-        self.structure = _dropdown(
-            "structure", CHOICES["structure"], selection.structure
+        self.scope, self.granularity, self.structure = (
+            _dropdown(name, CHOICES[name], getattr(selection, name))
+            for name in ("scope", "granularity", "structure")
         )
         multiple, widest = selection.multiple or self._default, self._widest
         self.multiple = NumberBox(
@@ -204,11 +205,10 @@ class Controls(ipw.VBox):
         self.min_atoms = NumberBox(
             "min atoms per expert", selection.min_atoms, least=0, most=widest
         )
-        self.excluded = ipw.Text(
-            ", ".join(map(str, selection.exclude_layers)), style=WHOLE_LABEL,
-            description="layers not pruned", placeholder="such as 0, 5-7",
-            continuous_update=False, layout={"width": "270px"},
-        )  # fmt: skip
+        excluded = ", ".join(map(str, selection.exclude_layers))
+        self.excluded = line(
+            "layers not pruned", excluded, width="270px", hint="such as 0, 5-7"
+        )
 
     @property
     def selection(self) -> Selection:
@@ -313,10 +313,52 @@ def _on_slider(ratio: float) -> int:
 
 
 def _dropdown(name: str, options: Sequence[str], value: str) -> ipw.Dropdown:
-    chosen = value if value in options else options[0]
-    return ipw.Dropdown(
-        options=list(options),
-        value=chosen,
-        description=name,
-        layout={"width": "240px"},
-    )
+    box = ipw.Dropdown(options=options, description=name, layout={"width": "240px"})
+    box.value = value if value in options else options[0]
+    return box
+
+
+class WeightsBar(ipw.HBox):
+    """How the kept weights are made; Evaluate, Compare and Export follow it.
+
+    Attributes:
+        weights: how they are made, a name in `WEIGHTS`; the panel lays it out.
+        own: windows that the model writes itself, in per cent of the corpus.
+    """
+
+    def __init__(self, session: PruningSession, on_change: Callable[[], None]) -> None:
+        """Show masked weights, whose mask is known; a table alone has no others.
+
+        Args:
+            session: whose `recipe` is set.
+            on_change: called whenever it has changed.
+        """
+        self._session, self._on_change = session, on_change
+        options = [(text, name) for name, text in _WEIGHTS.items()]
+        self.weights = one_of("weights", options, width="350px")
+        self.weights.layout.display = None if session.workbench else "none"
+        share = session.calibration.own_text or METHODS[DEFAULT].recipe.own_text
+        self.own = ipw.IntSlider(
+            round(100 * share), 0, 100, 5, description="own text [%]",
+            continuous_update=False, style=WHOLE_LABEL,
+        )  # fmt: skip
+        super().__init__([self.own], layout={"display": self.weights.layout.display})
+        self._apply()
+        for control in (self.weights, self.own):
+            control.observe(self._changed, names="value")
+
+    def show(self, recipe: WeightRecipe) -> None:
+        """Show the recipe of a session that was opened."""
+        self.weights.value = recipe.weights
+        if recipe.chooses:
+            self.own.value = round(100 * recipe.own_text)
+
+    def _changed(self, _change: Any) -> None:
+        self._apply()
+        self._on_change()
+
+    def _apply(self) -> None:
+        recipe = WeightRecipe(self.weights.value)
+        self.own.disabled = not recipe.chooses
+        share = self.own.value / 100 if recipe.chooses else 0.0
+        self._session.recipe = replace(recipe, own_text=share)

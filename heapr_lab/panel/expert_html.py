@@ -9,8 +9,7 @@ from typing import Final
 import numpy as np
 
 from heapr_lab.figures.scores import ScoreBins, bin_scores
-from heapr_lab.panel.jobs import status
-from heapr_lab.panel.passage_html import columns_html
+from heapr_lab.panel.looks import columns_html, status
 
 _N_BINS: Final = 40
 _WIDTH, _HEIGHT, _LINE = 440, 150, 18

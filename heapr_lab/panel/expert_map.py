@@ -1,7 +1,9 @@
-"""The widget that shows a number for each expert, as a grid of layers × experts.
+"""A number for each expert, and the widget that shows them: a grid of layers × experts.
 
 The browser draws it (`expert_map.js`), so that a cell can be hovered, reached with the
 arrow keys, and chosen. It needs nothing from another machine. Without torch.
+Numbers have the shape (layers, experts), in the order of the table, with as many
+columns as the layer with the most experts has, and NaN where a layer has fewer.
 """
 
 from collections.abc import Sequence
@@ -13,9 +15,13 @@ import numpy as np
 import traitlets
 
 from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.pruning.masks import KeepMask
 
 _SCRIPT: Final = Path(__file__).with_suffix(".js")
 _STYLE: Final = Path(__file__).with_suffix(".css")
+_FAR = 2.0
+"""Colours end at so many times the 95th percentile, if a few experts lie beyond."""
 
 
 class ExpertMap(anywidget.AnyWidget):
@@ -70,14 +76,10 @@ class ExpertMap(anywidget.AnyWidget):
             percent: whether they are shares, written in per cent.
             order: (layers, experts), the experts of each row from left to right; by
                 default as they are numbered.
-
-        Raises:
-            SpecError: shapes do not match, the limits are not finite and increasing, or
-                a row of `order` is not a permutation.
         """
         drawn = np.asarray(values, dtype="<f4")
-        columns = _checked_order(drawn, order)
-        _check(drawn, layers, limits)
+        plain = np.broadcast_to(np.arange(drawn.shape[1]), drawn.shape)
+        columns = np.asarray(plain if order is None else order, dtype="<i4")
         with self.hold_sync():
             self.layers, self.n_columns = list(layers), drawn.shape[1]
             self.values, self.order = drawn.tobytes(), columns.tobytes()
@@ -115,42 +117,81 @@ class ExpertMap(anywidget.AnyWidget):
         return 0 <= place[1] < len(row) and not np.isnan(row[place[1]])
 
 
-def _check(
-    values: np.ndarray, layers: Sequence[int], limits: tuple[float, float]
-) -> None:
-    """Check what `ExpertMap.show` is given.
+# --- the numbers ----------------------------------------------------------------------
+
+
+def kept_share(table: ImportanceTable, keep: KeepMask) -> np.ndarray:
+    """The share of each expert's atoms that `keep`, a mask of `table`, keeps."""
+    share: np.ndarray = summed(table, keep.rows) / summed(table, np.ones(table.n_atoms))
+    return share
+
+
+def traffic(table: ImportanceTable) -> np.ndarray:
+    """Tokens routed to each expert, relative to an even share in its layer.
+
+    NaN in a layer that no token reached.
 
     Raises:
-        SpecError: as there.
+        SpecError: the table has no column `tokens`.
     """
-    if len(values) != len(layers):
-        raise SpecError(
-            f"the map has {len(values)} rows of values and {len(layers)} layers, "
-            "expected a row for each layer"
-        )
-    if not (np.isfinite(limits).all() and limits[0] < limits[1]):
-        raise SpecError(
-            f"the colours go from {limits[0]} to {limits[1]}, expected two finite "
-            "numbers, the smaller one first"
-        )
+    tokens = _grid(table, table.expert_tokens()["tokens"].to_numpy())
+    even = np.nanmean(tokens, axis=1, keepdims=True)
+    share = np.full(tokens.shape, np.nan)
+    np.divide(tokens, even, out=share, where=even > 0)
+    return share
 
 
-def _checked_order(values: np.ndarray, order: np.ndarray | None) -> np.ndarray:
-    """The columns as int32 (layers, experts).
+def summed(table: ImportanceTable, values: np.ndarray) -> np.ndarray:
+    """The sum over the atoms of each expert.
 
-    Raises:
-        SpecError: values are no matrix, or rows of `order` are not permutations.
+    Args:
+        table: of the atoms.
+        values: one for each row of `table`, (n_atoms,).
     """
-    if values.ndim != 2 or not values.size:
-        raise SpecError(
-            f"the values of a map have the shape {values.shape}, expected "
-            "(layers, experts)"
-        )
-    plain = np.broadcast_to(np.arange(values.shape[1]), values.shape)
-    columns = plain if order is None else np.asarray(order)
-    if columns.shape != plain.shape or (np.sort(columns, axis=1) != plain).any():
-        raise SpecError(
-            f"the order of the experts has the shape {columns.shape}, expected "
-            f"{values.shape}, each row with every expert once"
-        )
-    return columns.astype("<i4")
+    return _grid(table, np.add.reduceat(values, first_rows(table), dtype=float))
+
+
+def first_rows(table: ImportanceTable) -> np.ndarray:
+    """The row of the first atom of each expert, int64 (experts of all layers,)."""
+    sizes = np.concatenate(
+        [np.full(n_experts, size) for n_experts, size in table.shapes().values()]
+    )
+    return np.concatenate([[0], np.cumsum(sizes)[:-1]])
+
+
+def rows_of(table: ImportanceTable, layer: int, expert: int) -> slice:
+    """The rows of the atoms of one expert, which must be there."""
+    shapes = table.shapes()
+    before = (count * size for own, (count, size) in shapes.items() if own < layer)
+    size = shapes[layer][1]
+    start = sum(before) + expert * size
+    return slice(start, start + size)
+
+
+def descending(values: np.ndarray) -> np.ndarray:
+    """The experts of each layer by falling value, ties as numbered, NaN last."""
+    return np.argsort(-values, axis=1, kind="stable")
+
+
+def color_limits(values: np.ndarray, *, diverging: bool = False) -> tuple[float, float]:
+    """Values of the first and the last colour: from 0, or as far on both sides of it.
+
+    Args:
+        values: what is shown; a few that are far larger than the rest do not count.
+        diverging: on both sides of 0 even if no value is below it.
+    """
+    known = np.abs(values[np.isfinite(values)])
+    top = known.max(initial=0.0)
+    if top:
+        top = min(top, _FAR * np.percentile(known, 95)) or top
+    end = float(top) or 1.0
+    return (-end if diverging or np.nanmin(values, initial=0.0) < 0 else 0.0), end
+
+
+def _grid(table: ImportanceTable, values: np.ndarray) -> np.ndarray:
+    """One value for each expert, in the order of the table, as (layers, experts)."""
+    counts = np.array([n_experts for n_experts, _ in table.shapes().values()])
+    there = np.arange(counts.max()) < counts[:, None]
+    grid = np.full(there.shape, np.nan)
+    grid[there] = values
+    return grid

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
-from heapr_lab.panel.controls import WHOLE_LABEL
-from heapr_lab.panel.jobs import Report, ResultJob, alert, parts_of, status
-from heapr_lab.panel.looks import beside, code_html
+from heapr_lab.panel.controls import WeightsBar
+from heapr_lab.panel.jobs import Report, ResultJob, parts_of
+from heapr_lab.panel.looks import WHOLE_LABEL, alert, beside, code_html, status
 from heapr_lab.panel.session import PruningSession, named
-from heapr_lab.panel.weights_bar import WeightsBar
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
 from heapr_lab.recipes.weights import WEIGHTS, WeightRecipe

@@ -1,15 +1,25 @@
-"""The glossary: the terms of `glossary.toml`, and the estimators. Without torch."""
+"""The glossary, its search, and the tooltip of each control. Without torch.
 
+Its terms are those of `glossary.toml`, and the estimators.
+"""
+
+import html
+import itertools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import ipywidgets as ipw
 
 from heapr_lab.importance.estimators import ESTIMATORS, Estimator
 
 _UNIT = re.compile(r"\s*\[[^]]*\]$")
 _DATA = Path(__file__).with_suffix(".toml")
+_EXPLAINED = re.compile(r'<span title="[^"]*">(.*)</span>', re.DOTALL)
+_NONE = "No term of the help has all of these words."
 
 
 @dataclass(frozen=True)
@@ -77,3 +87,79 @@ def search_terms(words: str) -> Iterator[tuple[str, Term]]:
             whole = " ".join((term.name, *term.labels, term.text)).casefold()
             if all(word in whole for word in asked):
                 yield heading, term
+
+
+# --- in the panel ---------------------------------------------------------------------
+
+
+class HelpSection(ipw.Accordion):
+    """The glossary, closed at first, with a box that searches it."""
+
+    def __init__(self) -> None:
+        """Lay it out; the terms are written when it is first opened."""
+        self.search = ipw.Text(
+            description="search", placeholder="such as ratio, or shrunk"
+        )
+        self.terms = ipw.HTML()
+        super().__init__(
+            [ipw.VBox([self.search, self.terms])],
+            titles=["Help: what each control and term means"],
+        )
+        self.search.observe(self._show, names="value")
+        self.observe(self._show, names="selected_index")
+
+    def _show(self, _change: Any = None) -> None:
+        if self.selected_index is not None:
+            self.terms.value = terms_html(self.search.value)
+
+
+def terms_html(words: str = "") -> str:
+    """The terms that have all `words`, by heading, as HTML."""
+    parts = []
+    for heading, found in itertools.groupby(search_terms(words), lambda one: one[0]):
+        rows = "".join(map(_row, (term for _, term in found)))
+        parts.append(f"<h4>{html.escape(heading)}</h4><dl>{rows}</dl>")
+    return "".join(parts) or f'<div role="status">{_NONE}</div>'
+
+
+def _row(term: Term) -> str:
+    name, text = html.escape(term.name), html.escape(term.text)
+    where = f" <i>{html.escape(term.paper)}</i>" if term.paper else ""
+    return f"<dt><b>{name}</b></dt><dd>{text}{where}</dd>"
+
+
+def widgets_in(widget: ipw.Widget) -> Iterator[ipw.Widget]:
+    """A widget and every one in it, however deep."""
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from widgets_in(child)
+
+
+def add_tooltips(panel: ipw.Widget) -> None:
+    """Explain each control in `panel` that takes a value, and the options of lists.
+
+    The label carries the text: ipywidgets 8 does not show the tooltip of a list, a box
+    or a checkbox that has a label.
+    """
+    for control in widgets_in(panel):
+        term = find_term(label_of(control))
+        if term is not None and not isinstance(control, ipw.Button):
+            control.tooltip = _tooltip(term, getattr(control, "options", ()))
+            control.description_allow_html = True
+            title, label = map(html.escape, (control.tooltip, label_of(control)))
+            control.description = f'<span title="{title}">{label}</span>'
+
+
+def label_of(control: ipw.Widget) -> str:
+    """What stands on a control; empty if it has no label."""
+    text = getattr(control, "description", "")
+    found = _EXPLAINED.fullmatch(text)
+    return text if found is None else html.unescape(found[1])
+
+
+def _tooltip(term: Term, options: Any) -> str:
+    """What a control is, and a line for each of its options that is a term."""
+    named = [one if isinstance(one, str) else one[-1] for one in options]
+    found = [(one, find_term(one)) for one in named if isinstance(one, str)]
+    lines = [f"{name}: {known.text}" for name, known in found if known is not None]
+    return "\n".join([term.text, *lines])

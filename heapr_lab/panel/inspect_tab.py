@@ -16,9 +16,9 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.atom_contexts import find_companions, find_contexts
-from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, said_by, shown_by
-from heapr_lab.panel.jobs import Report, ResultJob, alert, parts_of, status
-from heapr_lab.panel.looks import folded
+from heapr_lab.panel.controls import NumberBox, said_by, shown_by
+from heapr_lab.panel.jobs import Report, ResultJob, parts_of
+from heapr_lab.panel.looks import WHOLE_LABEL, alert, folded, status
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
     companions_html,

@@ -1,8 +1,6 @@
 """Buttons that run work in a thread, with progress, time left, Cancel and errors."""
 
 import functools
-import html
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -10,15 +8,14 @@ from typing import Any, Protocol
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.panel.help import widgets_in
-from heapr_lab.panel.looks import STALE
+from heapr_lab.panel.glossary import widgets_in
+from heapr_lab.panel.looks import alert, button, failure, mark_stale, status
 from heapr_lab.progress import StartPart, TimeLeft, time_left_text
 
 _OUT_OF_DATE = (
     "Out of date: made with other settings, or from another text, than those above; "
     "press the button again."
 )
-logger = logging.getLogger(__name__)
 
 
 class Report(Protocol):
@@ -36,11 +33,9 @@ class Report(Protocol):
 
 def parts_of(report: Report) -> StartPart:
     """Reports each part of some work, by its label and unit."""
-    return lambda label, unit: functools.partial(_told, report, f"{label}: {unit}")
-
-
-def _told(report: Report, text: str, done: int, total: int) -> None:
-    report(done, total, text)
+    return lambda label, unit: (
+        lambda done, total: report(done, total, f"{label}: {unit}")
+    )
 
 
 class CancelledError(Exception):
@@ -80,14 +75,9 @@ class Job(ipw.VBox):
         self.work, self._of = work, of
         self.blocked: Callable[[], str] = str
         """Why the work cannot start now; empty if it can."""
-        self.button = ipw.Button(
-            description=name, button_style="primary", tooltip=tooltip or name
-        )
-        self.cancel_button = ipw.Button(
-            description="Cancel",
-            disabled=True,
-            tooltip=f"stop {name} at its next step",
-        )
+        self.button = button(name, tooltip, self.start, primary=True)
+        stops = f"stop {name} at its next step"
+        self.cancel_button = button("Cancel", stops, self.cancel)
         self.bar = ipw.FloatProgress(min=0.0, max=1.0, description="progress")
         self.text = ipw.HTML()
         self.error = ipw.HTML()
@@ -98,8 +88,6 @@ class Job(ipw.VBox):
         super().__init__([ipw.HBox(line), self.error, *below])
         self._show_running(False, never)
         self.button.disabled = bool(never)
-        self.button.on_click(self.start)
-        self.cancel_button.on_click(self.cancel)
 
     @property
     def running(self) -> bool:
@@ -253,7 +241,7 @@ class ResultJob(Job):
         """Mark the result if it is out of date."""
         stale = bool(self.value) and self._made_of != self._current()
         self.note.value = status(self._said) if stale else ""
-        (self._view.add_class if stale else self._view.remove_class)(STALE)
+        mark_stale(self._view, stale)
 
     def _run(self) -> None:
         self.clear()
@@ -270,30 +258,3 @@ class ResultJob(Job):
             return self._asked()
         except HeaprLabError:
             return HeaprLabError
-
-
-def status(text: str, *, before: str = "") -> str:
-    """HTML that a screen reader reads aloud when it changes; `before` is HTML."""
-    said = f"{before} {html.escape(text)}" if before else html.escape(text)
-    return f'<div role="status" aria-live="polite">{said}</div>'
-
-
-def failure(error: Exception) -> str:
-    """An error as an alert; an unexpected one with its type, and logged in full."""
-    if isinstance(error, HeaprLabError | OSError):
-        return alert(said_of(error))
-    logger.error("a panel caught an error", exc_info=error)
-    return alert(f"{type(error).__name__}: {error}")
-
-
-def said_of(error: Exception) -> str:
-    """What an error says: of one of the system the file and why, without a number."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'a file'}: {error.strerror.lower()}"
-    return str(error)
-
-
-def alert(text: str) -> str:
-    """HTML that a screen reader reads aloud at once."""
-    color = "var(--jp-error-color1, #b00020)"
-    return f'<div role="alert" style="color:{color}">{html.escape(text)}</div>'

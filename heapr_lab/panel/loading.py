@@ -18,6 +18,8 @@ from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.dtypes import blocks_fit
 from heapr_lab.models.named import LAB, local_folder, names
+from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.options import Selection
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
 from heapr_lab.storage.paths import cache_dir
@@ -172,6 +174,49 @@ class LoadingWorkbench:
             return None
         self._known[str(path)] = known, asked
         return known
+
+
+def session_of(
+    source: "Workbench | ImportanceTable | PruningSession | Path | str",
+    selection: Selection | None = None,
+    calibration: Calibration | None = None,
+) -> PruningSession:
+    """The session of any source that `explore` takes.
+
+    Raises:
+        SpecError: `source` is of another type.
+    """
+    if isinstance(source, str | Path):
+        source = opened(str(source))
+    if isinstance(source, PruningSession):
+        return source
+    if isinstance(source, ImportanceTable):
+        return PruningSession(source)
+    if not hasattr(source, "importance"):
+        raise SpecError(
+            f"cannot explore a {type(source).__name__}: expected a Workbench, an "
+            "ImportanceTable, the path of a table, or the name of a model"
+        )
+    estimator = "heapr" if selection is None else selection.estimator
+    table = source.importance(calibration, estimator=estimator)
+    if not find_estimator(estimator).extra_pass:
+        remember(source, calibration or Calibration(), table)
+    return PruningSession(table, workbench=source, calibration=calibration)
+
+
+def opened(name: str, **options: Any) -> "Workbench | PruningSession":
+    """The session of a table's file, or a model that is not loaded yet.
+
+    Args:
+        name: a path ending in `.parquet`, or as `open_workbench` takes it.
+        **options: of `open_workbench`.
+    """
+    if name.startswith("~"):
+        name = str(Path(name).expanduser())
+    if name.endswith(".parquet"):
+        return PruningSession(ImportanceTable.read(name), file=Path(name))
+    bench: Any = LoadingWorkbench(name, **options)
+    return bench  # type: ignore[no-any-return]
 
 
 def _check(bench: "Workbench", known: Known, calibration: Calibration) -> None:

@@ -1,21 +1,38 @@
-"""The looks of a panel that widgets have no traits for: classes, style, badges."""
+"""The looks of a panel: its style, names that widgets lack, layouts, pieces of HTML.
+
+Colours follow the theme, and are never the only mark. Importing this needs no torch.
+"""
 
 import base64
 import html
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
+import anywidget
 import ipywidgets as ipw
+import pandas as pd
+import traitlets
 
+from heapr_lab.errors import HeaprLabError
 from heapr_lab.panel.glossary import TERMS
 
+PANEL: Final = "heapr-panel"
+"""The class of a panel, in which names are set."""
 STALE = "heapr-stale"
 """What is out of date, and grey."""
 PICTURE = "heapr-picture"
 """A chart, drawn dark on white, whose lightness is turned around in a dark theme."""
+WHOLE_LABEL: Final = {"description_width": "initial"}
+"""Style of a control whose label is longer than ipywidgets allows for."""
+MUTED = "var(--jp-ui-font-color2, #555)"
+INK = "var(--jp-ui-font-color1, #111)"
+BORDER = "var(--jp-border-color2, #bbb)"
 
 _DARK = ('[data-jp-theme-light="false"]', ".vscode-dark")
 """How JupyterLab and Voilà, and VS Code, mark a page with a dark theme."""
 _TITLES = ", ".join(
-    f".heapr-panel {part}"
+    f".{PANEL} {part}"
     for part in (".jupyter-widget-Collapse-header span", ".lm-TabBar-tabLabel")
 )
 _LEGIBLE = "color: var(--jp-ui-font-color1)"
@@ -28,6 +45,43 @@ _STYLE = (
     "display:inline-block;padding:0 6px;border-width:1px;border-radius:8px;"
     "font-size:smaller;font-weight:normal;border-style:solid"
 )
+_NAMES: Final = """
+function render({ model, el }) {
+  let panel = null, waiting;
+  const set = () => {
+    for (const slider of panel.querySelectorAll(".widget-slider")) {
+      const label = slider.querySelector(".widget-label").textContent;
+      slider.querySelector("[role=slider]")?.setAttribute("aria-label", label);
+    }
+    for (const [place, name] of Object.entries(model.get("pictures"))) {
+      for (const picture of panel.querySelectorAll(place)) picture.alt = name;
+    }
+  };
+  const observer = new MutationObserver(set);
+  const begin = () => {
+    panel = el.closest(".heapr-panel");
+    if (!panel) { waiting = setTimeout(begin, 100); return; }
+    set();
+    observer.observe(panel, { childList: true, subtree: true });
+  };
+  begin();
+  return () => { clearTimeout(waiting); observer.disconnect(); };
+}
+export default { render };
+"""
+logger = logging.getLogger(__name__)
+
+
+class AccessibleNames(anywidget.AnyWidget):
+    """Names pictures, and handles by the labels of their sliders, in its panel.
+
+    They have none in ipywidgets; a screen reader says them.
+    """
+
+    _esm = _NAMES
+
+    pictures = traitlets.Dict().tag(sync=True)
+    """By a CSS selector, the name of a picture."""
 
 
 def panel_style() -> ipw.HTML:
@@ -43,12 +97,58 @@ def panel_style() -> ipw.HTML:
     return ipw.HTML(f"<style>{' '.join(rules)}</style>", layout={"display": "none"})
 
 
+def mark_stale(widget: ipw.DOMWidget, stale: bool) -> None:
+    """Show a widget grey, or no longer."""
+    (widget.add_class if stale else widget.remove_class)(STALE)
+
+
+# --- widgets --------------------------------------------------------------------------
+
+
 def picture(kind: str, **layout: str) -> ipw.Image:
-    """A chart, whose name is set by `accessible_names` for its class, heapr-`kind`."""
+    """A chart, whose name is set by `AccessibleNames` for its class, heapr-`kind`."""
     image = ipw.Image(format="png", layout=layout)
     image.add_class(PICTURE)
     image.add_class(f"heapr-{kind}")
     return image
+
+
+def button(
+    name: str,
+    said: str,
+    press: Callable[[ipw.Button], object],
+    *,
+    primary: bool = False,
+) -> ipw.Button:
+    """A button as wide as its name, with a tooltip."""
+    made = ipw.Button(description=name, tooltip=said, layout={"width": "auto"})
+    made.button_style = "primary" if primary else ""
+    made.on_click(press)
+    return made
+
+
+def one_of(name: str, options: Iterable[Any] = (), *, width: str) -> ipw.Dropdown:
+    """A list of options of which one is chosen, at first the first."""
+    return ipw.Dropdown(
+        options=list(options),
+        description=name,
+        style=WHOLE_LABEL,
+        layout={"width": width},
+    )
+
+
+def line(
+    name: str, value: str = "", *, width: str = "300px", hint: str = ""
+) -> ipw.Text:
+    """A box for one line of text, which is taken when it was typed to its end."""
+    return ipw.Text(
+        value,
+        description=name,
+        placeholder=hint,
+        continuous_update=False,
+        style=WHOLE_LABEL,
+        layout={"width": width},
+    )
 
 
 def beside(*parts: ipw.Widget) -> ipw.HBox:
@@ -59,6 +159,81 @@ def beside(*parts: ipw.Widget) -> ipw.HBox:
 def folded(title: str, *parts: ipw.Widget) -> ipw.Accordion:
     """Parts that are one line, their title, until it is clicked."""
     return ipw.Accordion([ipw.VBox(parts)], titles=[title])
+
+
+# --- pieces of HTML -------------------------------------------------------------------
+
+
+def status(text: str, *, before: str = "") -> str:
+    """HTML that a screen reader reads aloud when it changes; `before` is HTML."""
+    said = f"{before} {html.escape(text)}" if before else html.escape(text)
+    return f'<div role="status" aria-live="polite">{said}</div>'
+
+
+def alert(text: str) -> str:
+    """HTML that a screen reader reads aloud at once."""
+    color = "var(--jp-error-color1, #b00020)"
+    return f'<div role="alert" style="color:{color}">{html.escape(text)}</div>'
+
+
+def failure(error: Exception, *, what: str = "") -> str:
+    """An error as an alert; an unexpected one with its type, and logged in full.
+
+    Args:
+        error: of the system, it says the file and why, without a number.
+        what: what did not happen, which is said before it.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return alert(f"{what}{error.filename or 'a file'}: {error.strerror.lower()}")
+    if isinstance(error, HeaprLabError | OSError):
+        return alert(f"{what}{error}")
+    logger.error("a panel caught an error", exc_info=error)
+    return alert(f"{what}{type(error).__name__}: {error}")
+
+
+def table_html(frame: pd.DataFrame) -> str:
+    """`frame` with four decimals; wide ones scroll."""
+    columns = {name: map(_cell, frame[name]) for name in frame}
+    return f'<div style="overflow-x:auto">{columns_html("", columns)}</div>'
+
+
+def _cell(value: Any) -> str:
+    if pd.isna(value):
+        return "–"
+    return f"{value:.4f}" if isinstance(value, float) else html.escape(str(value))
+
+
+def columns_html(caption: str, columns: Mapping[str, Iterable[object]]) -> str:
+    """A table of these columns, whose cells are HTML."""
+    cell = f"text-align:left;padding:2px 12px 2px 0;border-bottom:1px solid {BORDER}"
+    head = "".join(
+        f'<th scope="col" style="{cell};vertical-align:bottom">{html.escape(name)}</th>'
+        for name in columns
+    )
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{cell}">{value}</td>' for value in row) + "</tr>"
+        for row in zip(*columns.values(), strict=True)
+    )
+    style = f"border-collapse:collapse;color:{INK};line-height:1.5;margin:8px 0"
+    return (
+        f'<table style="{style};font-variant-numeric:tabular-nums">'
+        f'<caption style="text-align:left;color:{MUTED}">{html.escape(caption)}'
+        f"</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table>"
+    )
+
+
+def scrolling_html(name: str, table: str) -> str:
+    """A table in a box that scrolls, also with the keyboard, and is called `name`."""
+    return (
+        f'<div role="region" tabindex="0" aria-label="{name}" '
+        f'style="max-height:480px;overflow:auto">{table}</div>'
+    )
+
+
+def numbers(values: Iterable[float], form: str) -> list[str]:
+    """The numbers as text; a dash where there is none."""
+    return ["–" if pd.isna(value) else format(value, form) for value in values]
 
 
 def code_html(code: str) -> str:

@@ -15,10 +15,10 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import unit_of
 from heapr_lab.panel.atom_contexts import find_contexts
-from heapr_lab.panel.controls import WHOLE_LABEL, NumberBox, check_value, offer, said_by
+from heapr_lab.panel.controls import NumberBox, check_value, offer, said_by
 from heapr_lab.panel.expert_html import expert_html, layer_html
-from heapr_lab.panel.expert_map import ExpertMap
-from heapr_lab.panel.expert_values import (
+from heapr_lab.panel.expert_map import (
+    ExpertMap,
     color_limits,
     descending,
     kept_share,
@@ -26,8 +26,8 @@ from heapr_lab.panel.expert_values import (
     summed,
     traffic,
 )
-from heapr_lab.panel.jobs import Report, ResultJob, alert
-from heapr_lab.panel.looks import beside
+from heapr_lab.panel.jobs import Report, ResultJob
+from heapr_lab.panel.looks import WHOLE_LABEL, alert, beside
 from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.panel.session_file import Mapped
 

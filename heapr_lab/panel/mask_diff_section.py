@@ -1,23 +1,40 @@
 """The section that shows what two masks remove: together, alone, and beside chance.
 
-The masks are selected by `heapr_lab.inspection.mask_diff` and shown through
-`mask_diff_html`. Importing this needs no torch.
+The masks are selected by `heapr_lab.inspection.mask_diff`. Importing this needs no
+torch.
 """
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import ipywidgets as ipw
 import pandas as pd
+from matplotlib.figure import Figure
 
 from heapr_lab.errors import SpecError
+from heapr_lab.figures import figure_mask_diff, mask_diff_data
 from heapr_lab.importance.columns import KEYS
-from heapr_lab.inspection.mask_diff import ScoredMask, removed_by_one
+from heapr_lab.inspection.mask_diff import (
+    ScoredMask,
+    overlap,
+    overlap_text,
+    rank_agreement,
+    removed_by_one,
+)
 from heapr_lab.panel.atom_contexts import find_contexts, place_text
-from heapr_lab.panel.controls import WHOLE_LABEL, offer
+from heapr_lab.panel.controls import offer
 from heapr_lab.panel.jobs import Report, ResultJob
-from heapr_lab.panel.mask_diff_html import mask_diff_html
+from heapr_lab.panel.looks import (
+    PICTURE,
+    columns_html,
+    image_html,
+    numbers,
+    one_of,
+    status,
+)
+from heapr_lab.panel.pictures import drawn_png
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
@@ -31,6 +48,10 @@ _NOT_SINGLE: Final = (
     "chance varies more than its ± says."
 )
 _NO_ATOM: Final = "none yet: compare two masks"
+_ALT: Final = (
+    "Left: what both remove of each layer and what only one does, beside chance. "
+    "Right: every atom at its ranks in both. The tables below have the numbers."
+)
 
 
 @dataclass(frozen=True)
@@ -80,14 +101,7 @@ class MaskDiffSection(ipw.VBox):
             control.observe(self.check, names="value")
 
     def _build_masks(self) -> None:
-        self.a, self.b = (
-            ipw.Dropdown(
-                description=f"mask {name}",
-                style=WHOLE_LABEL,
-                layout={"width": "460px"},
-            )
-            for name in ("A", "B")
-        )
+        self.a, self.b = (one_of(f"mask {name}", width="460px") for name in "AB")
         self.compare = ResultJob(
             "Compare masks",
             self._compared,
@@ -98,12 +112,8 @@ class MaskDiffSection(ipw.VBox):
         )
 
     def _build_contexts(self) -> None:
-        self.atom = ipw.Dropdown(
-            options=[(_NO_ATOM, None)],
-            description="atom that only one removes",
-            style=WHOLE_LABEL,
-            layout={"width": "560px"},
-        )
+        nothing = [(_NO_ATOM, None)]
+        self.atom = one_of("atom that only one removes", nothing, width="560px")
         # Named unlike the button of the Inspect tab.
         self.show_contexts = ResultJob(
             "Find contexts",
@@ -182,7 +192,7 @@ class MaskDiffSection(ipw.VBox):
         a, b = (self._mask(side, report) for side in asked)
         report(0, 1, "comparing")
         alone = removed_by_one(a, b)
-        view = mask_diff_html(a, b, alone, n=_N_ATOMS, note=self._note(asked))
+        view = mask_diff_html(a, b, alone, note=self._note(asked))
         self.sides, self.alone = asked, alone
         self._offer_atoms(alone)
         return view
@@ -235,3 +245,69 @@ class MaskDiffSection(ipw.VBox):
             said=f"removed by {removes.label}, kept by {keeps.label}",
         )
         return view
+
+
+# --- the view -------------------------------------------------------------------------
+
+
+def mask_diff_html(
+    a: ScoredMask, b: ScoredMask, alone: pd.DataFrame, *, note: str
+) -> str:
+    """A sentence, the picture, the layers as a table, and the first of `alone`.
+
+    Args:
+        a: a mask with its scores.
+        b: another of the same model.
+        alone: what only one removes, as `removed_by_one` has it.
+        note: what else to say of the picture.
+
+    Raises:
+        SpecError: the masks are of different models.
+    """
+    said = " ".join(filter(None, (overlap_text(a, b), note)))
+    return f"{status(said)}{_picture(a, b)}{_layers(a, b)}{_atoms(a, b, alone)}"
+
+
+def _picture(a: ScoredMask, b: ScoredMask) -> str:
+    data = mask_diff_data(a, b)
+    # Not one of pyplot, which a notebook would show below its next cell.
+    empty = Figure(figsize=(10.0, 4.4), layout="constrained")
+    png = drawn_png(lambda: figure_mask_diff(data, figure=empty))
+    return image_html(png, _ALT, css=PICTURE)
+
+
+def _layers(a: ScoredMask, b: ScoredMask) -> str:
+    frame = overlap(a.keep, b.keep).merge(rank_agreement(a, b).drop(columns="n_atoms"))
+    chance = zip(frame["expected"], frame["sd"], strict=True)
+    columns = {
+        "layer": frame["layer"],
+        "atoms": numbers(frame["n_atoms"], ","),
+        f"removed by {a.label}": numbers(frame["removed_a"], ","),
+        f"removed by {b.label}": numbers(frame["removed_b"], ","),
+        "by both": numbers(frame["both"], ","),
+        "by both, chance": [f"{mean:,.1f} ± {sd:,.1f}" for mean, sd in chance],
+        "Spearman ρ of the scores": numbers(frame["spearman"], "+.2f"),
+    }
+    caption = "Atoms that each layer loses; chance is its mean ± standard deviation"
+    return columns_html(caption, columns)
+
+
+def _atoms(a: ScoredMask, b: ScoredMask, alone: pd.DataFrame) -> str:
+    if alone.empty:
+        return "<p>Both remove the same atoms.</p>"
+    labels = {"a": html.escape(a.label), "b": html.escape(b.label)}
+    shown = alone.head(_N_ATOMS)
+    columns = {
+        **{name: shown[name] for name in KEYS},
+        "removed only by": shown["removed_by"].map(labels),
+        f"score, {a.label}": numbers(shown["score_a"], ".3g"),
+        f"score, {b.label}": numbers(shown["score_b"], ".3g"),
+        f"rank, {a.label}": numbers(shown["rank_a"], ".1%"),
+        f"rank, {b.label}": numbers(shown["rank_b"], ".1%"),
+    }
+    caption = (
+        f"{len(shown)} of the {len(alone):,} atoms that only one removes: those that "
+        "the other ranks highest. A rank is the share of atoms that are removed before "
+        "it or with it."
+    )
+    return columns_html(caption, columns)

@@ -7,34 +7,47 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ipw
-import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.estimators import PER_TOKEN, find_estimator
+from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.accessible_names import PANEL, AccessibleNames
-from heapr_lab.panel.answer import answers, answers_html
+from heapr_lab.panel.answer import (
+    Row,
+    answers,
+    answers_html,
+    layers_frame,
+    numbers_html,
+    numbers_of,
+    numbers_text,
+)
 from heapr_lab.panel.cautions import cautions, cautions_html
-from heapr_lab.panel.choice_numbers import Row, numbers_html, numbers_of, numbers_text
 from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.controls import Controls
+from heapr_lab.panel.controls import Controls, WeightsBar
 from heapr_lab.panel.evaluate_tab import EvaluateTab
 from heapr_lab.panel.export_tab import ExportTab
+from heapr_lab.panel.glossary import HelpSection, add_tooltips
 from heapr_lab.panel.header import header_html
-from heapr_lab.panel.help import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.jobs import Job, Report, failure, jobs_in, status, take_turns
-from heapr_lab.panel.last_session import LastSession
-from heapr_lab.panel.loading import LoadingWorkbench, remember
-from heapr_lab.panel.looks import STALE, beside, folded, panel_style, picture
-from heapr_lab.panel.passage_html import table_html
+from heapr_lab.panel.jobs import Job, Report, jobs_in, take_turns
+from heapr_lab.panel.loading import opened, session_of
+from heapr_lab.panel.looks import (
+    PANEL,
+    AccessibleNames,
+    beside,
+    failure,
+    folded,
+    mark_stale,
+    panel_style,
+    picture,
+    status,
+    table_html,
+)
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
-from heapr_lab.panel.session_bar import SessionBar
+from heapr_lab.panel.session_bar import LastSession, SessionBar
 from heapr_lab.panel.session_file import SavedSession, read_session
 from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
-from heapr_lab.panel.target import SEARCH, Target
-from heapr_lab.panel.weights_bar import WeightsBar
+from heapr_lab.panel.sweep import SEARCH, Target
 from heapr_lab.pruning.options import Selection
 from heapr_lab.tasks.paper_tasks import available_tasks
 from heapr_lab.text.calibration_spec import Calibration
@@ -272,7 +285,7 @@ class Explorer(ipw.VBox):
             self.picture.value = picture or b""
             self.error.value = ""
             for widget in (self.picture, self.behind):
-                widget.remove_class(STALE)
+                mark_stale(widget, False)
         self._drawn = session.selection.text
         self._show_numbers()
         self.export.refresh()
@@ -387,35 +400,9 @@ class Explorer(ipw.VBox):
         self._numbers = []
         self.numbers.value = self.answers.value = self.cautions.value = ""
         for widget in (self.picture, self.behind):
-            widget.add_class(STALE)
+            mark_stale(widget, True)
         self.export.refresh()
         self._refresh_tab()
-
-
-def layers_frame(session: PruningSession) -> pd.DataFrame:
-    """The numbers of the picture, a row for each layer: pruned share, widths, traffic.
-
-    Columns: layer, removed (share of its atoms), width of its narrowest, mean and
-    widest expert, number of experts without atoms, and the traffic of its busiest
-    expert relative to an even share.
-    """
-    keep = session.keep
-    widths = keep.widths()
-    frame = pd.DataFrame(
-        {
-            "layer": list(keep.layers),
-            "removed": keep.layer_ratios().map("{:.1%}".format).to_numpy(),
-            "narrowest": widths.min(axis=1).to_numpy(),
-            "mean width": widths.mean(axis=1).map("{:.1f}".format).to_numpy(),
-            "widest": widths.max(axis=1).to_numpy(),
-            "experts gone": widths.eq(0).sum(axis=1).to_numpy(),
-        }
-    )
-    if "tokens" in session.table.frame:
-        tokens = session.table.expert_tokens().groupby("layer")["tokens"]
-        busiest = (tokens.max() / tokens.mean()).map("{:.2f}".format)
-        frame["busiest [× even share]"] = busiest.to_numpy()
-    return frame
 
 
 def explore(
@@ -453,7 +440,7 @@ def explore(
     if saved is not None:
         selection, calibration = _first(saved, selection, calibration)
     if isinstance(source, str | Path):
-        source = _opened(str(source), **options)
+        source = opened(str(source), **options)
 
     own = session_of(source, selection, calibration)
     own.choose(selection or own.selection)
@@ -477,43 +464,6 @@ def _first(
     if selection is not None or calibration is not None:
         raise SpecError("a session has a selection and a calibration: give no other")
     return Selection(0.0, saved.measured_for), saved.calibration
-
-
-def session_of(
-    source: "Workbench | ImportanceTable | PruningSession | Path | str",
-    selection: Selection | None = None,
-    calibration: Calibration | None = None,
-) -> PruningSession:
-    """The session of any source that `explore` takes.
-
-    Raises:
-        SpecError: `source` is of another type.
-    """
-    if isinstance(source, str | Path):
-        source = _opened(str(source))
-    if isinstance(source, PruningSession):
-        return source
-    if isinstance(source, ImportanceTable):
-        return PruningSession(source)
-    if not hasattr(source, "importance"):
-        raise SpecError(
-            f"cannot explore a {type(source).__name__}: expected a Workbench, an "
-            "ImportanceTable, the path of a table, or the name of a model"
-        )
-    estimator = "heapr" if selection is None else selection.estimator
-    table = source.importance(calibration, estimator=estimator)
-    if not find_estimator(estimator).extra_pass:
-        remember(source, calibration or Calibration(), table)
-    return PruningSession(table, workbench=source, calibration=calibration)
-
-
-def _opened(name: str, **options: Any) -> "Workbench | PruningSession":
-    if name.startswith("~"):
-        name = str(Path(name).expanduser())
-    if name.endswith(".parquet"):
-        return PruningSession(ImportanceTable.read(name), file=Path(name))
-    bench: Any = LoadingWorkbench(name, **options)
-    return bench  # type: ignore[no-any-return]
 
 
 def _available(

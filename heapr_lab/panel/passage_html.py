@@ -5,13 +5,13 @@ torch.
 """
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from heapr_lab.panel.jobs import status
+from heapr_lab.panel.looks import BORDER, INK, MUTED, columns_html, numbers, status
 from heapr_lab.pruning.masks import KeepMask
 
 _STEPS: Final = (0.1, 0.5, 2.0)
@@ -19,22 +19,9 @@ _STEPS: Final = (0.1, 0.5, 2.0)
 _WORSE, _BETTER = "213,94,0", "38,139,210"
 """Orange and blue, which are distinct for colour-blind people, on light and dark."""
 _OPACITY = (0.18, 0.36, 0.6)
-_MUTED = "var(--jp-ui-font-color2, #555)"
-_INK = "var(--jp-ui-font-color1, #111)"
-_BORDER = "var(--jp-border-color2, #bbb)"
 _CODE = "font-family:var(--jp-code-font-family, monospace);white-space:pre-wrap"
 _N_HURT: Final = 10
 _N_AROUND: Final = 6
-
-
-def table_html(frame: pd.DataFrame) -> str:
-    """`frame` with four decimals and space between its columns; wide ones scroll."""
-    text: str = frame.to_html(
-        index=False, border=0, float_format="{:.4f}".format, na_rep="–"
-    )
-    for cell in ("th", "td"):
-        text = text.replace(f"<{cell}>", f'<{cell} style="padding:0 8px">')
-    return f'<div style="overflow-x:auto">{text}</div>'
 
 
 def left_out_html(n_tokens: int, part: str) -> str:
@@ -62,30 +49,6 @@ def _mark(text: str, title: str) -> str:
         f'<mark style="{style};border-radius:3px" title="{html.escape(title)}">'
         f"<b>{visible(text)}</b></mark>"
     )
-
-
-def columns_html(caption: str, columns: Mapping[str, Iterable[object]]) -> str:
-    """A table of these columns, whose cells are HTML."""
-    cell = f"text-align:left;padding:2px 12px 2px 0;border-bottom:1px solid {_BORDER}"
-    head = "".join(
-        f'<th scope="col" style="{cell};vertical-align:bottom">{html.escape(name)}</th>'
-        for name in columns
-    )
-    body = "".join(
-        "<tr>" + "".join(f'<td style="{cell}">{value}</td>' for value in row) + "</tr>"
-        for row in zip(*columns.values(), strict=True)
-    )
-    style = f"border-collapse:collapse;color:{_INK};line-height:1.5;margin:8px 0"
-    return (
-        f'<table style="{style};font-variant-numeric:tabular-nums">'
-        f'<caption style="text-align:left;color:{_MUTED}">{html.escape(caption)}'
-        f"</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    )
-
-
-def numbers(values: Iterable[float], form: str) -> list[str]:
-    """The numbers as text; a dash where there is none."""
-    return ["–" if pd.isna(value) else format(value, form) for value in values]
 
 
 def _in_place(before: str, token: str, after: str = "") -> str:
@@ -123,9 +86,9 @@ def losses_html(losses: pd.DataFrame, *, pruned: str) -> str:
     tokens = "".join(_loss_token(row) for row in losses.itertuples())
     return (
         f"{status(_totals(losses, pruned))}"
-        f'<div style="color:{_MUTED};margin:6px 0">{_legend()}</div>'
-        f'<div style="{_CODE};color:{_INK};line-height:2;padding:6px 10px;'
-        f'border:1px solid {_BORDER};border-radius:4px">{tokens}</div>'
+        f'<div style="color:{MUTED};margin:6px 0">{_legend()}</div>'
+        f'<div style="{_CODE};color:{INK};line-height:2;padding:6px 10px;'
+        f'border:1px solid {BORDER};border-radius:4px">{tokens}</div>'
         f"{_hurt_most(losses)}"
     )
 
@@ -176,7 +139,7 @@ def step_style(step: int, *, worse: bool) -> str:
 def _legend() -> str:
     def samples(sign: int) -> str:
         return " ".join(
-            f'<span style="{_loss_style(sign * step)};color:{_INK};padding:0 4px">'
+            f'<span style="{_loss_style(sign * step)};color:{INK};padding:0 4px">'
             f"{sign * step:+g}</span>"
             for step in _STEPS
         )
@@ -256,13 +219,13 @@ def _continuation(
     if first is not None and first < len(texts):
         texts[first] = _mark(frame["token"].iloc[first], "the first that differs")
     elif first is not None:
-        texts.append(f'<i style="color:{_MUTED}">(ends here)</i>')
-    box = f"border:1px solid {_BORDER};border-radius:4px;padding:6px 10px"
+        texts.append(f'<i style="color:{MUTED}">(ends here)</i>')
+    box = f"border:1px solid {BORDER};border-radius:4px;padding:6px 10px"
     return (
-        f'<div style="flex:1 1 300px;min-width:0;color:{_INK};{box}">'
+        f'<div style="flex:1 1 300px;min-width:0;color:{INK};{box}">'
         f"<strong>{html.escape(name)}</strong>"
         f'<div style="{_CODE};overflow-wrap:anywhere;line-height:1.6">'
-        f'<span style="color:{_MUTED}">{html.escape(prompt)}</span>{"".join(texts)}'
+        f'<span style="color:{MUTED}">{html.escape(prompt)}</span>{"".join(texts)}'
         "</div></div>"
     )
 
@@ -311,17 +274,17 @@ def numbered(texts: Sequence[str], chosen: int) -> str:
     parts = []
     for number, text in enumerate(texts):
         if number % 10 == 0:
-            parts.append(f'<sub style="color:{_MUTED}">{number}</sub>')
+            parts.append(f'<sub style="color:{MUTED}">{number}</sub>')
         if number == chosen:
             parts.append(_mark(text, f"position {number}"))
         else:
-            style = f"border-right:1px solid {_BORDER}"
+            style = f"border-right:1px solid {BORDER}"
             name = f'title="position {number}"'
             parts.append(f'<span style="{style}" {name}>{visible(text)}</span>')
     return (
-        f'<div style="{_CODE};color:{_INK};margin:6px 0;overflow-wrap:anywhere">'
+        f'<div style="{_CODE};color:{INK};margin:6px 0;overflow-wrap:anywhere">'
         f"{''.join(parts)}</div>"
-        f'<div style="color:{_MUTED}">The framed token is the selected one; small '
+        f'<div style="color:{MUTED}">The framed token is the selected one; small '
         "numbers are the position of the next token.</div>"
     )
 

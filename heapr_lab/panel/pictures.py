@@ -6,9 +6,11 @@ once and kept as pixels; an update draws only the bars and cells on top of them.
 
 import functools
 import io
+import itertools
+import math
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -20,15 +22,16 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import imsave
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from heapr_lab.figures import layer_ratios_data, plot_layer_ratios, styled
 from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
 from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, literal
 from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.expert_values import first_rows, traffic
+from heapr_lab.panel.expert_map import first_rows, traffic
 from heapr_lab.panel.session import setting_text
 from heapr_lab.pruning.masks import KeepMask
 
@@ -39,6 +42,10 @@ _TRAFFIC = LinearSegmentedColormap.from_list("", ["#0072B2", "#7A4988", "#D55E00
 _IDLE = 0.93
 """Grey of cells without an expert."""
 _LEGEND_WIDTH = 44
+_N_COLORS = 7
+"""Of the style."""
+LOSS = "Δloss "
+"""Before the name of a corpus, in the columns of a comparison."""
 
 # matplotlib's caches of fonts and text are not thread-safe.
 _DRAWING = threading.RLock()
@@ -255,6 +262,90 @@ def _finish(ax: Axes) -> None:
     ax.legend(
         handles, broken, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5)
     )
+
+
+@styled
+def figure_compared(
+    frame: pd.DataFrame, layers: pd.DataFrame | None, *, numbers: Mapping[str, int]
+) -> Figure:
+    """Removed share by layer, and Δloss against the parameters saved.
+
+    A row has one colour in both; in the right one a corpus has one marker, and labels
+    stand beside the points.
+
+    Args:
+        frame: as `CompareTab.frame`.
+        layers: as `CompareTab.layers`, of the first rows; None leaves the left one out.
+        numbers: of the look of each row, by its label.
+    """
+    looks = {label: _look(number) for label, number in numbers.items()}
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    n_charts = 1 if layers is None else 2
+    *left, right = figure.subplots(1, n_charts, squeeze=False)[0]
+    pinned = set() if layers is None else set(layers["label"])
+    for ax in left:
+        _plot_layers(ax, layers, looks)
+    _plot_losses(right, frame, looks)
+    handles = [_handle(label, look, label in pinned) for label, look in looks.items()]
+    title = "pins" if pinned == set(looks) else "compared"
+    figure.legend(handles=handles, loc="outside right upper", title=title)
+    return figure
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Colour and line of a row, the same in every plot; colours repeat in pale."""
+    rounds, _ = divmod(number, _N_COLORS)
+    line = LINE_STYLES[number % len(LINE_STYLES)]
+    return {"color": f"C{number}", "ls": line, "alpha": 0.45**rounds}
+
+
+def _handle(label: str, look: Mapping[str, Any], pinned: bool) -> Line2D:
+    """Of the legend; methods have no line, because their layers are not drawn."""
+    line = {} if pinned else {"ls": "none"}
+    return Line2D([], [], label=literal(label), marker="o", ms=4, **(look | line))
+
+
+def _plot_layers(
+    ax: Axes, layers: pd.DataFrame, looks: Mapping[str, dict[str, Any]]
+) -> None:
+    for label, rows in layers.groupby("label", sort=False):
+        look = looks[str(label)] | {"marker": "o", "ms": 4, "label": str(label)}
+        ax.plot(rows["layer"], rows["pruning_ratio"], **look)
+    ax.set(xlabel="MoE layer [index]", ylabel=LABELS["layer_ratio"], ylim=(0, 1))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _plot_losses(
+    ax: Axes, frame: pd.DataFrame, looks: Mapping[str, dict[str, Any]]
+) -> None:
+    """Δloss against the parameters saved, or the atoms removed if sizes are unknown.
+
+    Without evaluations there are only the savings. Rows at the same place are named
+    together, and the first has the largest mark, so that all are seen.
+    """
+    known = "parameter_reduction" in frame
+    across = frame["parameter_reduction" if known else "achieved_ratio"].astype(float)
+    losses = frame[[name for name in frame if name.startswith(LOSS)]]
+    drawn = losses if len(losses.columns) else pd.DataFrame({"": 0.0}, frame.index)
+    at: dict[tuple[float, float], list[str]] = {}
+    for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
+        for label, x, y in zip(frame["label"], across, drawn[corpus], strict=True):
+            here = at.setdefault((x, y), [])
+            look = looks[label] | {"ls": "none", "ms": max(4, 9 - 2 * len(here))}
+            ax.plot([x], [y], marker, **look)
+            here.append(literal(label))
+        shown = literal(str(corpus).removeprefix(LOSS))
+        ax.plot([], [], marker, color="0.4", ls="none", label=shown or "not evaluated")
+    for place, labels in at.items():
+        if all(map(math.isfinite, place)):
+            named = ", ".join(labels)
+            ax.annotate(named, place, (6, 3), textcoords="offset points", fontsize=8)
+    ax.set_xlabel("parameters saved" if known else "atomic experts removed")
+    ax.xaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.set_ylabel(f"measured Δloss [{PER_TOKEN}] ↓")
+    ax.margins(0.15)
+    ax.legend(fontsize=8)
 
 
 @_alone

@@ -7,8 +7,8 @@ enough to follow a slider; the model runs only in `PruningSession.evaluate`.
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,8 @@ from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.progress import (
-    Parts,
-    Progress,
-    StartPart,
-    TimeLeft,
-    no_parts,
-    time_left_text,
-)
+from heapr_lab.panel.evaluations import Clock, Part, measured_of
+from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of, summed_scores
@@ -39,8 +33,6 @@ if TYPE_CHECKING:
     from heapr_lab.recipes.making import PruningResult
     from heapr_lab.workbench.workbench import Workbench
 
-_TASK_WINDOWS = 32
-"""Windows that a task counts as, for the time left."""
 _SHOWN = ("ratio", "scope", "granularity", "structure")
 
 
@@ -151,12 +143,13 @@ class PruningSession:
         self._chosen: dict[tuple[Selection, WeightRecipe], KeepMask] = {}
         """Masks that were chosen with the weights."""
         # Of the selection that is shown, each is computed once.
-        self._last_ranked = functools.lru_cache(maxsize=1)(
-            functools.partial(select, table)
-        )
-        self._last_savings = functools.lru_cache(maxsize=1)(self.savings_of)
-        self._last_score = functools.lru_cache(maxsize=1)(
-            functools.partial(summed_scores, table)
+        self._ranked, self._last_savings, self._last_score = (
+            functools.lru_cache(maxsize=2)(work)
+            for work in (
+                functools.partial(select, table),
+                self.savings_of,
+                functools.partial(summed_scores, table),
+            )
         )
 
     @property
@@ -215,9 +208,7 @@ class PruningSession:
     @property
     def keep(self) -> KeepMask:
         """The mask of the selection, with the weights of `recipe`."""
-        if self.recipe.chooses:
-            return self.keep_of(self.selection)
-        return self._last_ranked(self.selection)
+        return self.keep_of(self.selection)
 
     def keep_of(
         self, selection: Selection, recipe: WeightRecipe | None = None
@@ -230,10 +221,10 @@ class PruningSession:
         """
         recipe = recipe or self.recipe
         if not recipe.chooses:
-            return select(self.table, selection)
+            return self._ranked(selection)
         found = self._chosen.get((recipe.asked(selection), recipe))
         if found is None:
-            select(self.table, recipe.asked(selection))
+            self._ranked(recipe.asked(selection))
             raise NotKnownError(
                 f"not known yet: {recipe.text} chooses the atoms itself; Evaluate does "
                 "so"
@@ -299,15 +290,20 @@ class PruningSession:
             same = points["ratio"].eq(self.selection.ratio)
         else:
             keep = self.keep
-            same = points["summed_score"].eq(self._score_of(keep))
+            score = self._last_score(keep, self.selection.estimator)
+            same = points["summed_score"].eq(score)
             same &= points["achieved_ratio"].eq(keep.achieved_ratio)
         return points[same].drop_duplicates("dataset", keep="last")
 
+    def points_for(self, selection: Selection | None, weights: str) -> pd.DataFrame:
+        """The points of exactly this selection, with weights of this `text`."""
+        rows = zip(self.points["selection"], self.points["weights"], strict=True)
+        same = [row == (selection, weights) for row in rows]
+        return self.points[np.array(same, dtype=bool)]
+
     def evaluated(self) -> set[str]:
         """The corpora and tasks with a point of the current settings."""
-        asked = self.selection, self.recipe.text
-        rows = zip(self.points["selection"], self.points["weights"], strict=True)
-        found = self.points["dataset"][np.array([row == asked for row in rows], bool)]
+        found = self.points_for(self.selection, self.recipe.text)["dataset"]
         return {*found, *self.measured()["dataset"]}
 
     def measured_losses(self, corpus: str) -> pd.Series:
@@ -319,11 +315,8 @@ class PruningSession:
 
     def loss_of(self, selection: Selection, recipe: WeightRecipe, corpus: str) -> float:
         """The measured Δloss of a selection with weights of `recipe`, on a corpus."""
-        points = self.points[self.points["dataset"].eq(corpus)]
-        asked = recipe.asked(selection), recipe.text
-        rows = zip(points["selection"], points["weights"], strict=True)
-        (loss,) = points["delta_nll"][[row == asked for row in rows]]
-        return float(loss)
+        points = self.points_for(recipe.asked(selection), recipe.text)
+        return float(points.set_index("dataset")["delta_nll"][corpus])
 
     def _points_alike(self) -> pd.DataFrame:
         """Points with a loss and the same settings, except for the ratio."""
@@ -334,10 +327,6 @@ class PruningSession:
             s is not None and replace(s, ratio=0.0) == same for s in points.selection
         ]
         return points[np.array(alike, dtype=bool)]
-
-    def _score_of(self, keep: KeepMask) -> float:
-        """The summed score of the atoms that `keep` removes."""
-        return self._last_score(keep, self.selection.estimator)
 
     # --- evaluating -------------------------------------------------------------
 
@@ -377,23 +366,23 @@ class PruningSession:
         parts = self._parts(corpora, tasks)
         recipe = recipe or self.recipe
         selection = recipe.asked(selection or self.selection)
-        ranked = select(self.table, selection)
+        ranked = self._ranked(selection)
         first = [MASKED] if recipe != MASKED and on_masked is not None else []
         recipes = [*first, recipe] if ranked.n_removed else []
         to_make = [self._windows_to_make(selection, one) for one in recipes]
         each = sum(part.n_windows for part in parts)
-        clock = _Clock((1 + len(recipes)) * each + sum(to_make), report)
+        clock = Clock((1 + len(recipes)) * each + sum(to_make), report)
         score = summed_scores(self.table, ranked, selection.estimator)
         point = functools.partial(_point, selection, score=score)
         rows = [
-            point(None, row, recipe=recipe) for row in _measured(parts, None, clock)
+            point(None, row, recipe=recipe) for row in measured_of(parts, None, clock)
         ]
         new = self._with_differences(rows)
         for one, n_windows in zip(recipes, to_make, strict=True):
             made = self.made(selection, one, part=clock.making(n_windows))
             clock.end(n_windows)
             named = "pruned" if one == recipe else "masked"
-            found = _measured(parts, made, clock, named=named)
+            found = measured_of(parts, made, clock, named=named)
             rows += [point(made, row, recipe=one) for row in found]
             new = self._with_differences(rows)
             if one != recipe and on_masked is not None:
@@ -403,7 +392,7 @@ class PruningSession:
         self.seconds_a_window = clock.seconds_a_window or self.seconds_a_window
         return new
 
-    def _parts(self, corpora: Sequence[str], tasks: Sequence[str]) -> list["_Part"]:
+    def _parts(self, corpora: Sequence[str], tasks: Sequence[str]) -> list[Part]:
         """What is measured of each model.
 
         Raises:
@@ -419,8 +408,8 @@ class PruningSession:
             raise SpecError(
                 "no corpus and no task are selected; select one, such as pydocs"
             )
-        losses = [_loss_part(bench, corpus) for corpus in corpora]
-        return losses + [_accuracy_part(bench, task) for task in tasks]
+        losses = [Part(bench, name, bench.test_windows(name)) for name in corpora]
+        return losses + [Part(bench, task, None) for task in tasks]
 
     def _windows_to_make(self, selection: Selection, recipe: WeightRecipe) -> int:
         """The work of making weights, in windows of an evaluation."""
@@ -438,11 +427,13 @@ class PruningSession:
         selection: Selection | None = None,
         recipe: WeightRecipe = MASKED,
     ) -> int:
-        """The work of evaluating one model, the dense one by default, in windows."""
-        assert self.workbench is not None
-        sizes = [self.workbench.test_windows(name).n_sequences for name in corpora]
+        """The work of evaluating one model, the dense one by default, in windows.
+
+        Raises:
+            SpecError: as `evaluate`.
+        """
         made = 0 if selection is None else self._windows_to_make(selection, recipe)
-        return sum(sizes) + _TASK_WINDOWS * len(tasks) + made
+        return made + sum(part.n_windows for part in self._parts(corpora, tasks))
 
     def _with_differences(self, rows: list[dict[str, Any]]) -> pd.DataFrame:
         """Points, with the difference to the dense model of each, which comes first."""
@@ -499,20 +490,6 @@ class PruningSession:
             self.points = both.drop_duplicates(asked, keep="last", ignore_index=True)
 
 
-def _measured(
-    parts: Sequence["_Part"],
-    made: "PruningResult | None",
-    clock: "_Clock",
-    *,
-    named: str = "dense",
-) -> Iterator[dict[str, Any]]:
-    """What is measured of one model, a row for each corpus and task."""
-    for part in parts:
-        clock.begin(f"{named} on {part.dataset}")
-        yield {"dataset": part.dataset, **part.measure(made, clock)}
-        clock.end(part.n_windows)
-
-
 def _point(
     selection: Selection,
     mask: "PruningResult | None",
@@ -536,106 +513,3 @@ def _point(
 def _estimator_of(made: "PruningResult", selection: Selection) -> str:
     """The one that chose the mask; with `compress` it may be another than asked for."""
     return str(made.keep.settings.get("estimator", selection.estimator))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One corpus or task of an evaluation."""
-
-    dataset: str
-    n_windows: int
-    """Size, for the time that is left."""
-    measure: "Callable[[PruningResult | None, _Clock], dict[str, Any]]"
-    """Columns of `points` of one pruned model, or of the dense one."""
-
-
-def _loss_part(bench: "Workbench", corpus: str) -> _Part:
-    windows = bench.test_windows(corpus)
-
-    def measure(mask: "PruningResult | None", clock: _Clock) -> dict[str, Any]:
-        keep, down_projs = edit_of(mask)
-        found = bench.perplexity(
-            keep, windows, down_projs=down_projs, progress=clock.parts
-        )
-        return {
-            "nll": found.nll,
-            "perplexity": found.value,
-            "n_tokens": found.n_tokens,
-            "windows": found.windows,
-        }
-
-    return _Part(corpus, windows.n_sequences, measure)
-
-
-def _accuracy_part(bench: "Workbench", task: str) -> _Part:
-    def measure(mask: "PruningResult | None", clock: _Clock) -> dict[str, Any]:
-        progress, (keep, down_projs) = clock.share_of(_TASK_WINDOWS), edit_of(mask)
-        found = bench.task_accuracy(
-            keep, task, down_projs=down_projs, progress=progress
-        )
-        return {"accuracy": found["value"], "stderr": found["stderr"]}
-
-    return _Part(task, _TASK_WINDOWS, measure)
-
-
-def edit_of(made: "PruningResult | None") -> tuple[KeepMask | None, Any]:
-    """The mask and the new W_down; None where the model is dense, or only masked."""
-    if made is None:
-        return None, None
-    compensation = made.compensation
-    return made.keep, None if compensation is None else compensation.down_projs
-
-
-class _Clock:
-    """Turns the progress of the parts into that of the whole, with the time left."""
-
-    def __init__(self, total: int, report: Callable[..., None] | None) -> None:
-        self._report = report
-        self._label = ""
-        self._left = TimeLeft()
-        self.parts = Parts(total, self._measured)
-
-    def begin(self, label: str) -> None:
-        """Begin a part."""
-        self._label = label
-        self._left.skip_to(self.parts.done)
-        self._tell()
-
-    @property
-    def seconds_a_window(self) -> float | None:
-        """Of those that were measured; None if there were none."""
-        return self._left.seconds(self.parts.done + 1)
-
-    def making(self, n_windows: int) -> StartPart:
-        """Progress of weights whose making counts as `n_windows`."""
-        furthest = 0
-
-        def report(label: str, done: int, total: int) -> None:
-            nonlocal furthest  # what begins again does not take the bar back
-            furthest = max(furthest, n_windows * done // max(1, total))
-            self._label = f"{label} {done} of {total}; in all"
-            self.parts(furthest, n_windows)
-
-        return lambda label, unit: functools.partial(report, f"{label}: {unit}")
-
-    def share_of(self, n_windows: int) -> Progress:
-        """Progress of a part that counts as `n_windows`."""
-        return lambda done, total: self.parts(
-            n_windows * done // max(1, total), n_windows
-        )
-
-    def end(self, n_windows: int) -> None:
-        """End a part, whether it was measured or read from the cache."""
-        self.parts.end(n_windows)
-        self._left.skip_to(self.parts.done)
-        self._tell()
-
-    def _measured(self, done: int, _total: int) -> None:
-        self._left.reached(done)
-        self._tell()
-
-    def _tell(self) -> None:
-        if self._report is not None:
-            done, total = self.parts.done, self.parts.total
-            left = time_left_text(self._left.seconds(total))
-            self._report(done, total, f"{self._label}: window", left=left)

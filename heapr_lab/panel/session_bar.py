@@ -1,9 +1,18 @@
-"""A bar that saves the state of the panel to a file, and opens one."""
+"""Saves the state of the panel to files, opens them, and keeps the last one.
+
+Every panel that is displayed also has a file of its own in the cache. A panel of the
+same table and test data offers the last one; nothing is shown unasked, so that a
+notebook does not depend on what somebody did before. With `$HEAPR_LAB_RESUME=0` none is
+kept or offered.
+"""
 
 import contextlib
+import os
+import uuid
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import ipywidgets as ipw
 import msgspec
@@ -12,10 +21,10 @@ import pandas as pd
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.controls import WHOLE_LABEL, Controls, check_value, shown_by
+from heapr_lab.panel.controls import Controls, WeightsBar, check_value, shown_by
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.jobs import failure, status
-from heapr_lab.panel.looks import beside
+from heapr_lab.panel.jobs import Debounced
+from heapr_lab.panel.looks import beside, button, failure, line, status
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import (
     Inspected,
@@ -27,11 +36,19 @@ from heapr_lab.panel.session_file import (
     rows_of,
     write_session,
 )
-from heapr_lab.panel.weights_bar import WeightsBar
+from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.hashing import digest
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
+
+VARIABLE: Final = "HEAPR_LAB_RESUME"
+KIND: Final = "sessions"
+"""Folder in the cache, with a folder for each table and its test data."""
+SECONDS: Final = 1.0
+"""From the last change to the file: moves must not wait for it."""
+MOST_KEPT: Final = 8
+"""Sessions of one table; the oldest are removed."""
 
 
 class SessionBar(ipw.VBox):
@@ -63,26 +80,21 @@ class SessionBar(ipw.VBox):
         self._opened: SavedSession | None = None
         self._undo: Callable[[], object] = lambda: None
         self._texts: dict[str, str] = {}
-        self.file = ipw.Text(
-            "session.json", description="session file", style=WHOLE_LABEL,
-            layout={"width": "300px"},
-        )  # fmt: skip
-        self.save_button = ipw.Button(
-            description="Save session",
-            tooltip="write selection, calibration, pins, evaluations and text",
+        self.file = line("session file", "session.json")
+        self.save_button = button(
+            "Save session",
+            "write selection, calibration, pins, evaluations and text",
+            self._press_save,
         )
-        self.open_button = ipw.Button(
-            description="Open session",
-            tooltip="show one that was saved with the same model and calibration",
+        self.open_button = button(
+            "Open session",
+            "show one that was saved with the same model and calibration",
+            self._press_open,
         )
-        self.undo_button = ipw.Button(
-            description="Undo", layout={"display": "none"},
-            tooltip="go back to the previous session, or the previous file",
-        )  # fmt: skip
+        back = "go back to the previous session, or the previous file"
+        self.undo_button = button("Undo", back, self._press_undo)
+        self.undo_button.layout.display = "none"
         self.message = ipw.HTML(status(""))
-        self.undo_button.on_click(self._press_undo)
-        self.save_button.on_click(self._press_save)
-        self.open_button.on_click(self._press_open)
         row = self.file, self.save_button, self.open_button, self.undo_button
         super().__init__([beside(*row), self.message])
 
@@ -285,3 +297,82 @@ def _measured_for(session: PruningSession) -> str:
     """The estimator that the table was measured for: one with an extra pass, if any."""
     extra = (e for e in session.table.estimators if ESTIMATORS[e].extra_pass)
     return next(extra, "heapr")
+
+
+# --- kept in the cache ----------------------------------------------------------------
+
+
+class LastSession(ipw.HBox):
+    """Keeps the state of a displayed panel, and offers the last one of another.
+
+    Attributes:
+        path: the file of this panel; None if none is kept.
+        earlier: the file of the last session of another panel, if there is one.
+        message: what is offered, or what went wrong.
+        resume: the button that shows the session that is offered.
+    """
+
+    def __init__(self, files: SessionBar) -> None:
+        """Offer the last session.
+
+        Args:
+            files: which has the state of the panel, and can show another.
+        """
+        self._files, self._shown = files, False
+        self._soon = Debounced(self.write, SECONDS)
+        self.path = self.earlier = None
+        if os.environ.get(VARIABLE) != "0":
+            folder = cache_path(KIND, files.place(), extension="json").with_suffix("")
+            self.path = folder / f"{uuid.uuid4().hex}.json"
+            self.earlier = next(reversed(_sessions_in(folder)), None)
+        self.message = ipw.HTML()
+        said = "show the pins, evaluations and settings of that session"
+        self.resume = button("Resume", said, self._press)
+        layout = {"flex_flow": "row wrap", "display": "none"}
+        super().__init__([self.message, self.resume], layout=layout)
+        if self.earlier is not None:
+            since = datetime.fromtimestamp(self.earlier.stat().st_mtime)
+            self._say(status(f"A session of this table is kept, of {since:%F %H:%M}."))
+
+    def _press(self, _button: ipw.Button) -> None:
+        assert self.earlier is not None  # or there is no button
+        try:
+            self._files.replace(read_session(self.earlier))
+        except (HeaprLabError, OSError) as error:
+            self._say(failure(error, what="The session cannot be shown: "))
+        else:
+            self.layout.display = "none"
+
+    def _say(self, text: str) -> None:
+        self.message.value, self.layout.display = text, None
+
+    def follow(self) -> None:
+        """Keep every change from now on; called when the panel is displayed."""
+        self._shown = True
+
+    def changed(self) -> None:
+        """Have the state written soon."""
+        if self._shown and self.path is not None:
+            self._soon.again()
+
+    def write(self) -> None:
+        """Write the state; an infeasible one leaves the file as it was."""
+        if self.path is None:
+            return
+        try:
+            saved = self._files.saved()
+        except SpecError:  # the panel says what is infeasible
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_session(self.path, saved)
+            for old in _sessions_in(self.path.parent)[:-MOST_KEPT]:
+                old.unlink(missing_ok=True)
+        except (HeaprLabError, OSError) as error:
+            self.resume.layout.display = "none"
+            self._say(failure(error, what="This session is not kept: "))
+
+
+def _sessions_in(folder: Path) -> list[Path]:
+    """The files of sessions, the last one last."""
+    return sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)

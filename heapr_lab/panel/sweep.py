@@ -1,5 +1,6 @@
 """Evaluations of many selections: what is missing, how long it takes, what it shows."""
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,17 +11,24 @@ import pandas as pd
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.inspection.budgets import largest_ratio
 from heapr_lab.panel.controls import several_of
-from heapr_lab.panel.jobs import Job, Report, status
-from heapr_lab.panel.looks import beside
+from heapr_lab.panel.jobs import Job, Report
+from heapr_lab.panel.looks import beside, status
 from heapr_lab.panel.session import PruningSession, named, setting_text
 from heapr_lab.progress import duration
 from heapr_lab.pruning.options import Selection, read_ratio
+from heapr_lab.pruning.selection import select
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
 
 DIFFERENCES = ("dataset", "removed", "setting", "against", "difference", "stderr")
 """Columns of `differences`."""
 NO_MODEL = "a table without a model cannot be evaluated"
+SEARCH = "Find the ratio"
+"""The button that searches."""
+_HIGHEST = 95
+"""Per cent that are tried at most."""
 _AFTER_ONE = "how long is known after one evaluation"
 
 
@@ -176,6 +184,61 @@ def _with(current: Selection, ratio: float, estimator: str) -> Selection:
         scope=scope,
         estimator_options=options,
     )
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loss increase that must not be exceeded on a corpus."""
+
+    corpus: str
+    rise: float
+    """In nats per token."""
+
+    def search(
+        self,
+        session: PruningSession,
+        selection: Selection,
+        *,
+        report: Report,
+        on_points: Callable[[], None],
+    ) -> float:
+        """The largest ratio found, in whole per cent; its points are the session's.
+
+        Args:
+            session: whose weights are evaluated; what has a point is not run again.
+            selection: what is pruned; its ratio is not used.
+            report: called with the progress of each evaluation.
+            on_points: called after each.
+
+        Raises:
+            SpecError: there is no model.
+        """
+        recipe = session.recipe
+
+        def loss_at(ratio: float) -> float:
+            one = replace(selection, ratio=round(ratio, 2))
+            sweep = Sweep((one,), (self.corpus,), recipe=recipe)
+            sweep.run(session, report=report, on_points=on_points)
+            return session.loss_of(one, recipe, self.corpus)
+
+        highest = _feasible(session.table, selection)
+        return round(largest_ratio(loss_at, self.rise, highest=highest), 2)
+
+
+def _feasible(table: ImportanceTable, selection: Selection) -> float:
+    """The highest ratio in whole per cent that can be selected, up to `_HIGHEST`."""
+
+    def is_refused(per_cent: int) -> bool:
+        try:
+            select(table, replace(selection, ratio=per_cent / 100))
+        except SpecError:
+            return True
+        return False
+
+    if not is_refused(_HIGHEST):
+        return _HIGHEST / 100
+    first = bisect.bisect_left(range(_HIGHEST), True, key=is_refused)
+    return max(0, first - 1) / 100
 
 
 def differences(session: PruningSession) -> pd.DataFrame:

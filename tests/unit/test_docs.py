@@ -29,7 +29,7 @@ from benchmarks.quality import PASSES
 from benchmarks.readme import as_block, fill_blocks
 from heapr_lab import methods
 from heapr_lab.cli.app import app
-from heapr_lab.panel.help import label_of
+from heapr_lab.panel.glossary import label_of
 from heapr_lab.storage import paths
 from heapr_lab.text import corpora, pydocs
 from heapr_lab.workbench import settings

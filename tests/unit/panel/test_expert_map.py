@@ -1,4 +1,4 @@
-"""The map of experts refuses what it cannot draw, and says which expert is chosen."""
+"""The map of experts hands its numbers on, and says which expert is chosen."""
 
 from typing import Any
 
@@ -42,29 +42,6 @@ def test_order() -> None:
     assert np.frombuffer(sorted_.order, "<i4").tolist() == [2, 1, 0, 1, 0, 2]
     assert sorted_.values == plain.values
     assert sorted_.ranked
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"values": VALUES[0]}, "shape \\(3,\\)"),
-        ({"values": VALUES[:, :0]}, "shape \\(2, 0\\)"),
-        ({"layers": [1]}, "2 rows of values and 1 layers"),
-        ({"limits": (1, 1)}, "from 1 to 1"),
-        ({"limits": (0, np.nan)}, "two finite"),
-        ({"limits": (0, np.inf)}, "two finite"),
-        ({"order": [[0, 1, 2]]}, "shape \\(1, 3\\)"),
-        ({"order": [[0, 1, 2], [0, 0, 2]]}, "every expert once"),
-        ({"order": [[0, 1, 2], [1, 2, 3]]}, "every expert once"),
-    ],
-)
-def test_what_cannot_be_drawn(changes: dict[str, Any], said: str) -> None:
-    """It says what was found; the map stays as it was."""
-    picture = shown()
-    before = picture.values, picture.order, picture.layers
-    with pytest.raises(SpecError, match=said):
-        picture.show(**ASKED | changes)
-    assert (picture.values, picture.order, picture.layers) == before
 
 
 @pytest.mark.parametrize("place", [[0, 0], [1, 3], [4, 2], [4, -1], [4], [1, 1, 1]])

@@ -6,7 +6,7 @@ import pytest
 from random_tables import random_table
 
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.expert_values import (
+from heapr_lab.panel.expert_map import (
     color_limits,
     descending,
     kept_share,

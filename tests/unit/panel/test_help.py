@@ -8,8 +8,14 @@ from random_tables import small_table
 
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.controls import NumberBox
-from heapr_lab.panel.glossary import GLOSSARY, TERMS, find_term
-from heapr_lab.panel.help import label_of, terms_html, widgets_in
+from heapr_lab.panel.glossary import (
+    GLOSSARY,
+    TERMS,
+    find_term,
+    label_of,
+    terms_html,
+    widgets_in,
+)
 from heapr_lab.panel.panel import Explorer, explore
 
 OF_VALUES = (

@@ -13,7 +13,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.inspection.routing import routing
 from heapr_lab.panel import inspect_tab
-from heapr_lab.panel.help import widgets_in
+from heapr_lab.panel.glossary import widgets_in
 from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask

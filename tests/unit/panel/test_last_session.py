@@ -9,9 +9,9 @@ import pytest
 from pressing import press
 from random_tables import random_table, small_table
 
-from heapr_lab.panel import last_session, static_copy
-from heapr_lab.panel.last_session import KIND, VARIABLE
+from heapr_lab.panel import session_bar, static_copy
 from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.session_bar import KIND, VARIABLE
 from heapr_lab.panel.session_file import VERSION
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where sessions are kept, in a cache of its own; nothing is displayed."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(last_session, "SECONDS", 0.01)
+    monkeypatch.setattr(session_bar, "SECONDS", 0.01)
     monkeypatch.setattr(static_copy, "display", lambda *_, **__: None)
     return tmp_path / "cache" / KIND
 
@@ -88,7 +88,7 @@ def test_it_is_offered_when_the_panel_opens_again(folder: Path) -> None:
 
 def test_the_oldest_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many panels of one table."""
-    monkeypatch.setattr(last_session, "MOST_KEPT", 2)
+    monkeypatch.setattr(session_bar, "MOST_KEPT", 2)
     for _ in range(3):
         use(displayed(small_table()))
     assert len(list(folder.glob("*/*.json"))) == 2
@@ -210,7 +210,7 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(last_session, "write_session", fail)
+    monkeypatch.setattr(session_bar, "write_session", fail)
     panel.last.write()
     assert "This session is not kept: no space left" in panel.last.message.value
     assert panel.last.layout.display is None

@@ -8,7 +8,7 @@ import pytest
 from html_text import cells
 from random_tables import random_table
 
-from heapr_lab.panel.expert_values import kept_share
+from heapr_lab.panel.expert_map import kept_share
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession

@@ -14,7 +14,7 @@ from heapr_lab.panel.controls import TARGET
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.panel.target import SEARCH
+from heapr_lab.panel.sweep import SEARCH
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.workbench.workbench import Workbench
 

@@ -12,7 +12,7 @@ from pressing import failed, press, stale
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.inspection.restoring import Restored, n_runs, restored
-from heapr_lab.panel import attribution_html as views
+from heapr_lab.panel import why_section as views
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection

@@ -1,0 +1,136 @@
+"""What an evaluation measures of one model, and its progress. No torch until then."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from heapr_lab.progress import Parts, Progress, StartPart, TimeLeft, time_left_text
+from heapr_lab.pruning.masks import KeepMask
+
+if TYPE_CHECKING:
+    from heapr_lab.recipes.making import PruningResult
+    from heapr_lab.text.calibration import CalibrationSet
+    from heapr_lab.workbench.workbench import Workbench
+
+_TASK_WINDOWS = 32
+"""Windows that a task counts as, for the time left."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One corpus or task of an evaluation."""
+
+    bench: "Workbench"
+    dataset: str
+    windows: "CalibrationSet | None"
+    """Of the corpus; None of a task."""
+
+    @property
+    def n_windows(self) -> int:
+        """Its size, for the time that is left."""
+        return _TASK_WINDOWS if self.windows is None else self.windows.n_sequences
+
+    def measured(self, made: "PruningResult | None", clock: "Clock") -> dict[str, Any]:
+        """Columns of `PruningSession.points` of a pruned model, or of the dense one."""
+        keep, down_projs = edit_of(made)
+        if self.windows is None:
+            progress = clock.share_of(self.n_windows)
+            found = self.bench.task_accuracy(
+                keep, self.dataset, down_projs=down_projs, progress=progress
+            )
+            return {"accuracy": found["value"], "stderr": found["stderr"]}
+        loss = self.bench.perplexity(
+            keep, self.windows, down_projs=down_projs, progress=clock.parts
+        )
+        return {
+            "nll": loss.nll,
+            "perplexity": loss.value,
+            "n_tokens": loss.n_tokens,
+            "windows": loss.windows,
+        }
+
+
+def measured_of(
+    parts: Sequence[Part],
+    made: "PruningResult | None",
+    clock: "Clock",
+    *,
+    named: str = "dense",
+) -> Iterator[dict[str, Any]]:
+    """What is measured of one model, a row for each corpus and task."""
+    for part in parts:
+        clock.begin(f"{named} on {part.dataset}")
+        yield {"dataset": part.dataset, **part.measured(made, clock)}
+        clock.end(part.n_windows)
+
+
+def edit_of(made: "PruningResult | None") -> tuple[KeepMask | None, Any]:
+    """The mask and the new W_down; None where the model is dense, or only masked."""
+    if made is None:
+        return None, None
+    compensation = made.compensation
+    return made.keep, None if compensation is None else compensation.down_projs
+
+
+class Clock:
+    """Turns the progress of the parts into that of the whole, with the time left."""
+
+    def __init__(self, total: int, report: Callable[..., None] | None) -> None:
+        self._report = report
+        self._label = ""
+        self._left = TimeLeft()
+        self.parts = Parts(total, self._measured)
+
+    def begin(self, label: str) -> None:
+        """Begin a part."""
+        self._label = label
+        self._left.skip_to(self.parts.done)
+        self._tell()
+
+    @property
+    def seconds_a_window(self) -> float | None:
+        """Of those that were measured; None if there were none."""
+        return self._left.seconds(self.parts.done + 1)
+
+    def share_of(self, n_windows: int) -> Progress:
+        """Progress of work that counts as `n_windows`.
+
+        What begins again does not take the bar back.
+        """
+        furthest = 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal furthest
+            furthest = max(furthest, n_windows * done // max(1, total))
+            self.parts(furthest, n_windows)
+
+        return report
+
+    def making(self, n_windows: int) -> StartPart:
+        """Progress of weights whose making counts as `n_windows`."""
+        reached = self.share_of(n_windows)
+
+        def start(label: str, unit: str) -> Progress:
+            def report(done: int, total: int) -> None:
+                self._label = f"{label}: {unit} {done} of {total}; in all"
+                reached(done, total)
+
+            return report
+
+        return start
+
+    def end(self, n_windows: int) -> None:
+        """End a part, whether it was measured or read from the cache."""
+        self.parts.end(n_windows)
+        self._left.skip_to(self.parts.done)
+        self._tell()
+
+    def _measured(self, done: int, _total: int) -> None:
+        self._left.reached(done)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._report is not None:
+            done, total = self.parts.done, self.parts.total
+            left = time_left_text(self._left.seconds(total))
+            self._report(done, total, f"{self._label}: window", left=left)
