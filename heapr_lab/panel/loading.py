@@ -114,7 +114,7 @@ class LoadingWorkbench:
         self.profile: Profile = profile_of(name, self.opening.profile)
         self._lock = threading.Lock()
         self._loaded: Workbench | None = None
-        self._known: dict[str, tuple[Known, Calibration]] = {}
+        self._known: dict[Path, tuple[Known, Calibration]] = {}
 
     @property
     def is_loaded(self) -> bool:
@@ -132,8 +132,8 @@ class LoadingWorkbench:
         with self._lock:
             if self._loaded is None:
                 bench = open_workbench(self.opening.model, **self.opening.given())
-                for known, calibration in self._known.values():
-                    _check(bench, known, calibration)
+                for path, (known, calibration) in self._known.items():
+                    _check(bench, path, known, calibration)
                 self._loaded = bench
             return self._loaded
 
@@ -172,7 +172,7 @@ class LoadingWorkbench:
             return None
         if not _table_path(known).is_file():
             return None
-        self._known[str(path)] = known, asked
+        self._known[path] = known, asked
         return known
 
 
@@ -180,14 +180,21 @@ def session_of(
     source: "Workbench | ImportanceTable | PruningSession | Path | str",
     selection: Selection | None = None,
     calibration: Calibration | None = None,
+    **options: Any,
 ) -> PruningSession:
-    """The session of any source that `explore` takes.
+    """The session of any source that `explore` takes, with these arguments of it.
 
     Raises:
         SpecError: `source` is of another type.
     """
     if isinstance(source, str | Path):
-        source = opened(str(source))
+        name = str(source)
+        if name.startswith("~"):
+            name = str(Path(name).expanduser())
+        if name.endswith(".parquet"):
+            return PruningSession(ImportanceTable.read(name), file=Path(name))
+        loading: Any = LoadingWorkbench(name, **options)
+        return session_of(loading, selection, calibration)
     if isinstance(source, PruningSession):
         return source
     if isinstance(source, ImportanceTable):
@@ -204,29 +211,14 @@ def session_of(
     return PruningSession(table, workbench=source, calibration=calibration)
 
 
-def opened(name: str, **options: Any) -> "Workbench | PruningSession":
-    """The session of a table's file, or a model that is not loaded yet.
-
-    Args:
-        name: a path ending in `.parquet`, or as `open_workbench` takes it.
-        **options: of `open_workbench`.
-    """
-    if name.startswith("~"):
-        name = str(Path(name).expanduser())
-    if name.endswith(".parquet"):
-        return PruningSession(ImportanceTable.read(name), file=Path(name))
-    bench: Any = LoadingWorkbench(name, **options)
-    return bench  # type: ignore[no-any-return]
-
-
-def _check(bench: "Workbench", known: Known, calibration: Calibration) -> None:
+def _check(
+    bench: "Workbench", path: Path, known: Known, calibration: Calibration
+) -> None:
     from heapr_lab.importance.collect import statistics_spec
 
     spec = statistics_spec(bench.identity, bench.calibration_set(calibration))
     if cache_path("importance", spec, extension="parquet") != _table_path(known):
-        path = _path_of(bench.opening or Opening(bench.name), calibration)
-        if path is not None:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise SpecError(
             f"{bench.name} is not the model that the table shown is of, or computes in "
             "another type: open the panel again"

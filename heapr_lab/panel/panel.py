@@ -29,7 +29,7 @@ from heapr_lab.panel.glossary import HelpSection, add_tooltips
 from heapr_lab.panel.header import header_html
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, jobs_in, take_turns
-from heapr_lab.panel.loading import opened, session_of
+from heapr_lab.panel.loading import session_of
 from heapr_lab.panel.looks import (
     PANEL,
     AccessibleNames,
@@ -45,7 +45,7 @@ from heapr_lab.panel.looks import (
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
 from heapr_lab.panel.session_bar import LastSession, SessionBar
-from heapr_lab.panel.session_file import SavedSession, read_session
+from heapr_lab.panel.session_file import read_session
 from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
 from heapr_lab.panel.sweep import SEARCH, Target
 from heapr_lab.pruning.options import Selection
@@ -125,7 +125,10 @@ class Explorer(ipw.VBox):
                 self.copy.hides,
                 self.header,
                 self.last,
-                self._first_row(),
+                beside(
+                    *(self.controls.slider, self.controls.ratio),
+                    *(self.weights.weights, self.evaluation.job.button),
+                ),
                 self.evaluation.job,
                 self.advanced,
                 self.error,
@@ -164,12 +167,6 @@ class Explorer(ipw.VBox):
         self.layers = ipw.HTML()
         self.behind = folded("All numbers", self.numbers, self.layers)
 
-    def _first_row(self) -> ipw.HBox:
-        """The three controls that are seen first."""
-        ratio = self.controls.slider, self.controls.ratio
-        evaluate = self.evaluation.job.button
-        return beside(*ratio, self.weights.weights, evaluate)
-
     def _build_tabs(self, corpora: Sequence[str], tasks: Sequence[str]) -> None:
         session = self.session
         self.evaluation = EvaluateTab(
@@ -194,10 +191,6 @@ class Explorer(ipw.VBox):
 
     def _ipython_display_(self) -> None:
         self.copy.show(self)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Keep every change from now on, and have the model loaded."""
         self.last.follow()
         if self.session.workbench is not None:
             threading.Thread(target=self.get_ready, daemon=True).start()
@@ -216,7 +209,7 @@ class Explorer(ipw.VBox):
             self.session.time_a_window(self._target_corpus)
             self.evaluation.foresee()
         except Exception as error:  # an exception in a thread is not shown
-            job.fail(error)
+            job.error.value = failure(error)
 
     def _copied(self) -> dict[str, str]:
         """The picture and the numbers as they are, and all evaluated points."""
@@ -225,18 +218,12 @@ class Explorer(ipw.VBox):
             views=[
                 self.error.value,
                 self.answers.value,
-                self._shown_picture,
+                bytes(self.picture.value),
                 self.numbers.value,
                 self.evaluation.results.value,
             ],
             text=numbers_text(self._numbers),
         )
-
-    @property
-    def _shown_picture(self) -> bytes:
-        """None of a mask that is not the one of the weights."""
-        hidden = self.picture.layout.display == "none"
-        return b"" if hidden else bytes(self.picture.value)
 
     def refresh(self) -> None:
         """Apply the controls: select, count and draw."""
@@ -275,46 +262,38 @@ class Explorer(ipw.VBox):
         self.controls.show_use(scope, estimator=not chooses)
         if self.controls.to_target:
             self._show_target()
+        selection = session.selection
         try:
-            said, picture = session.describe(), self._drawing()
+            said = session.describe()
+            picture = self._picture.draw(
+                session.keep,
+                estimator=selection.estimator,
+                granularity=selection.granularity,
+            )
         except NotKnownError as error:
-            said, picture = f"The atoms are {error}.", None
+            said, picture = f"The atoms are {error}.", b""
         with self.hold_sync():
             self.status.value = status(f"{said}{self._target_text()}")
-            self.picture.layout.display = "none" if picture is None else None
-            self.picture.value = picture or b""
+            self.picture.layout.display = None if picture else "none"
+            self.picture.value = picture
             self.error.value = ""
             for widget in (self.picture, self.behind):
                 mark_stale(widget, False)
-        self._drawn = session.selection.text
+        self._drawn = selection.text
         self._show_numbers()
         self.export.refresh()
         self._refresh_tab()
         self._show_layers()
         self.evaluation.foresee()
 
-    def _drawing(self) -> bytes:
-        """The picture of the mask.
-
-        Raises:
-            SpecError: it is infeasible, or not known yet.
-        """
-        chosen = self.session.selection
-        return self._picture.draw(
-            self.session.keep,
-            estimator=chosen.estimator,
-            granularity=chosen.granularity,
-        )
-
     def _refresh_tab(self, _change: Any = None) -> None:
         """Update the open tab, if that is expensive; hidden tabs wait."""
-        shown = TABS[self.tabs.selected_index or 0]
-        if shown == "Inspect":
-            self.inspection.refresh()
-        elif shown == "Evaluate":
-            self.evaluation.follow()
-        elif shown == "Compare":
-            self.comparison.diff.check()
+        update = {
+            "Evaluate": self.evaluation.follow,
+            "Inspect": self.inspection.refresh,
+            "Compare": self.comparison.diff.check,
+        }
+        update.get(TABS[self.tabs.selected_index or 0], lambda: None)()
 
     def _show_target(self) -> None:
         """Show the largest ratio that was measured to be within the target.
@@ -431,46 +410,31 @@ def explore(
         **options: of `open_workbench`, where `source` is the name of a model.
 
     Raises:
-        SpecError: `source` is of another type, or the session is not of its table.
+        SpecError: `source` is of another type, the session is not of its table, or a
+            selection or a calibration is given besides.
 
     Example:
         >>> explore("lab")  # doctest: +SKIP
     """
     saved = None if session is None else read_session(session)
     if saved is not None:
-        selection, calibration = _first(saved, selection, calibration)
-    if isinstance(source, str | Path):
-        source = opened(str(source), **options)
-
-    own = session_of(source, selection, calibration)
+        if selection is not None or calibration is not None:
+            raise SpecError(
+                "a session has a selection and a calibration: give no other"
+            )
+        # A workbench then measures the table of the session.
+        selection, calibration = Selection(0.0, saved.measured_for), saved.calibration
+    own = session_of(source, selection, calibration, **options)
     own.choose(selection or own.selection)
-    here = {"corpora": corpora, "tasks": tasks}
-    if own.workbench is not None:
-        here = _available(corpora, tasks)
-    made = Explorer(own, **{k: v for k, v in here.items() if v is not None})
+    if own.workbench is not None and corpora is None:
+        corpora = available_corpora(TEST_CORPORA)[0]
+    if own.workbench is not None and tasks is None:
+        tasks = "continuation", *available_tasks()
+    made = Explorer(
+        own,
+        corpora=("pydocs",) if corpora is None else corpora,
+        tasks=("continuation",) if tasks is None else tasks,
+    )
     if saved is not None:
         made.files.restore(saved)
     return made
-
-
-def _first(
-    saved: SavedSession, selection: Selection | None, calibration: Calibration | None
-) -> tuple[Selection, Calibration]:
-    """What a workbench is asked for, so that it measures the table of `saved`.
-
-    Raises:
-        SpecError: a selection or a calibration is given besides.
-    """
-    if selection is not None or calibration is not None:
-        raise SpecError("a session has a selection and a calibration: give no other")
-    return Selection(0.0, saved.measured_for), saved.calibration
-
-
-def _available(
-    corpora: Sequence[str] | None, tasks: Sequence[str] | None
-) -> dict[str, Sequence[str] | None]:
-    """The corpora and tasks given, by default those available on this machine."""
-    return {
-        "corpora": available_corpora(TEST_CORPORA)[0] if corpora is None else corpora,
-        "tasks": ("continuation", *available_tasks()) if tasks is None else tasks,
-    }
