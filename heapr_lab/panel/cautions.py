@@ -4,12 +4,12 @@ Each function gives a text, empty if there is nothing to say. They read counts o
 that they keep up with a slider.
 """
 
-import html
 from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 
+from heapr_lab.panel.looks import status
 from heapr_lab.panel.session import NotKnownError, PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import BUDGETS, Selection
@@ -35,11 +35,7 @@ def cautions(session: PruningSession) -> list[str]:
 
 def cautions_html(texts: Iterable[str]) -> str:
     """The texts as notes that a screen reader reads aloud when they change."""
-    lines = (
-        f'<div role="status" aria-live="polite">⚠ {html.escape(text)}</div>'
-        for text in texts
-    )
-    return "".join(lines)
+    return "".join(status(f"⚠ {text}") for text in texts)
 
 
 def emptied_layers(keep: KeepMask) -> str:
@@ -47,12 +43,8 @@ def emptied_layers(keep: KeepMask) -> str:
     gone = [str(layer) for layer, kept in keep.arrays.items() if not kept.any()]
     if not gone:
         return ""
-    which = f"Layer {gone[0]} loses" if len(gone) == 1 else _several(gone)
+    which = f"Layers {', '.join(gone)} lose" if gone[1:] else f"Layer {gone[0]} loses"
     return f"{which} all routed atoms: nothing is left there for a token to go to."
-
-
-def _several(layers: list[str]) -> str:
-    return f"Layers {', '.join(layers)} lose"
 
 
 def emptied_experts(keep: KeepMask) -> str:

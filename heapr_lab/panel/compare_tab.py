@@ -46,14 +46,13 @@ _SET_BY_CONTROLS = (
     "of",
     "min_atoms",
 )
-_SHORT = {
-    "achieved_ratio": "removed",
-    "parameter_reduction": "parameters saved",
-    "bytes_reduction": "bytes saved",
-    "flops_reduction": "FLOPs saved",
-    "routed_flops_reduction": "routed FLOPs saved",
+_REDUCED = {
+    "parameter": "parameters",
+    "bytes": "bytes",
+    "flops": "FLOPs",
+    "routed_flops": "routed FLOPs",
 }
-"""Short names of columns."""
+"""What is saved, and as text."""
 
 
 class CompareTab(ipw.VBox):
@@ -113,7 +112,6 @@ class CompareTab(ipw.VBox):
             button("Clear", "remove all pins and methods", self.clear),
             button("Undo", "go back to the previous pins and methods", self.undo),
         )
-        self.clear_button.disabled = True
         self._offer_pins()
 
     def _build_views(self) -> None:
@@ -123,7 +121,7 @@ class CompareTab(ipw.VBox):
         self.folder = line("folder", "comparison")
         said = "write CSV, parquet, Markdown, LaTeX, PNG and PDF"
         self.export_button = button("Export comparison", said, self._press_export)
-        self.export_button.disabled = True
+        self.clear_button.disabled = self.export_button.disabled = True
         self.exported = ipw.HTML(status(""))
 
     def pin(self, _button: ipw.Button | None = None) -> None:
@@ -173,6 +171,7 @@ class CompareTab(ipw.VBox):
     def _offer_pins(self) -> None:
         """List the pins, and enable the buttons that have something to do."""
         self.pinned.options = [(pin.label, n) for n, pin in enumerate(self.pins)]
+        self.pinned.index = 0 if self.pins else None  # it stays None by itself
         self.undo_button.disabled = not any(self._before)
         for control in (self.pinned, self.load_button, self.remove_button):
             control.disabled = not self.pins
@@ -186,22 +185,17 @@ class CompareTab(ipw.VBox):
         """Show all pins and methods, with the evaluations made meanwhile."""
         self.exported.value = status("")  # the files are of other rows
         self.diff.offer([(pin.label, pin.selection, pin.recipe) for pin in self.pins])
-        if not self.pins and not self.runs.rows:
-            self._show_nothing(_NOTHING_YET)
+        empty = not self.pins and not self.runs.rows
+        self.clear_button.disabled = self.export_button.disabled = empty
+        self.chart.layout.display = "none" if empty else None
+        if empty:
+            self.message.value, self.table.value = status(_NOTHING_YET), ""
             return
         frame = self.frame()
         self.chart.value = drawn_png(lambda: self.figure(frame))
-        self.chart.layout.display = None
         found = badge() if any(map(_is_measured, frame)) else ""
         self.message.value = status(_message(frame), before=found)
         self.table.value = _html_table(frame)
-        self.clear_button.disabled = self.export_button.disabled = False
-
-    def _show_nothing(self, why: str) -> None:
-        self.message.value = status(why)
-        self.chart.layout.display, self.chart.value = "none", b""
-        self.table.value = ""
-        self.clear_button.disabled = self.export_button.disabled = True
 
     def frame(self) -> pd.DataFrame:
         """One row for each pin: its selection, its savings and its losses.
@@ -232,16 +226,17 @@ class CompareTab(ipw.VBox):
         saved = self.session.savings_of(keep)
         if saved is None:
             return {}
-        names = ("parameter", "bytes", "flops", "routed_flops")
-        row = {f"{n}_reduction": _reduction(saved, n) for n in names}
-        return row | {"seq_len": int(saved["seq_len"].iloc[0])}
+        row = saved.assign(bytes_reduction=1 - saved.bytes_after / saved.bytes_before)
+        numbers = {f"{name}_reduction": float for name in _REDUCED} | {"seq_len": int}
+        return {name: kind(row[name].iloc[0]) for name, kind in numbers.items()}
 
     def layers(self) -> pd.DataFrame:
         """Removed share of each layer, a row for each pin and layer; NaN if unknown."""
         parts = []
         for pin in self.pins:
-            keep = self._known(pin) or KeepMask.full(self.session.table)
-            ratios = keep.layer_ratios() + (0.0 if self._known(pin) else math.nan)
+            keep = self._known(pin)
+            drawn = keep or KeepMask.full(self.session.table)
+            ratios = drawn.layer_ratios() + (0.0 if keep else math.nan)
             parts.append(ratios.reset_index().assign(label=pin.label))
         return pd.concat(parts, ignore_index=True)
 
@@ -320,13 +315,6 @@ def _next_label(pins: list[Pin]) -> str:
     return next(free, f"pin {len(pins) + 1}")
 
 
-def _reduction(saved: pd.DataFrame, name: str) -> float:
-    row = saved.iloc[0]
-    if name == "bytes":
-        return 1 - float(row["bytes_after"]) / float(row["bytes_before"])
-    return float(row[f"{name}_reduction"])
-
-
 def _measured(points: pd.DataFrame) -> dict[str, float]:
     """Δloss and accuracy by dataset."""
     found: dict[str, float] = {}
@@ -370,7 +358,8 @@ def _html_table(frame: pd.DataFrame) -> str:
             shown[name] = shown[name].map("{:.1%}".format, na_action="ignore")
     if "multiple" in shown:
         shown["multiple"] = shown["multiple"].map("{:.0f}".format, na_action="ignore")
-    short = dict(_SHORT)
+    short = {f"{name}_reduction": f"{text} saved" for name, text in _REDUCED.items()}
+    short["achieved_ratio"] = "removed"
     if context is not None:
         short["flops_reduction"] += f", {at_context(context)}"
     short |= {name: f"measured {name}" for name in filter(_is_measured, shown)}

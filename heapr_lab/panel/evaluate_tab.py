@@ -13,10 +13,11 @@ from heapr_lab.panel.cautions import cautions_html, judged_on_own
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report
 from heapr_lab.panel.looks import (
-    STALE,
-    WHOLE_LABEL,
     badge,
     beside,
+    failure,
+    line,
+    mark_stale,
     picture,
     status,
     table_html,
@@ -69,10 +70,7 @@ class EvaluateTab(ipw.VBox):
         self._points = session.points
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.tasks = several_of("tasks", tasks, [])
-        self.another = ipw.Text(
-            description="another corpus", placeholder="pydocs:torch, or a file",
-            continuous_update=False, style=WHOLE_LABEL,
-        )  # fmt: skip
+        self.another = line("another corpus", hint="pydocs:torch, or a file")
         self.job = Job(
             "Evaluate",
             self._evaluate,
@@ -81,7 +79,6 @@ class EvaluateTab(ipw.VBox):
             never="" if session.workbench else NO_MODEL,
             apart=True,
         )
-        self.job.button.layout.width = "110px"
         self.chart = picture("losses", display="none", max_width="840px")
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.note, self.cautions = ipw.HTML(), ipw.HTML()
@@ -114,7 +111,7 @@ class EvaluateTab(ipw.VBox):
         try:
             load_corpus(name, split="test")
         except HeaprLabError as error:
-            self.job.fail(error)
+            self.job.error.value = failure(error)
             return
         self.another.value = ""
         self.corpora.options = list(dict.fromkeys([*self.corpora.options, name]))
@@ -131,8 +128,13 @@ class EvaluateTab(ipw.VBox):
         """Mark the last point if what is chosen now was not evaluated."""
         self.foresee()
         missing = [] if self.session.points.empty else self._not_evaluated()
-        self.note.value = _out_of_date(missing) if missing else ""
-        (self.message.add_class if missing else self.message.remove_class)(STALE)
+        said = (
+            f"Out of date: the settings above were not evaluated on "
+            f"{', '.join(missing)}; press Evaluate. Chart and table are of the "
+            "settings that they name."
+        )
+        self.note.value = status(said) if missing else ""
+        mark_stale(self.message, bool(missing))
 
     def _not_evaluated(self) -> list[str]:
         """The chosen corpora and tasks that have no point of the current settings."""
@@ -146,25 +148,19 @@ class EvaluateTab(ipw.VBox):
     def refresh(self) -> None:
         """Draw all points again."""
         self._points = points = self.session.points
+        self.chart.layout.display = "none" if points.empty else None
+        self._check()
         if points.empty:
-            self._show_nothing()
+            self.message.value = status(_NOTHING_YET)
+            self.results.value = self.cautions.value = self.differences.value = ""
             return
         self.chart.value = drawn_png(lambda: figure_points(points))
-        self.chart.layout.display = None
         self.message.value = status(_message(points), before=badge())
         pruned = points[points["nll"].notna() & points["estimator"].ne("dense")]
         alone = judged_on_own(set(pruned["dataset"]), self.session.calibration)
         self.cautions.value = cautions_html([alone] if alone else [])
-        self._check()
         self.results.value = _table(points)
         self.differences.value = _differences(self.session)
-
-    def _show_nothing(self) -> None:
-        """There are no points, at first or after a session without any was opened."""
-        self.chart.layout.display = "none"
-        self.message.value = status(_NOTHING_YET)
-        self.results.value = self.cautions.value = self.differences.value = ""
-        self._check()
 
     def _evaluate(self, report: Report) -> None:
         self.session.evaluate(
@@ -213,13 +209,6 @@ def _differences(session: PruningSession) -> str:
     return f"<b>{_PAIRED}</b>{table_html(shown)}"
 
 
-def _out_of_date(missing: Sequence[str]) -> str:
-    return status(
-        f"Out of date: the settings above were not evaluated on {', '.join(missing)}; "
-        "press Evaluate. Chart and table are of the settings that they name."
-    )
-
-
 def _message(points: pd.DataFrame) -> str:
     """The last point of the chart, in a sentence."""
     pruned = points[points["estimator"].ne("dense")]
@@ -228,21 +217,18 @@ def _message(points: pd.DataFrame) -> str:
     last = pruned.iloc[-1]
     removed = f"{last.achieved_ratio:.1%} of the atomic experts removed"
     of = setting_text(last.selection, last.weights)
-    if pd.isna(last.nll):
-        dense = points[
-            points["estimator"].eq("dense") & points.dataset.eq(last.dataset)
-        ]
-        before = float(dense["accuracy"].iloc[0])
-        return (
-            f"Last point, {last.weights}: {removed}, accuracy on {last.dataset} "
-            f"{before:.1%} → {last.accuracy:.1%} (standard error {last.stderr:.1%}). "
-            f"Pruned by: {of}."
-        )
-    return (
-        f"Last point, {last.weights}: {removed}, Δloss on {last.dataset} "
-        f"{last.delta_nll:+.4f} {PER_TOKEN}, perplexity {last.perplexity:,.2f}. "
-        f"Pruned by: {of}."
+    found = (
+        f"Δloss on {last.dataset} {last.delta_nll:+.4f} {PER_TOKEN}, perplexity "
+        f"{last.perplexity:,.2f}"
     )
+    if pd.isna(last.nll):
+        dense = points[points["estimator"].eq("dense")]
+        before = dense["accuracy"][dense["dataset"].eq(last.dataset)].iloc[0]
+        found = (
+            f"accuracy on {last.dataset} {before:.1%} → {last.accuracy:.1%} (standard "
+            f"error {last.stderr:.1%})"
+        )
+    return f"Last point, {last.weights}: {removed}, {found}. Pruned by: {of}."
 
 
 def _table(points: pd.DataFrame) -> str:

@@ -9,7 +9,7 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report
-from heapr_lab.panel.looks import beside
+from heapr_lab.panel.looks import beside, line
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import read_ratios
 
@@ -49,7 +49,7 @@ class MethodRuns(ipw.VBox):
         self.methods = several_of("methods", [], [])
         self.offer()
         # Named unlike the box above the tabs.
-        self.ratio = ipw.Text("25%", description="remove", layout={"width": "160px"})
+        self.ratio = line("remove", "25%", width="160px")
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.job = Job(
             "Run methods",

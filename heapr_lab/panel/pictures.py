@@ -108,10 +108,6 @@ class ChoicePicture:
         for artist in self._moving:
             artist.set_animated(True)
 
-    def _draw_background(self) -> None:
-        self._canvas.draw()
-        self._background = self._canvas.copy_from_bbox(self.figure.bbox)
-
     @_alone
     def draw(
         self, keep: KeepMask, *, estimator: str, granularity: str = "atom"
@@ -126,7 +122,8 @@ class ChoicePicture:
         if (estimator, granularity) != self._shown:
             self._show_scores(estimator, whole=granularity == "expert")
             self._shown = estimator, granularity
-            self._draw_background()
+            self._canvas.draw()
+            self._background = self._canvas.copy_from_bbox(self.figure.bbox)
         for bar, ratio in zip(self._bars, keep.layer_ratios(), strict=True):
             bar.set_height(ratio)
         self._line.set_ydata([keep.achieved_ratio] * 2)
@@ -280,11 +277,11 @@ def figure_compared(
     """
     looks = {label: _look(number) for label, number in numbers.items()}
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-    n_charts = 1 if layers is None else 2
-    *left, right = figure.subplots(1, n_charts, squeeze=False)[0]
-    pinned = set() if layers is None else set(layers["label"])
-    for ax in left:
-        _plot_layers(ax, layers, looks)
+    pinned: set[str] = set()
+    if layers is not None:
+        pinned = set(layers["label"])
+        _plot_layers(figure.add_subplot(1, 2, 1), layers, looks)
+    right = figure.add_subplot(1, 2 if pinned else 1, 2 if pinned else 1)
     _plot_losses(right, frame, looks)
     handles = [_handle(label, look, label in pinned) for label, look in looks.items()]
     title = "pins" if pinned == set(looks) else "compared"
@@ -299,7 +296,7 @@ def _look(number: int) -> dict[str, Any]:
     return {"color": f"C{number}", "ls": line, "alpha": 0.45**rounds}
 
 
-def _handle(label: str, look: Mapping[str, Any], pinned: bool) -> Line2D:
+def _handle(label: str, look: dict[str, Any], pinned: bool) -> Line2D:
     """Of the legend; methods have no line, because their layers are not drawn."""
     line = {} if pinned else {"ls": "none"}
     return Line2D([], [], label=literal(label), marker="o", ms=4, **(look | line))

@@ -143,14 +143,10 @@ class PruningSession:
         self._chosen: dict[tuple[Selection, WeightRecipe], KeepMask] = {}
         """Masks that were chosen with the weights."""
         # Of the selection that is shown, each is computed once.
-        self._ranked, self._last_savings, self._last_score = (
-            functools.lru_cache(maxsize=2)(work)
-            for work in (
-                functools.partial(select, table),
-                self.savings_of,
-                functools.partial(summed_scores, table),
-            )
-        )
+        last = functools.lru_cache(maxsize=2)
+        self._ranked = last(functools.partial(select, table))
+        self._last_savings = last(self.savings_of)
+        self._last_score = last(functools.partial(summed_scores, table))
 
     @property
     def is_ready(self) -> bool:
@@ -190,16 +186,6 @@ class PruningSession:
         Otherwise the buttons would use the previous selection.
         """
         self._rejected = SpecError(f"the settings above are infeasible: {why}")
-
-    @property
-    def note(self) -> str:
-        """Remarks on the selection; usually empty."""
-        estimator = find_estimator(self.selection.estimator)
-        if not estimator.within_layer:
-            return ""
-        return (
-            f"{estimator.name} compares atoms within a layer only: the scope is layer."
-        )
 
     def choose(self, selection: Selection) -> None:
         """Change the selection; `keep` raises an error if it is infeasible."""
@@ -269,12 +255,15 @@ class PruningSession:
 
     def describe(self) -> str:
         """The pruned share, as text."""
-        keep = self.keep
+        keep, estimator = self.keep, find_estimator(self.selection.estimator)
         text = (
             f"{keep.achieved_ratio:.1%} of the atomic experts removed: "
             f"{keep.n_kept:,} of {keep.n_atoms:,} kept."
         )
-        return f"{text} {self.note}".strip()
+        if not estimator.within_layer:
+            return text
+        name = estimator.name
+        return f"{text} {name} compares atoms within a layer only: the scope is layer."
 
     # --- what was measured ------------------------------------------------------
 
@@ -374,9 +363,8 @@ class PruningSession:
         clock = Clock((1 + len(recipes)) * each + sum(to_make), report)
         score = summed_scores(self.table, ranked, selection.estimator)
         point = functools.partial(_point, selection, score=score)
-        rows = [
-            point(None, row, recipe=recipe) for row in measured_of(parts, None, clock)
-        ]
+        found = measured_of(parts, None, clock)
+        rows = [point(None, row, recipe=recipe) for row in found]
         new = self._with_differences(rows)
         for one, n_windows in zip(recipes, to_make, strict=True):
             made = self.made(selection, one, part=clock.making(n_windows))

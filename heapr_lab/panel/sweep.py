@@ -1,7 +1,7 @@
 """Evaluations of many selections: what is missing, how long it takes, what it shows."""
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.budgets import largest_ratio
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report
-from heapr_lab.panel.looks import beside, status
+from heapr_lab.panel.looks import beside, line, status
 from heapr_lab.panel.session import PruningSession, named, setting_text
 from heapr_lab.progress import duration
 from heapr_lab.pruning.options import Selection, read_ratio
@@ -95,14 +95,11 @@ class Sweep:
         missing, each = self.missing(session), session.seconds_a_window
         if each is None or not missing:
             return None
-        dense = session.n_windows(self.corpora, self.tasks)
-        return each * (
-            dense
-            + sum(
-                session.n_windows(one.corpora, one.tasks, one.selection, self.recipe)
-                for one in missing
-            )
+        n_windows = session.n_windows(self.corpora, self.tasks) + sum(
+            session.n_windows(one.corpora, one.tasks, one.selection, self.recipe)
+            for one in missing
         )
+        return each * n_windows
 
     def run(
         self,
@@ -249,25 +246,16 @@ def differences(session: PruningSession) -> pd.DataFrame:
         is compared with as text; the mean difference of their losses and its standard
         error over windows, in nats per token.
     """
-    rows = list(_differences(session))
-    return pd.DataFrame(rows, columns=list(DIFFERENCES))
-
-
-def _differences(session: PruningSession) -> Iterator[tuple[object, ...]]:
-    points = session.points[session.points["selection"].notna()]
-    points = points[points["nll"].notna()]
+    found = []
+    points = session.points.dropna(subset=["selection", "nll"])
     for (dataset, removed), rows in points.groupby(["dataset", "achieved_ratio"]):
-        first, *others = rows.itertuples()
-        for row in others:
-            own, before = (
-                session.windows.get((one.selection, one.weights, dataset), ())
-                for one in (row, first)
-            )
-            if len(own) == len(before) > 0:
-                texts = (
-                    setting_text(one.selection, one.weights) for one in (row, first)
-                )
-                yield dataset, removed, *texts, *paired_difference(own, before)
+        pairs = list(zip(rows["selection"], rows["weights"], strict=True))
+        first, *others = [session.windows.get((*one, dataset), ()) for one in pairs]
+        for pair, own in zip(pairs[1:], others, strict=True):
+            if len(own) == len(first) > 0:
+                texts = setting_text(*pair), setting_text(*pairs[0])
+                found.append((dataset, removed, *texts, *paired_difference(own, first)))
+    return pd.DataFrame(found, columns=list(DIFFERENCES))
 
 
 class SweepSection(ipw.VBox):
@@ -291,9 +279,7 @@ class SweepSection(ipw.VBox):
         """
         self.session, self._on_points = session, on_points
         self._corpora, self._tasks = corpora, tasks
-        self.ratios = ipw.Text(
-            "10%, 20%, 40%", description="ratios", continuous_update=False
-        )
+        self.ratios = line("ratios", "10%, 20%, 40%")
         names = session.table.estimators
         usual = ["heapr"] if "heapr" in names else names[:1]
         self.estimators = several_of("estimators", names, usual)
