@@ -59,20 +59,6 @@ def find_contexts(
     return found, contexts_html(found, summary=summary)
 
 
-def find_companions(
-    bench: "Workbench", calibration: Calibration, contexts: pd.DataFrame, *, layer: int
-) -> pd.DataFrame:
-    """The atoms of a layer that fire at the tokens of `find_contexts`.
-
-    Returns:
-        The frame of `activations.atoms_at_tokens`.
-    """
-    from heapr_lab.inspection.activations import atoms_at_tokens
-
-    windows = bench.calibration_set(calibration)
-    return atoms_at_tokens(bench.model, windows, contexts, layer=layer)
-
-
 def place_text(place: Mapping[str, int]) -> str:
     """For example `layer 0, expert 1, atom 2`."""
     return ", ".join(f"{name} {number}" for name, number in place.items())

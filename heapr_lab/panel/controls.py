@@ -10,7 +10,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.glossary import label_of
-from heapr_lab.panel.looks import WHOLE_LABEL, beside, line, one_of
+from heapr_lab.panel.looks import WHOLE_LABEL, beside, line, one_of, slider
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import (
     BUDGETS,
@@ -76,6 +76,18 @@ class NumberBox(ipw.FloatText):
         """
         check_value(self, self.value)
         return int(self.value)
+
+
+def layer_box(name: str, table: ImportanceTable) -> NumberBox:
+    """A box for the index of a layer of the table."""
+    layers = table.shapes()
+    return NumberBox(name, min(layers), least=min(layers), most=max(layers))
+
+
+def expert_box(name: str, table: ImportanceTable) -> NumberBox:
+    """A box for the number of an expert, of the layer that has the most."""
+    most = max(n_experts for n_experts, _ in table.shapes().values())
+    return NumberBox(name, 0, least=0, most=most - 1)
 
 
 def shown_by(control: ipw.Widget) -> Any:
@@ -338,10 +350,7 @@ class WeightsBar(ipw.HBox):
         self.weights = one_of("weights", options, width="350px")
         self.weights.layout.display = None if session.workbench else "none"
         share = session.calibration.own_text or METHODS[DEFAULT].recipe.own_text
-        self.own = ipw.IntSlider(
-            round(100 * share), 0, 100, 5, description="own text [%]",
-            continuous_update=False, style=WHOLE_LABEL,
-        )  # fmt: skip
+        self.own = slider("own text [%]", round(100 * share), most=100, step=5)
         super().__init__([self.own], layout={"display": self.weights.layout.display})
         self._apply()
         for control in (self.weights, self.own):

@@ -14,7 +14,6 @@ import anywidget
 import numpy as np
 import traitlets
 
-from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 
@@ -65,7 +64,7 @@ class ExpertMap(anywidget.AnyWidget):
         percent: bool = False,
         order: np.ndarray | None = None,
     ) -> None:
-        """Show other numbers; a chosen expert that is not among them is forgotten.
+        """Show other numbers.
 
         Args:
             values: (layers, experts), NaN where a layer has no such expert.
@@ -86,35 +85,9 @@ class ExpertMap(anywidget.AnyWidget):
             self.title, self.percent = title, percent
             self.low, self.high = map(float, limits)
             self.ranked = order is not None
-            if self.selected is not None and not self.has(self.selected):
-                self.selected = None
 
     def __repr__(self) -> str:
         return f"ExpertMap({self.title or 'empty'}, {len(self.layers)} layers)"
-
-    @traitlets.validate("selected")
-    def _check_selected(self, proposal: dict[str, Any]) -> list[int] | None:
-        """The proposed cell.
-
-        Raises:
-            SpecError: there is none.
-        """
-        place: list[int] | None = proposal["value"]
-        if place is not None and not self.has(place):
-            raise SpecError(
-                f"the chosen cell is {place}, expected layer and expert of the map, "
-                f"which has the layers {', '.join(map(str, self.layers))}"
-            )
-        return place
-
-    def has(self, place: Sequence[int]) -> bool:
-        """Whether there is an expert, given layer and expert."""
-        if len(place) != 2 or place[0] not in self.layers:
-            return False
-        row = np.frombuffer(self.values, "<f4").reshape(-1, self.n_columns)[
-            self.layers.index(place[0])
-        ]
-        return 0 <= place[1] < len(row) and not np.isnan(row[place[1]])
 
 
 # --- the numbers ----------------------------------------------------------------------

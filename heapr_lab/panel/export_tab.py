@@ -9,12 +9,18 @@ import ipywidgets as ipw
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.controls import WeightsBar
 from heapr_lab.panel.jobs import Report, ResultJob, parts_of
-from heapr_lab.panel.looks import WHOLE_LABEL, alert, beside, code_html, status
-from heapr_lab.panel.session import PruningSession, named
+from heapr_lab.panel.looks import (
+    beside,
+    code_html,
+    failure,
+    line,
+    slider,
+    status,
+)
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
 from heapr_lab.recipes.weights import WEIGHTS, WeightRecipe
-from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
@@ -50,11 +56,8 @@ class ExportTab(ipw.VBox):
             bar: the switch of the weights.
         """
         self.session, self.weights, self.own = session, bar.weights, bar.own
-        self.folder = ipw.Text("pruned", description="folder", continuous_update=False)
-        self.heal = ipw.IntSlider(
-            0, 0, 512, 32, description="heal [windows]", continuous_update=False,
-            style=WHOLE_LABEL,
-        )  # fmt: skip
+        self.folder = line("folder", "pruned")
+        self.heal = slider("heal [windows]", 0, most=512, step=32)
         self.job = ResultJob(
             "Export",
             self._export,
@@ -77,32 +80,20 @@ class ExportTab(ipw.VBox):
 
     def _asked(self) -> tuple[Selection, WeightRecipe, str]:
         """The selection, how its weights are made, and the folder."""
-        return self.session.selection, self._recipe, self.folder.value
-
-    @property
-    def _recipe(self) -> WeightRecipe:
-        """How weights are made that are written."""
-        return replace(self.session.recipe, heal=self.heal.value)
-
-    @property
-    def _calibration(self) -> Calibration:
-        """What weights are fitted to: that of the table, with text of the model."""
-        return self.session.recipe.calibration(self.session.calibration)
+        recipe = replace(self.session.recipe, heal=self.heal.value)
+        return self.session.selection, recipe, self.folder.value
 
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write."""
         self.refresh_code()
         self.job.check()
         try:
-            selection = self.session.selection
+            text = f"{self.session.named()}: {WEIGHTS[self.session.recipe.weights]}"
         except SpecError:
-            self.note.value = status(
-                "Nothing can be written: these settings are infeasible."
-            )
-            return
-        recipe = self.session.recipe
-        text = f"{named(selection, recipe)}: {WEIGHTS[recipe.weights]}"
-        self.note.value = status(f"To be written: {text}. {_EVALUATED}")
+            said = "Nothing can be written: these settings are infeasible."
+        else:
+            said = f"To be written: {text}. {_EVALUATED}"
+        self.note.value = status(said)
 
     def refresh_code(self, _change: Any = None) -> None:
         """Write the Python again, if it is shown."""
@@ -111,7 +102,7 @@ class ExportTab(ipw.VBox):
         try:
             self.python.value = code_html(self._code()) + status(_CODE_DIFFERS)
         except HeaprLabError as error:
-            self.python.value = alert(str(error))
+            self.python.value = failure(error)
 
     def _code(self) -> str:
         """What Export would do now, as Python.
@@ -128,31 +119,24 @@ class ExportTab(ipw.VBox):
                 "open it with open_workbench"
             )
         check_calibration(session, bench)
-        return python_of_model(
-            bench.opening,
-            _with_counts(self._calibration, bench),
-            session.selection,
-            self._recipe,
-            folder=self.folder.value,
+        calibration = session.recipe.calibration(session.calibration)
+        counted = replace(  # which come from the profile
+            calibration,
+            n_sequences=calibration.n_sequences or bench.profile.n_sequences,
+            seq_len=calibration.seq_len or bench.profile.seq_len,
         )
+        selection, recipe, folder = self._asked()
+        return python_of_model(bench.opening, counted, selection, recipe, folder=folder)
 
     def _export(
-        self, report: Report, asked: tuple[Selection, WeightRecipe, str]
+        self, report: Report, selection: Selection, recipe: WeightRecipe, name: str
     ) -> str:
         from heapr_lab.checkpoints.folder import check_new
-
-        selection, recipe, name = asked
-        folder = Path(name).expanduser()
-        check_new(folder)
-        self._write(folder, selection, recipe, report)
-        return self._written_text(folder)
-
-    def _write(
-        self, folder: Path, selection: Selection, recipe: WeightRecipe, report: Report
-    ) -> None:
         from heapr_lab.recipes import export
 
-        bench: Any = self.session.workbench
+        folder, bench = Path(name).expanduser(), self.session.workbench
+        assert bench is not None  # without one the button is off
+        check_new(folder)
         table, part = self.session.table, parts_of(report)
         made = self.session.made(selection, recipe, part=part)
         if recipe.chooses:  # which has measured on its own windows
@@ -169,6 +153,7 @@ class ExportTab(ipw.VBox):
             calibration=text,
             part=part,
         )
+        return _written_text(folder, bench)
 
     def _corpora(self) -> list[str]:
         """Corpora of the card: those of the calibration and of evaluations."""
@@ -179,15 +164,16 @@ class ExportTab(ipw.VBox):
         names = dict.fromkeys([self.session.calibration.corpus, *map(str, evaluated)])
         return available_corpora(list(names))[0]
 
-    def _written_text(self, folder: Path) -> str:
-        from heapr_lab.checkpoints.model_card import loading_code
-        from heapr_lab.models.sources import read_source
 
-        files, bench = read_source(folder), self.session.workbench
-        text = f"Written to {folder}: {files.n_bytes:,} bytes, {files.dtype_name}"
-        if bench is not None and bench.source is not None:
-            text += f" (dense: {bench.source.n_bytes:,})"
-        return status(f"{text}. To load it:") + code_html(loading_code(folder))
+def _written_text(folder: Path, bench: "Workbench") -> str:
+    from heapr_lab.checkpoints.model_card import loading_code
+    from heapr_lab.models.sources import read_source
+
+    files = read_source(folder)
+    text = f"Written to {folder}: {files.n_bytes:,} bytes, {files.dtype_name}"
+    if bench.source is not None:
+        text += f" (dense: {bench.source.n_bytes:,})"
+    return status(f"{text}. To load it:") + code_html(loading_code(folder))
 
 
 def check_calibration(session: PruningSession, bench: "Workbench") -> None:
@@ -205,15 +191,6 @@ def check_calibration(session: PruningSession, bench: "Workbench") -> None:
             f"the panel is calibrated on {session.calibration}: open the panel with "
             "the table's calibration"
         )
-
-
-def _with_counts(calibration: Calibration, bench: "Workbench") -> Calibration:
-    """The calibration with the numbers that it takes from the profile."""
-    return replace(
-        calibration,
-        n_sequences=calibration.n_sequences or bench.profile.n_sequences,
-        seq_len=calibration.seq_len or bench.profile.seq_len,
-    )
 
 
 def _file_of(session: PruningSession) -> Path:

@@ -15,10 +15,16 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.atom_contexts import find_companions, find_contexts
-from heapr_lab.panel.controls import NumberBox, said_by, shown_by
-from heapr_lab.panel.jobs import Report, ResultJob, parts_of
-from heapr_lab.panel.looks import WHOLE_LABEL, alert, folded, status
+from heapr_lab.panel.atom_contexts import find_contexts, place_text
+from heapr_lab.panel.controls import (
+    NumberBox,
+    expert_box,
+    layer_box,
+    said_by,
+)
+from heapr_lab.panel.evaluations import edit_of
+from heapr_lab.panel.jobs import Report, ResultJob, jobs_in, parts_of
+from heapr_lab.panel.looks import failure, folded, one_of, status
 from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
     companions_html,
@@ -27,7 +33,7 @@ from heapr_lab.panel.passage_html import (
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import Pin, PruningSession, edit_of, named
+from heapr_lab.panel.session import Pin, PruningSession, named
 from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -58,13 +64,10 @@ def nearest_the_cut(
     Returns:
         Columns layer, expert, atom, score; highest first.
     """
-    scores = table.scores(estimator)
     removed = np.flatnonzero(~keep.rows)
-    if len(removed) > n:  # of millions of atoms only the best are sorted
-        removed = np.sort(removed[np.argpartition(scores[removed], -n)[-n:]])
-    best = removed[np.argsort(-scores[removed], kind="stable")]
-    columns = {name: table.column(name)[best] for name in KEYS}
-    return pd.DataFrame(columns | {"score": scores[best]})
+    best = pd.Series(table.scores(estimator)[removed], removed).nlargest(n)
+    columns = {name: table.column(name)[best.index] for name in KEYS}
+    return pd.DataFrame(columns | {"score": best.to_numpy()})
 
 
 # --- the tab ----------------------------------------------------------------------
@@ -112,15 +115,11 @@ class InspectTab(ipw.VBox):
             text=self.text,
             layer=self.layer,
             position=self.position,
-            read=self._passage,
-            pruned=self._pruned,
+            masked=self._masked,
         )
         self._build_atom()
         super().__init__(self._rows())
         self.text.observe(self._limit_position, names="value")
-        settings = (self.text, self.n_tokens, self.layer, self.position, *self._boxes)
-        for setting in settings:
-            setting.observe(self._check, names="value")
         self.nearest.observe(self._take_atom, names="value")
         self.refresh()
 
@@ -135,47 +134,46 @@ class InspectTab(ipw.VBox):
         self.generate = ResultJob(
             "Generate",
             self._generated,
-            asked=lambda: self._asked_made(self.text, self.n_tokens),
+            asked=lambda: (self.session.selection, self.session.recipe),
+            controls=(self.text, self.n_tokens),
             of=self.session.named,
             tooltip="continue the text with the dense and with the pruned model",
         )
         self.compare = ResultJob(
             "Compare losses",
             self._compared,
-            asked=lambda: self._asked_made(self.text),
+            asked=lambda: (self.session.selection, self.session.recipe),
+            controls=(self.text,),
             of=self.session.named,
             tooltip="what each token of the text costs the dense and the pruned model",
         )
 
     def _build_routing(self) -> None:
-        layers = self.session.table.shapes()
-        limits: dict[str, Any] = {"least": min(layers), "most": max(layers)}
-        self.layer = NumberBox("layer of the token", min(layers), **limits)
+        self.layer = layer_box("layer of the token", self.session.table)
         self.position = NumberBox("position of the token", 1, least=0, most=1)
         self.route = ResultJob(
             "Show routing",
             self._routed,
-            asked=lambda: self._asked(self.text, self.layer, self.position),
+            asked=lambda: (self.session.selection,),
+            controls=(self.text, self.layer, self.position),
             of=lambda: said_by(self.layer, self.position),
             tooltip="which experts and atoms serve the token",
         )
 
     def _build_atom(self) -> None:
-        shapes = self.session.table.shapes()
-        n_experts, d_inter = np.max(list(shapes.values()), axis=0).tolist()
-        layers: dict[str, Any] = {"least": min(shapes), "most": max(shapes)}
-        self.atom_layer = NumberBox("layer of the atom", min(shapes), **layers)
-        self.expert = NumberBox("expert", 0, least=0, most=n_experts - 1)
-        self.atom = NumberBox("atom", 0, least=0, most=d_inter - 1)
+        table = self.session.table
+        widest = max(d_inter for _, d_inter in table.shapes().values())
+        self.atom_layer = layer_box("layer of the atom", table)
+        self.expert = expert_box("expert", table)
+        self.atom = NumberBox("atom", 0, least=0, most=widest - 1)
         self._boxes = (self.atom_layer, self.expert, self.atom)
-        self.nearest = ipw.Dropdown(
-            description="pruned last", style=WHOLE_LABEL, layout={"width": "460px"}
-        )
+        self.nearest = one_of("pruned last", [("none", ())], width="460px")
         self.note = ipw.HTML()
         self.show_contexts = ResultJob(
             "Show contexts",
             self._contexts,
-            asked=lambda: self._asked(*self._boxes),
+            asked=lambda: (self.session.selection,),
+            controls=self._boxes,
             of=lambda: said_by(*self._boxes),
             tooltip="where in the calibration corpus the atom is most active, and what "
             "else is there",
@@ -203,7 +201,9 @@ class InspectTab(ipw.VBox):
         if not self.session.is_ready:
             return
         self._limit_position()
-        self._check()
+        for job in jobs_in(self):
+            job.check()
+        self.why.check()
         try:
             found = nearest_the_cut(
                 self.session.table,
@@ -211,34 +211,17 @@ class InspectTab(ipw.VBox):
                 estimator=self.session.selection.estimator,
             )
         except SpecError as error:  # an infeasible selection
-            self._offer([("none", ())])
-            self.note.value = alert(str(error))
+            self.nearest.options = [("none", ())]
+            self.note.value = failure(error)
             return
         self.note.value = ""
         first = "choose an atom" if len(found) else "none: nothing is pruned"
-        names = [_atom_name(row) for row in found.itertuples()]
-        keys = found[list(KEYS)].itertuples(index=False, name=None)
-        self._offer([(first, ()), *zip(names, keys, strict=True)])
-
-    def _check(self, _change: Any = None) -> None:
-        """Mark the results that are out of date."""
-        for job in (self.generate, self.compare, self.route, self.show_contexts):
-            job.check()
-        self.why.check()
-
-    def _asked_made(self, *controls: ipw.Widget) -> tuple[Any, ...]:
-        """The selection, the recipe of its weights and the values of `controls`."""
-        selection, *values = self._asked(*controls)
-        return selection, self.session.recipe, *values
-
-    def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
-        """The current selection and the values of `controls`."""
-        return self.session.selection, *map(shown_by, controls)
-
-    def _offer(self, options: list[tuple[str, tuple[int, ...]]]) -> None:
-        """Fill the list, and show its first entry, which is not an atom."""
+        atoms = found[list(KEYS)].itertuples(index=False, name=None)
+        options: list[tuple[str, tuple[int, ...]]] = [(first, ())]
+        for atom, score in zip(atoms, found["score"], strict=True):
+            name = place_text(dict(zip(KEYS, atom, strict=True)))
+            options.append((f"{name} (score {score:.3g})", atom))
         self.nearest.options = options
-        self.nearest.index = 0
 
     def _take_atom(self, change: Any) -> None:
         """Put the chosen atom into the boxes."""
@@ -260,11 +243,17 @@ class InspectTab(ipw.VBox):
 
     # --- what the buttons start ---------------------------------------------------
 
-    def _generated(self, report: Report, asked: tuple[Any, ...]) -> str:
+    def _generated(
+        self,
+        report: Report,
+        selection: Selection,
+        recipe: WeightRecipe,
+        _text: str,
+        n_tokens: int,
+    ) -> str:
         from heapr_lab.inspection.passages import continue_text
 
-        bench, (selection, recipe, _, n_tokens) = self._bench, asked
-        prompt = self._passage(room=n_tokens)
+        bench, prompt = self._bench, self._passage(room=n_tokens)
         keep, down_projs, pruned = self._made(selection, recipe, report)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
@@ -285,10 +274,12 @@ class InspectTab(ipw.VBox):
         view = continuations_html(prompt.text, *frames, pruned=pruned)
         return left_out_html(prompt.n_left_out, "beginning") + view
 
-    def _compared(self, report: Report, asked: tuple[Any, ...]) -> str:
+    def _compared(
+        self, report: Report, selection: Selection, recipe: WeightRecipe, _text: str
+    ) -> str:
         from heapr_lab.inspection.passages import token_losses
 
-        passage, (selection, recipe, _) = self._passage(), asked
+        passage = self._passage()
         keep, down_projs, pruned = self._made(selection, recipe, report)
         report(0, 2, "dense")
         self.losses = token_losses(
@@ -301,14 +292,15 @@ class InspectTab(ipw.VBox):
         view = losses_html(self.losses, pruned=pruned)
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _routed(self, report: Report, asked: tuple[Any, ...]) -> str:
+    def _routed(
+        self, report: Report, selection: Selection, _text: str, *token: int
+    ) -> str:
         from heapr_lab.inspection.activations import atoms_of_token
         from heapr_lab.inspection.routing import routing
 
-        selection, _, layer, position = asked
-        place = {"layer": layer, "position": position}
-        model, passage = self._bench.model, self._passage()
-        keep, pruned = self._pruned(selection)
+        place = dict(zip(("layer", "position"), token, strict=True))
+        model = self._bench.model
+        passage, keep, pruned = self._masked(selection)
         report(0, 2, "atoms")
         self.atoms = atoms_of_token(model, passage, **place)
         report(1, 2, "experts")
@@ -317,8 +309,9 @@ class InspectTab(ipw.VBox):
         view = routing_html(self.routes, self.atoms, keep=keep, pruned=pruned, **place)
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _contexts(self, report: Report, asked: tuple[Any, ...]) -> str:
-        selection, *numbers = asked
+    def _contexts(self, report: Report, selection: Selection, *numbers: int) -> str:
+        from heapr_lab.inspection.activations import atoms_at_tokens
+
         place = dict(zip(KEYS, numbers, strict=True))
         keep, pruned = self._pruned(selection)
         calibration, layer = self.session.calibration, place["layer"]
@@ -330,8 +323,9 @@ class InspectTab(ipw.VBox):
             report,
             said=f"{'kept' if kept else 'pruned'}; masked model: {pruned}",
         )
-        self.companions = find_companions(
-            self._bench, calibration, self.contexts, layer=layer
+        windows = self._bench.calibration_set(calibration)
+        self.companions = atoms_at_tokens(
+            self._bench.model, windows, self.contexts, layer=layer
         )
         return view + companions_html(
             self.companions, keep.by_layer(layer), layer=layer
@@ -363,6 +357,10 @@ class InspectTab(ipw.VBox):
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
         return keep, down_projs, f"{removed} ({named(selection, recipe)})"
 
+    def _masked(self, selection: Selection) -> "tuple[Passage, KeepMask, str]":
+        """The tokens of the text, the mask of a selection, and both as text."""
+        return self._passage(), *self._pruned(selection)
+
     def _pruned(self, selection: Selection) -> tuple[KeepMask, str]:
         """The mask of a selection, and both as text.
 
@@ -372,10 +370,3 @@ class InspectTab(ipw.VBox):
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
         text = named(selection, self.session.recipe)
         return keep, f"{removed} ({text}), masked, not compensated"
-
-
-def _atom_name(row: Any) -> str:
-    return (
-        f"layer {row.layer}, expert {row.expert}, atom {row.atom} (score "
-        f"{row.score:.3g})"
-    )

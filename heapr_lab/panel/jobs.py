@@ -1,6 +1,5 @@
 """Buttons that run work in a thread, with progress, time left, Cancel and errors."""
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -8,6 +7,7 @@ from typing import Any, Protocol
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError
+from heapr_lab.panel.controls import shown_by
 from heapr_lab.panel.glossary import widgets_in
 from heapr_lab.panel.looks import alert, button, failure, mark_stale, status
 from heapr_lab.progress import StartPart, TimeLeft, time_left_text
@@ -118,10 +118,6 @@ class Job(ipw.VBox):
         if self._worker is not None:
             self._worker.join(timeout)
 
-    def fail(self, error: Exception) -> None:
-        """Show an error."""
-        self.error.value = failure(error)
-
     def _run(self) -> None:
         message = ""
         try:
@@ -131,7 +127,7 @@ class Job(ipw.VBox):
         except CancelledError:
             message = "cancelled"
         except Exception as error:  # an exception in a thread is not shown
-            self.fail(error)
+            self.error.value = failure(error)
         finally:
             self._show_running(False, message)
 
@@ -162,15 +158,15 @@ def take_turns(alone: Job, jobs: Iterable[Job]) -> None:
 
     A method that drops experts changes the model in all threads while it is measured.
     """
-
-    def busy(others: Sequence[Job]) -> str:
-        running = [each.button.description for each in others if each.running]
-        return f"wait until {running[0]} has ended, or cancel it" if running else ""
-
     others = [job for job in jobs if job is not alone]
-    alone.blocked = functools.partial(busy, others)
+    alone.blocked = lambda: _busy(others)
     for job in others:
-        job.blocked = functools.partial(busy, [alone])
+        job.blocked = lambda: _busy([alone])
+
+
+def _busy(others: Sequence[Job]) -> str:
+    running = [each.button.description for each in others if each.running]
+    return f"wait until {running[0]} has ended, or cancel it" if running else ""
 
 
 def jobs_in(widget: ipw.Widget) -> Iterator[Job]:
@@ -205,9 +201,10 @@ class ResultJob(Job):
     def __init__(
         self,
         name: str,
-        make: Callable[[Report, Any], str],
+        make: Callable[..., str],
         *,
-        asked: Callable[[], Any],
+        asked: Callable[[], tuple[Any, ...]] = tuple,
+        controls: Sequence[ipw.Widget] = (),
         said: str = _OUT_OF_DATE,
         **options: Any,
     ) -> None:
@@ -215,15 +212,20 @@ class ResultJob(Job):
 
         Args:
             name: label of the button.
-            make: called in a thread with a `Report` and the settings at the start; the
-                result as HTML.
-            asked: the current settings; a `HeaprLabError` counts as a change.
+            make: called in a thread with a `Report` and each of the settings at the
+                start; the result as HTML.
+            asked: the current settings, without those of `controls`; a `HeaprLabError`
+                counts as a change.
+            controls: whose values are settings too, after the others.
             said: above a result that is out of date.
             **options: of `Job`.
         """
         note, view = ipw.HTML(), ipw.HTML()
         super().__init__(name, self._work, below=(note, view), **options)
         self._make, self._asked, self._said = make, asked, said
+        self._controls = controls
+        for control in controls:
+            control.observe(self.check, names="value")
         self.note, self._view = note, view
         self._made_of: object = None
 
@@ -248,13 +250,16 @@ class ResultJob(Job):
         super()._run()
 
     def _work(self, report: Report) -> None:
-        asked = self._asked()
-        made = self._make(report, asked)
+        asked = self._settings()
+        made = self._make(report, *asked)
         self._made_of, self._view.value = asked, made
         self.check()
 
+    def _settings(self) -> tuple[Any, ...]:
+        return *self._asked(), *map(shown_by, self._controls)
+
     def _current(self) -> object:
         try:
-            return self._asked()
+            return self._settings()
         except HeaprLabError:
             return HeaprLabError

@@ -151,6 +151,14 @@ def line(
     )
 
 
+def slider(name: str, value: int, *, most: int, step: int) -> ipw.IntSlider:
+    """A slider from 0, which is read when it is let go."""
+    return ipw.IntSlider(
+        value, 0, most, step, description=name, continuous_update=False,
+        style=WHOLE_LABEL,
+    )  # fmt: skip
+
+
 def beside(*parts: ipw.Widget) -> ipw.HBox:
     """Parts next to each other where there is room, else below each other."""
     return ipw.HBox(parts, layout={"flex_flow": "row wrap", "grid_gap": "0 8px"})
@@ -215,10 +223,11 @@ def columns_html(caption: str, columns: Mapping[str, Iterable[object]]) -> str:
         for row in zip(*columns.values(), strict=True)
     )
     style = f"border-collapse:collapse;color:{INK};line-height:1.5;margin:8px 0"
+    muted = f"text-align:left;color:{MUTED}"
+    said = f'<caption style="{muted}">{html.escape(caption)}</caption>'
     return (
         f'<table style="{style};font-variant-numeric:tabular-nums">'
-        f'<caption style="text-align:left;color:{MUTED}">{html.escape(caption)}'
-        f"</caption><thead><tr>{head}</tr></thead>"
+        f"{said if caption else ''}<thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table>"
     )
 

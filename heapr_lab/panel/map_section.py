@@ -1,11 +1,9 @@
 """The section with the map of experts: one number for each, and the chosen expert.
 
-The map is drawn by `expert_map`, from numbers of `expert_values`. Importing this needs
-no torch.
+Importing this needs no torch.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import ipywidgets as ipw
@@ -13,10 +11,17 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
+from heapr_lab.figures.scores import ScoreBins, bin_scores
 from heapr_lab.importance.estimators import unit_of
 from heapr_lab.panel.atom_contexts import find_contexts
-from heapr_lab.panel.controls import NumberBox, check_value, offer, said_by
-from heapr_lab.panel.expert_html import expert_html, layer_html
+from heapr_lab.panel.controls import (
+    check_value,
+    expert_box,
+    layer_box,
+    offer,
+    said_by,
+    shown_by,
+)
 from heapr_lab.panel.expert_map import (
     ExpertMap,
     color_limits,
@@ -27,7 +32,14 @@ from heapr_lab.panel.expert_map import (
     traffic,
 )
 from heapr_lab.panel.jobs import Report, ResultJob
-from heapr_lab.panel.looks import WHOLE_LABEL, alert, beside
+from heapr_lab.panel.looks import (
+    beside,
+    columns_html,
+    failure,
+    one_of,
+    scrolling_html,
+    status,
+)
 from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.panel.session_file import Mapped
 
@@ -38,6 +50,10 @@ DIFFERENCE: Final = "difference to a pin"
 NUMBERED: Final = "as numbered"
 BY_VALUE: Final = "by value"
 BY_TRAFFIC: Final = "by traffic"
+_N_BINS: Final = 40
+_WIDTH, _HEIGHT, _LINE = 440, 150, 18
+"""Pixels of the bars, and of a line of text."""
+_KEPT, _REMOVED = "var(--jp-ui-font-color3, #999)", "rgb(213,94,0)"
 _NOTHING_PINNED: Final = "none: Pin, in Compare, saves the current selection"
 
 
@@ -70,15 +86,19 @@ class MapSection(ipw.VBox):
         self.session = session
         self._pins, self._choose = pins, choose
         self._linking = False
-        """Whether boxes or map are being set, and not by a person."""
-        # What does not follow the ratio is computed once.
+        """Whether boxes are being set, and not by a person."""
         counted = "tokens" in session.table.frame
         self._traffic = traffic(session.table) if counted else None
-        self._mass = functools.lru_cache(maxsize=1)(self._mass_of)
-        self._keep_of = functools.lru_cache(maxsize=1)(session.keep_of)
         self._build_controls()
         self._build_views()
-        super().__init__(self._rows())
+        rows = [
+            beside(self.variable, self.pin, self.order),
+            self.note,
+            self.view,
+            beside(self.layer, self.expert),
+            self.card,
+        ]
+        super().__init__(rows + [self.show_contexts] * (session.workbench is not None))
         for control in (self.variable, self.pin, self.order):
             control.observe(self.refresh, names="value")
         self.map.observe(self._take_cell, names="selected")
@@ -89,15 +109,13 @@ class MapSection(ipw.VBox):
 
     def _build_controls(self) -> None:
         few = [] if self._traffic is None else [TRAFFIC]
-        self.variable = _dropdown("map of", [KEPT, *few, MASS, DIFFERENCE])
         orders = [NUMBERED, BY_VALUE, *([BY_TRAFFIC] if few else [])]
-        self.order = _dropdown("order of experts", orders)
-        self.pin = _dropdown("pin of the map", [(_NOTHING_PINNED, None)])
-        shapes = self.session.table.shapes()
-        n_experts = max(count for count, _ in shapes.values())
-        limits: dict[str, Any] = {"least": min(shapes), "most": max(shapes)}
-        self.layer = NumberBox("layer of the expert", min(shapes), **limits)
-        self.expert = NumberBox("number of the expert", 0, least=0, most=n_experts - 1)
+        self.variable = one_of("map of", [KEPT, *few, MASS, DIFFERENCE], width="auto")
+        self.order = one_of("order of experts", orders, width="auto")
+        self.pin = one_of("pin of the map", [(_NOTHING_PINNED, None)], width="auto")
+        self.pin.layout.max_width = "420px"
+        self.layer = layer_box("layer of the expert", self.session.table)
+        self.expert = expert_box("number of the expert", self.session.table)
 
     def _build_views(self) -> None:
         self.map = ExpertMap(layout={"flex": "1 1 440px", "min_width": "0"})
@@ -109,24 +127,11 @@ class MapSection(ipw.VBox):
         self.show_contexts = ResultJob(
             "Show contexts of the expert",
             self._contexts,
-            asked=lambda: (self.layer.number, self.expert.number),
+            controls=(self.layer, self.expert),
             of=lambda: said_by(self.layer, self.expert),
             tooltip="tokens of the calibration corpus that the router sends to the "
             "expert with the largest weights",
         )
-        self.show_contexts.button.layout.width = "auto"
-
-    def _rows(self) -> list[ipw.Widget]:
-        rows = [
-            beside(self.variable, self.pin, self.order),
-            self.note,
-            self.view,
-            beside(self.layer, self.expert),
-            self.card,
-        ]
-        if self.session.workbench is not None:
-            rows.append(self.show_contexts)
-        return rows
 
     # --- what follows the selection and the controls ----------------------------------
 
@@ -137,16 +142,15 @@ class MapSection(ipw.VBox):
         try:
             self._show_map()
         except SpecError as error:
-            self.note.value = alert(str(error))
+            self.note.value = failure(error)
             self.view.layout.display = "none"
             return
         self.view.layout.display = None
         try:
             self._show_expert(*self._place)
         except SpecError as error:  # there is none
-            self._mark(None)
-            self.card.value = alert(str(error))
-        self.show_contexts.check()
+            self.map.selected = None
+            self.card.value = failure(error)
 
     def _offer_pins(self) -> None:
         """Offer the pins there are; the chosen one stays chosen if it is among them."""
@@ -162,11 +166,12 @@ class MapSection(ipw.VBox):
     def _show_map(self) -> None:
         values, title = self._values()
         self._drawn, self._columns = values, self._ordered(values)
+        limits = color_limits(values, diverging=self.variable.value == DIFFERENCE)
         self.map.show(
             values,
             layers=list(self.session.table.shapes()),
             title=title,
-            limits=self._limits(values),
+            limits=(0.0, 1.0) if self.variable.value == KEPT else limits,
             percent=self.variable.value in (KEPT, DIFFERENCE),
             order=None if self.order.value == NUMBERED else self._columns,
         )
@@ -183,12 +188,12 @@ class MapSection(ipw.VBox):
         if variable == TRAFFIC and self._traffic is not None:
             return self._traffic, f"{TRAFFIC} [× even share]"
         if variable == MASS:
-            return self._mass(estimator), f"{MASS}, {estimator} [{unit_of(estimator)}]"
+            return self._mass, f"{MASS}, {estimator} [{unit_of(estimator)}]"
         kept = kept_share(table, self.session.keep)
         if variable == KEPT:
             return kept, f"{KEPT} of the atoms"
         pin = self._pinned()
-        before = kept_share(table, self._keep_of(pin.selection, pin.recipe))
+        before = kept_share(table, self.session.keep_of(pin.selection, pin.recipe))
         return kept - before, f"{KEPT}, minus that of pin {pin.label}"
 
     def _pinned(self) -> Pin:
@@ -199,11 +204,6 @@ class MapSection(ipw.VBox):
             )
         found: Pin = self._pins()[self.pin.value]
         return found
-
-    def _limits(self, values: np.ndarray) -> tuple[float, float]:
-        if self.variable.value == KEPT:
-            return 0.0, 1.0
-        return color_limits(values, diverging=self.variable.value == DIFFERENCE)
 
     def _ordered(self, values: np.ndarray) -> np.ndarray:
         """The experts of each layer from left to right, (layers, experts)."""
@@ -217,13 +217,10 @@ class MapSection(ipw.VBox):
     @property
     def state(self) -> Mapped:
         """What `show_state` shows again."""
-        return Mapped(
-            self.variable.value,
-            self.order.value,
-            self.pin.value or 0,
-            self.layer.number,
-            self.expert.number,
-        )
+        shown = {
+            name: shown_by(getattr(self, name)) for name in Mapped.__struct_fields__
+        }
+        return Mapped(**shown | {"pin": shown["pin"] or 0})
 
     def check_state(self, state: Mapped, *, n_pins: int) -> None:
         """Check that the controls can have these values, with so many pins.
@@ -251,7 +248,7 @@ class MapSection(ipw.VBox):
 
     def _take_cell(self, change: Any) -> None:
         """Put the cell that was chosen into the boxes."""
-        if change["new"] is not None and not self._linking:
+        if change["new"] not in (None, [self.layer.value, self.expert.value]):
             self._linking = True
             self.layer.value, self.expert.value = change["new"]
             self._linking = False
@@ -265,12 +262,6 @@ class MapSection(ipw.VBox):
         if self.experts.value:  # there is one, and the selection is feasible
             place = self._place
             self._choose(*place, int(np.argmax(self._scores(*place))))
-
-    def _mark(self, place: list[int] | None) -> None:
-        """Outline an expert in the map."""
-        self._linking = True
-        self.map.selected = place
-        self._linking = False
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -293,7 +284,7 @@ class MapSection(ipw.VBox):
         return scores[rows_of(self.session.table, layer, expert)]
 
     def _show_expert(self, layer: int, expert: int) -> None:
-        self._mark([layer, expert])
+        self.map.selected = [layer, expert]
         row = list(self.session.table.shapes()).index(layer)
         self.experts.value = self._table(row, layer, expert)
         self.card.value = expert_html(
@@ -306,7 +297,7 @@ class MapSection(ipw.VBox):
 
     def _facts(self, row: int, expert: int) -> str:
         """Traffic and score mass of an expert, given the row of its layer."""
-        mass = self._mass(self.session.selection.estimator)[row]
+        mass = self._mass[row]
         rank = 1 + int((mass > mass[expert]).sum())
         said = (
             f"Its scores sum to {mass[expert]:.3g}, rank {rank} of "
@@ -322,8 +313,7 @@ class MapSection(ipw.VBox):
         found = [(KEPT, kept_share(table, self.session.keep), "{:.1%}")]
         if self._traffic is not None:
             found.append((TRAFFIC, self._traffic, "{:.2f}"))
-        mass = self._mass(self.session.selection.estimator)
-        found.append((MASS, mass, "{:.3g}"))
+        found.append((MASS, self._mass, "{:.3g}"))
         if self.variable.value == DIFFERENCE:
             found.append((DIFFERENCE, self._drawn, "{:+.1%}"))
         text = {name: [*map(form.format, own[row])] for name, own, form in found}
@@ -331,15 +321,18 @@ class MapSection(ipw.VBox):
         experts = [one for one in self._columns[row].tolist() if one < count]
         return layer_html(layer, experts, text, chosen=expert)
 
-    def _mass_of(self, estimator: str) -> np.ndarray:
+    @property
+    def _mass(self) -> np.ndarray:
         """Summed scores of each expert, (layers, experts)."""
-        return summed(self.session.table, self.session.table.scores(estimator))
+        table, estimator = self.session.table, self.session.selection.estimator
+        return table.memo(
+            ("mass", estimator), lambda: summed(table, table.scores(estimator))
+        )
 
     # --- what the button starts -------------------------------------------------------
 
-    def _contexts(self, report: Report, asked: tuple[int, int]) -> str:
-        place = dict(zip(("layer", "expert"), asked, strict=True))
-        bench = self.session.workbench
+    def _contexts(self, report: Report, layer: int, expert: int) -> str:
+        place, bench = {"layer": layer, "expert": expert}, self.session.workbench
         assert bench is not None  # without one there is no button
         self.contexts, view = find_contexts(
             bench, self.session.calibration, place, report, said="of the dense model"
@@ -347,10 +340,118 @@ class MapSection(ipw.VBox):
         return view
 
 
-def _dropdown(name: str, options: Sequence[Any]) -> ipw.Dropdown:
-    return ipw.Dropdown(
-        options=options,
-        description=name,
-        style=WHOLE_LABEL,
-        layout={"width": "auto", "max_width": "420px"},
+# --- views ----------------------------------------------------------------------------
+
+
+def expert_html(
+    name: str, scores: np.ndarray, kept: np.ndarray, *, facts: str, unit: str
+) -> str:
+    """What is kept of an expert, and the histogram of its scores with the cut.
+
+    Args:
+        name: of the expert, for people.
+        scores: of its atoms, (I,).
+        kept: which are kept, bool (I,).
+        facts: what else to say of it.
+        unit: of the scores.
+    """
+    said = (
+        f"{name}: {kept.sum():,} of {kept.size:,} atoms kept ({kept.mean():.1%}). "
+        f"{facts} {_cut_text(scores, kept)}"
+    )
+    bins = bin_scores(scores, bins=_N_BINS)
+    if bins.n_not_positive == len(scores):
+        return status(f"{said} No score is above 0, so there is no histogram.")
+    left_out = ""
+    if bins.n_not_positive:
+        left_out = f" Not drawn: {bins.n_not_positive:,} with a score of 0 or less."
+    return status(said + left_out) + _histogram(bins, scores, kept, unit)
+
+
+def layer_html(
+    layer: int,
+    experts: Sequence[int],
+    columns: Mapping[str, Sequence[str]],
+    *,
+    chosen: int,
+) -> str:
+    """The numbers of a layer's experts, in a box that scrolls, the chosen one marked.
+
+    Args:
+        layer: its index.
+        experts: the rows, from the top.
+        columns: what is shown, as text for each expert as they are numbered.
+        chosen: the expert that is marked.
+    """
+    names = [f"<b>▸ {one}</b>" if one == chosen else f"{one}" for one in experts]
+    sorted_ = {k: [column[one] for one in experts] for k, column in columns.items()}
+    caption = f"Experts of layer {layer}"
+    return scrolling_html(caption, columns_html(caption, {"expert": names, **sorted_}))
+
+
+def _cut_text(scores: np.ndarray, kept: np.ndarray) -> str:
+    if kept.all():
+        return f"None is pruned; its lowest score is {scores.min():.3g}."
+    highest = f"Its highest pruned score is {scores[~kept].max():.3g}"
+    if not kept.any():
+        return f"{highest}."
+    return f"{highest}, its lowest kept one {scores[kept].min():.3g}."
+
+
+def _histogram(bins: ScoreBins, scores: np.ndarray, kept: np.ndarray, unit: str) -> str:
+    """Bars of the removed scores, those of the kept ones on top of them, and the cut.
+
+    Drawn as SVG in pixels of the page, so that its text is as large as the other.
+    """
+    every, removed = bins.counts(), bins.counts(~kept)
+    scale, wide = _HEIGHT / every.max(), _WIDTH / len(every)
+    bars = "".join(
+        _bar(number * wide, wide, scale * gone, scale * count)
+        for number, (gone, count) in enumerate(zip(removed, every, strict=True))
+    )
+    cut = _cut(bins, scores[~kept])
+    ends = bins.edges[0], np.sqrt(bins.edges[0] * bins.edges[-1]), bins.edges[-1]
+    ticks = "".join(
+        f'<text x="{share * _WIDTH:.0f}" y="{_HEIGHT + _LINE}" text-anchor="{at}" '
+        f'fill="currentColor">{end:.2g}</text>'
+        for share, at, end in zip(
+            (0, 0.5, 1), ("start", "middle", "end"), ends, strict=True
+        )
+    )
+    legend = (
+        f"Atoms by score [{unit}], at most {every.max()} in a bar: pruned "
+        f'<span style="color:{_REMOVED}" aria-hidden="true">■</span> below, kept '
+        f'<span style="color:{_KEPT}" aria-hidden="true">■</span> above; dashed, the '
+        "highest pruned score."
+    )
+    return (
+        f'<svg role="img" aria-label="histogram of the scores; the text has the cut" '
+        f'width="{_WIDTH}" height="{_HEIGHT + _LINE + 6}" style="max-width:100%;'
+        f'display:block;margin:8px 0 0">{bars}{cut}'
+        f'<line x1="0" x2="{_WIDTH}" y1="{_HEIGHT}" y2="{_HEIGHT}" '
+        f'stroke="currentColor"></line>{ticks}</svg><div>{legend}</div>'
+    )
+
+
+def _bar(x: float, wide: float, gone: float, every: float) -> str:
+    """The bar of one bin; lengths in pixels."""
+    parts = ((_REMOVED, _HEIGHT - gone, gone), (_KEPT, _HEIGHT - every, every - gone))
+    return "".join(
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" height="{high:.1f}" '
+        f'style="fill:{color}"></rect>'
+        for color, y, high in parts
+        if high
+    )
+
+
+def _cut(bins: ScoreBins, removed: np.ndarray) -> str:
+    """A dashed line at the highest removed score, if that is on the axis."""
+    highest = removed.max(initial=0.0)
+    if highest <= 0:
+        return ""
+    first, last = np.log(bins.edges[[0, -1]])
+    x = _WIDTH * (np.log(highest) - first) / (last - first)
+    return (
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_HEIGHT}" stroke="currentColor" '
+        'stroke-dasharray="4 3"></line>'
     )

@@ -97,7 +97,7 @@ class MaskDiffSection(ipw.VBox):
             parts += [self.atom, self.show_contexts]
         super().__init__([ipw.HTML("<h3>What two masks remove</h3>"), *parts])
         self.offer([])
-        for control in (self.a, self.b, self.atom):
+        for control in (self.a, self.b):
             control.observe(self.check, names="value")
 
     def _build_masks(self) -> None:
@@ -118,7 +118,8 @@ class MaskDiffSection(ipw.VBox):
         self.show_contexts = ResultJob(
             "Find contexts",
             self._contexts,
-            asked=lambda: (self._asked(), self.atom.value),
+            asked=self._asked,
+            controls=(self.atom,),
             of=lambda: self.atom.label or "",
             tooltip="where the atom is most active, in the calibration corpus of the "
             "mask that keeps it",
@@ -182,7 +183,7 @@ class MaskDiffSection(ipw.VBox):
 
     # --- what the buttons start -----------------------------------------------------
 
-    def _compared(self, report: Report, asked: tuple[Side, Side]) -> str:
+    def _compared(self, report: Report, *asked: Side) -> str:
         self._forget()
         if asked[0] == asked[1]:
             raise SpecError(
@@ -193,7 +194,7 @@ class MaskDiffSection(ipw.VBox):
         report(0, 1, "comparing")
         alone = removed_by_one(a, b)
         view = mask_diff_html(a, b, alone, note=self._note(asked))
-        self.sides, self.alone = asked, alone
+        self.sides, self.alone = (asked[0], asked[1]), alone
         self._offer_atoms(alone)
         return view
 
@@ -229,9 +230,8 @@ class MaskDiffSection(ipw.VBox):
         options = [(place_text(place), row) for row, place in enumerate(shown)]
         offer(self.atom, options or [("none: both remove the same", None)])
 
-    def _contexts(self, report: Report, _asked: object) -> str:
-        number, sides, alone = self.atom.value, self.sides, self.alone
-        bench = self.session.workbench
+    def _contexts(self, report: Report, _a: Side, _b: Side, number: int | None) -> str:
+        sides, alone, bench = self.sides, self.alone, self.session.workbench
         if number is None or sides is None or alone is None or bench is None:
             raise SpecError("no atom is chosen: compare two masks that differ first")
         row = alone.iloc[number]

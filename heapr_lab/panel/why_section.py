@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.panel.controls import NumberBox, said_by, shown_by
+from heapr_lab.panel.controls import NumberBox, said_by
 from heapr_lab.panel.jobs import Report, ResultJob
 from heapr_lab.panel.looks import (
     columns_html,
@@ -85,14 +85,16 @@ class WhySection(ipw.VBox):
         self._masked = masked
         self._build()
         super().__init__([self.attribute, self.what, self.note, self.measure])
-        self.what.observe(self.check, names="value")
+        for control in (self.what, self._layer):
+            control.observe(self.check, names="value")
         self.check()
 
     def _build(self) -> None:
         self.attribute = ResultJob(
             "Attribute",
             self._attributed,
-            asked=lambda: self._asked(self._text),
+            asked=lambda: (self.session.selection,),
+            controls=(self._text,),
             of=self.session.named,
             tooltip="share of each layer and token in the loss increase, first order",
         )
@@ -104,7 +106,8 @@ class WhySection(ipw.VBox):
         self.measure = ResultJob(
             "Measure",
             self._measured,
-            asked=lambda: self._asked(self._text, *self._part()),
+            asked=lambda: (self.session.selection, self._part()),
+            controls=(self._text,),
             of=self.session.named,
             tooltip="run the model again with each part restored, and pruned alone",
         )
@@ -112,15 +115,15 @@ class WhySection(ipw.VBox):
         self.explain = ResultJob(
             "Attribute to atoms",
             self._explained,
-            asked=lambda: self._asked(*token),
+            asked=lambda: (self.session.selection,),
+            controls=token,
             of=lambda: f"{self.session.named()}; {said_by(*token[1:])}",
             tooltip="which pruned experts and atoms of the token change the loss",
         )
 
     def check(self, _change: Any = None) -> None:
         """Mark results that are out of date, and say how long measuring takes."""
-        for job in (self.attribute, self.measure, self.explain):
-            job.check()
+        self.measure.check()
         self.note.value = self._said_beforehand()
 
     def _said_beforehand(self) -> str:
@@ -140,22 +143,17 @@ class WhySection(ipw.VBox):
             f"of layer {layer} whose first-order attribution is largest."
         )
 
-    def _asked(self, *controls: ipw.Widget) -> tuple[Any, ...]:
-        """The current selection and the values of `controls`."""
-        return self.session.selection, *map(shown_by, controls)
-
-    def _part(self) -> tuple[ipw.Widget, ...]:
-        """The controls that say what is measured."""
-        of_experts = self.what.value == _EXPERTS
-        return (self.what, self._layer) if of_experts else (self.what,)
+    def _part(self) -> int | None:
+        """The layer whose experts are measured; None if it is each layer."""
+        return self._layer.number if self.what.value == _EXPERTS else None
 
     # --- what the buttons start ---------------------------------------------------
 
-    def _attributed(self, report: Report, asked: tuple[Any, ...]) -> str:
+    def _attributed(self, report: Report, selection: Selection, _text: str) -> str:
         from heapr_lab.inspection.attribution import attribute_loss
         from heapr_lab.inspection.passages import token_losses
 
-        passage, keep, pruned = self._masked(asked[0])
+        passage, keep, pruned = self._masked(selection)
         report(0, 3, "first order")
         found = attribute_loss(self._model, keep, passage.ids)
         report(1, 3, "the change itself")
@@ -175,18 +173,20 @@ class WhySection(ipw.VBox):
         )
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _measured(self, report: Report, asked: tuple[Any, ...]) -> str:
+    def _measured(
+        self, report: Report, selection: Selection, layer: int | None, _text: str
+    ) -> str:
         from heapr_lab.inspection.attribution import attribute_loss
         from heapr_lab.inspection.restoring import restored
 
-        passage, keep, pruned = self._masked(asked[0])
+        passage, keep, pruned = self._masked(selection)
         report(0, 1, "first order")
         cheap = attribute_loss(self._model, keep, passage.ids)
         shares, place = cheap.layers(), {}
-        if asked[2] == _EXPERTS:
-            shares = cheap.experts(asked[3])
+        if layer is not None:
+            shares = cheap.experts(layer)
             shares = shares[shares["n_removed"] > 0].head(_N_EXPERTS)
-            place = {"layer": asked[3], "experts": shares["expert"].tolist()}
+            place = {"layer": layer, "experts": shares["expert"].tolist()}
         self.restored = restored(
             self._model,
             keep,
@@ -198,13 +198,14 @@ class WhySection(ipw.VBox):
         view = measured_html(self.restored, first_order=values, pruned=pruned)
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _explained(self, report: Report, asked: tuple[Any, ...]) -> str:
+    def _explained(
+        self, report: Report, selection: Selection, _text: str, *token: int
+    ) -> str:
         from heapr_lab.inspection.attribution import attribute_token
 
-        selection, _, layer, position = asked
         passage, keep, pruned = self._masked(selection)
         report(0, 1, "atoms")
-        place = {"layer": layer, "position": position}
+        place = dict(zip(("layer", "position"), token, strict=True))
         self.atoms = attribute_token(self._model, keep, passage.ids, **place)
         report(1, 1, "atoms")
         view = token_html(self.atoms, passage.tokens, **place, pruned=pruned)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from heapr_lab.panel.expert_html import expert_html
+from heapr_lab.panel.map_section import expert_html, layer_html
 
 _BAR = re.compile(r'<rect x="([\d.]+)"[^>]* height="([\d.]+)" style="fill:([^"]*)"')
 _CUT = re.compile(r'<line x1="([\d.]+)"[^>]*stroke-dasharray')
