@@ -129,12 +129,15 @@ def button(
 
 def one_of(name: str, options: Iterable[Any] = (), *, width: str) -> ipw.Dropdown:
     """A list of options of which one is chosen, at first the first."""
-    return ipw.Dropdown(
+    box = ipw.Dropdown(
         options=list(options),
         description=name,
         style=WHOLE_LABEL,
         layout={"width": width},
     )
+    # Of a value None ipywidgets chooses nothing, for some seeds of Python's hashes.
+    box.index = 0 if box.options else None
+    return box
 
 
 def line(
