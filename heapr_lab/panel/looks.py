@@ -222,7 +222,7 @@ def columns_html(caption: str, columns: Mapping[str, Iterable[object]]) -> str:
         for name in columns
     )
     body = "".join(
-        "<tr>" + "".join(f'<td style="{cell}">{value}</td>' for value in row) + "</tr>"
+        "<tr>" + " ".join(f'<td style="{cell}">{value}</td>' for value in row) + "</tr>"
         for row in zip(*columns.values(), strict=True)
     )
     style = f"border-collapse:collapse;color:{INK};line-height:1.5;margin:8px 0"
