@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from heapr_lab.panel.map_section import expert_html, layer_html
+from heapr_lab.panel.map_section import expert_html
 
 _BAR = re.compile(r'<rect x="([\d.]+)"[^>]* height="([\d.]+)" style="fill:([^"]*)"')
 _CUT = re.compile(r'<line x1="([\d.]+)"[^>]*stroke-dasharray')
