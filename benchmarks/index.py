@@ -164,8 +164,14 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             Benchmark(
                 "beyond",
                 "beyond.py",
-                "After compress: distillation, and text of one's own",
+                "Text of the model's own",
                 table=beyond.beyond_table,
+            ),
+            Benchmark(
+                "healing",
+                "healing.py",
+                "Healing a pruned model",
+                table=beyond.healing_table,
             ),
             Benchmark(
                 "methods",

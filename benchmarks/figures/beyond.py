@@ -4,6 +4,12 @@ import pandas as pd
 
 from benchmarks.figures.quality import MEASURABLE, PAPER
 
+_ACCURACIES = {
+    "accuracy, seven tasks [%] ↑": "accuracy",
+    "against dense [points] ↑": "against_dense",
+    "against not healed [points] ↑": "against_unhealed",
+}
+
 
 def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
     """Rows of `benchmarks/beyond.py` for readers: a row for each variant and ratio.
@@ -26,6 +32,27 @@ def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
         row["CPU time [s]"] = own["cpu_seconds"].mean()
         rows.append(row)
     return pd.DataFrame(rows).sort_values("removed", kind="stable", ignore_index=True)
+
+
+def healing_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/healing.py` for readers: a row for each amount of text."""
+    ordered = measured.sort_values("windows", ignore_index=True)
+    rows = []
+    for _, own in ordered.iterrows():
+        row: dict[str, object] = {
+            "model": own["model"],
+            "removed": f"{own['ratio']:.0%}",
+        }
+        row["trained on [tokens]"] = f"{own['tokens']:,}"
+        for corpus in ("wikitext2", "ptb", "c4"):
+            row[f"perplexity {corpus} ↓"] = own[f"perplexity {corpus}"]
+        for name, column in _ACCURACIES.items():
+            value, error = own[column], own[f"{column}_stderr"]
+            sign = "" if column == "accuracy" else "+"
+            row[name] = f"{100 * value:{sign}.1f} ± {100 * error:.1f}"
+        row["CPU time [s]"] = own["cpu_seconds"]
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def solves_table(measured: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,123 @@
+"""What healing gains on a pretrained model, by the text that it is given.
+
+    python benchmarks/healing.py [--model smolmoe] [--text 0,32,64] [--items 100]
+
+`compress` at 40 % of the atoms, calibrated on 32 windows of 512 tokens of WikiText-2,
+healed on so many windows of the same corpus (an eighth to a quarter of them is held
+out, 16 at most): perplexity on the first windows of the test splits of WikiText-2, PTB
+and C4, and the paper's seven tasks, with paired differences to the dense model and to
+the model before healing. A row that is there is not measured again. Seconds are CPU
+time of healing alone.
+"""
+
+import argparse
+import logging
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import real
+from benchmarks.machine import RESULTS, Rows
+from heapr_lab.evaluation.paired import paired_difference
+from heapr_lab.pruning.surgery import prune
+from heapr_lab.refinement.compress import fit_compression
+from heapr_lab.refinement.healing import heal
+from heapr_lab.storage.files import replacing
+from heapr_lab.tasks.summary import MEAN, task_difference, task_summary
+from heapr_lab.text.calibration import load_calibration
+
+RATIO = 0.4
+ITEMS = "healing_items.parquet"
+"""Which items the model answers rightly, by the windows that it was healed on."""
+
+
+def main() -> None:
+    """Measure every amount of text that has no row, and write each."""
+    parser = argparse.ArgumentParser(description="Measure healing.")
+    parser.add_argument("--model", default="smolmoe")
+    parser.add_argument("--text", default="0,32,64", help="windows, comma-separated")
+    parser.add_argument("--windows", type=int, default=real.N_FIRST)
+    parser.add_argument("--items", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    rows = Rows("healing")
+    missing = [
+        n
+        for n in map(int, options.text.split(","))
+        if not rows.has({"model": options.model, "windows": n})
+    ]
+    if not missing:
+        return
+    dense = next(real.states(options.model))
+    reference = real.stored(RESULTS)[dense]
+    pruner = real.Pruner(options.model)
+    fitted = fit_compression(pruner.model, pruner.windows(dense), ratio=RATIO)
+    for n in missing:
+        model = prune(pruner.model, fitted.keep, down_projs=fitted.down_projs)
+        began = time.process_time()
+        tokens = _healed(model, pruner, n)
+        seconds = round(time.process_time() - began, 1)
+        found = real.read(model, pruner.tokenizer, options, {})
+        row = {"model": options.model, "ratio": RATIO, "windows": n, "tokens": tokens}
+        row |= {"cpu_seconds": seconds} | _row(found, reference, _items(found, n))
+        rows.add([row], {"windows": options.windows, "items": options.items})
+
+
+def _healed(model: Any, pruner: real.Pruner, n_windows: int) -> int:
+    """Heal a pruned model; returns the tokens that it was trained on."""
+    if not n_windows:
+        return 0
+    text = load_calibration(
+        real.FITTED_TO,
+        pruner.tokenizer,
+        n_sequences=n_windows,
+        seq_len=real.SEQ_LEN,
+    )
+    heal(model, pruner.model, text)
+    return int(model.heapr_healing["tokens"].iloc[-1])
+
+
+def _items(found: real.Results, n_windows: int) -> pd.DataFrame:
+    """The items of the model that is not healed, after those of this one are added."""
+    path = RESULTS / ITEMS
+    own = found.items.assign(windows=n_windows)
+    parts = [pd.read_parquet(path)] if path.exists() else []
+    every = pd.concat([*(p[p["windows"].ne(n_windows)] for p in parts), own])
+    with replacing(path) as temporary:
+        every.to_parquet(temporary, index=False)
+    return every[every["windows"].eq(0)].drop(columns="windows")
+
+
+def _row(
+    found: real.Results, dense: real.Results, before: pd.DataFrame
+) -> dict[str, Any]:
+    """Perplexities and accuracies, with differences."""
+    row: dict[str, Any] = {}
+    for corpus in real.CORPORA:
+        losses = found.losses(corpus)
+        others = dense.losses(corpus)[: len(losses)]
+        row[f"perplexity {corpus}"] = math.exp(statistics.fmean(losses))
+        difference, error = paired_difference(losses, others)
+        row |= {f"delta_nll {corpus}": difference, f"stderr {corpus}": error}
+    mean = task_summary(found.items).set_index("task").loc[MEAN]
+    row |= {"accuracy": mean["value"], "accuracy_stderr": mean["stderr"]}
+    for name, items in {"dense": dense.items, "unhealed": before}.items():
+        keys = ["task", "item"]
+        both = found.items[keys].merge(items[keys])
+        pair = (both.merge(own) for own in (found.items, items))
+        change = task_difference(*pair).set_index("task").loc[MEAN]
+        row[f"against_{name}"] = change["value"]
+        row[f"against_{name}_stderr"] = change["stderr"]
+    return row
+
+
+if __name__ == "__main__":
+    main()
