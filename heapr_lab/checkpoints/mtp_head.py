@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from heapr_lab.checkpoints.predicting import (
@@ -33,6 +32,7 @@ from heapr_lab.errors import LayoutError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
+from heapr_lab.models.folders import read_mtp
 from heapr_lab.models.likelihood import input_device, states_of_all
 from heapr_lab.models.modes import evaluating
 from heapr_lab.pruning.masks import KeepMask
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _OTHER_FORMS = (
     AttributeError,
+    ImportError,
     KeyError,
     RuntimeError,
     StopIteration,
@@ -157,6 +158,8 @@ def open_head(model: Any, folder: Path, *, name: str) -> Any:
     place = _STEM.match(name)
     assert place is not None
     try:
+        from transformers.modeling_layers import MtpModel  # not in every version
+
         trunk = _trunk_with_one(model, folder, stem=place[0])
         with torch.device("meta"):
             MtpModel(trunk, 1)
@@ -165,7 +168,7 @@ def open_head(model: Any, folder: Path, *, name: str) -> Any:
         return None
     device = input_device(model)
     try:
-        layer: Any = MtpModel.from_pretrained(trunk, device_map={"": device}).eval()
+        layer = read_mtp(trunk, device).eval()
     except RuntimeError as error:
         raise LayoutError(
             f"the layer {place[0]}* of {folder}, which predicts a further token, is "
@@ -229,9 +232,7 @@ def _run(layer: Any, ids: torch.Tensor, before: torch.Tensor | None) -> torch.Te
     return found
 
 
-def head_table(
-    model: Any, layer: MtpModel, calibration: CalibrationSet
-) -> ImportanceTable:
+def head_table(model: Any, layer: Any, calibration: CalibrationSet) -> ImportanceTable:
     """The statistics of the layer's atoms, of its own loss on the states of `model`.
 
     Args:

@@ -182,6 +182,19 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
         )
 
 
+def read_mtp(trunk: Any, device: torch.device) -> Any:
+    """The layer that predicts a further token, of the files that `trunk` names.
+
+    Raises:
+        RuntimeError: a part of it is missing.
+    """
+    from transformers.modeling_layers import MtpModel  # not in every version
+
+    return MtpModel.from_pretrained(
+        trunk, device_map={"": device}, trust_remote_code=False
+    )
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether `folder` contains the vocabulary of a tokenizer."""
     return any(any(folder.glob(name)) for name in _VOCABULARIES)
