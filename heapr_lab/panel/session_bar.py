@@ -374,5 +374,9 @@ class LastSession(ipw.HBox):
 
 
 def _sessions_in(folder: Path) -> list[Path]:
-    """The files of sessions, the last one last."""
-    return sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    """The files of sessions, the last one last; none that is being written."""
+    found = []
+    for path in folder.glob("[!.]*.json"):
+        with contextlib.suppress(FileNotFoundError):  # another panel removed it
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found)]

@@ -140,6 +140,16 @@ def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_file_that_is_being_written_is_no_session(folder: Path) -> None:
+    """Another panel writes it under a name that begins with a dot, and renames it."""
+    use(first := displayed(small_table()))
+    assert first.last.path is not None
+    partial = first.last.path.with_name(".partial-1-x.json")
+    partial.write_text("{")
+    assert offers(again := displayed(small_table()))
+    assert again.last.earlier == first.last.path
+
+
 def test_who_asks_for_something_else_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
