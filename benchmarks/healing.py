@@ -35,7 +35,7 @@ from heapr_lab.text.calibration import load_calibration
 
 RATIO = 0.4
 ITEMS = "healing_items.parquet"
-"""Which items the model answers rightly, by the windows that it was healed on."""
+"""Which items a model answers rightly, by the windows that it was healed on."""
 
 
 def main() -> None:
@@ -67,7 +67,9 @@ def main() -> None:
         seconds = round(time.process_time() - began, 1)
         found = real.read(model, pruner.tokenizer, options, {})
         row = {"model": options.model, "ratio": RATIO, "windows": n, "tokens": tokens}
-        row |= {"cpu_seconds": seconds} | _row(found, reference, _items(found, n))
+        row |= {"cpu_seconds": seconds} | _row(
+            found, reference, _items(found, options.model, n)
+        )
         rows.add([row], {"windows": options.windows, "items": options.items})
 
 
@@ -85,15 +87,18 @@ def _healed(model: Any, pruner: real.Pruner, n_windows: int) -> int:
     return int(model.heapr_healing["tokens"].iloc[-1])
 
 
-def _items(found: real.Results, n_windows: int) -> pd.DataFrame:
+def _items(found: real.Results, model: str, n_windows: int) -> pd.DataFrame:
     """The items of the model that is not healed, after those of this one are added."""
     path = RESULTS / ITEMS
-    own = found.items.assign(windows=n_windows)
-    parts = [pd.read_parquet(path)] if path.exists() else []
-    every = pd.concat([*(p[p["windows"].ne(n_windows)] for p in parts), own])
+    every = found.items.assign(model=model, windows=n_windows)
+    if path.exists():
+        before = pd.read_parquet(path)
+        again = before["model"].eq(model) & before["windows"].eq(n_windows)
+        every = pd.concat([before[~again], every])
     with replacing(path) as temporary:
         every.to_parquet(temporary, index=False)
-    return every[every["windows"].eq(0)].drop(columns="windows")
+    unhealed = every[every["model"].eq(model) & every["windows"].eq(0)]
+    return unhealed.drop(columns=["model", "windows"])
 
 
 def _row(

@@ -4,7 +4,7 @@ What is unchanged is copied to the bit; sliced weights are quantised again, each
 with a scale of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,9 @@ class Fp8Files:
         return quantised(own, self._block, self.scales, powers=self._powers)
 
 
-def fp8_files(model: Any, keep: KeepMask, dense: Any) -> Fp8Files | None:
+def fp8_files(
+    model: Any, keep: KeepMask, skeleton: Callable[[], Any]
+) -> Fp8Files | None:
     """How the pruned `model` is written in FP8; None if it is written in floats.
 
     It is in FP8 if the files of its dense model are, in blocks that its one width is a
@@ -116,11 +118,13 @@ def fp8_files(model: Any, keep: KeepMask, dense: Any) -> Fp8Files | None:
     Args:
         model: a model that `prune` returned.
         keep: its mask.
-        dense: the model that it was made of, without weights.
+        skeleton: gives the model that it was made of, without weights; it is called
+            only if the files are in such blocks.
     """
     source = source_of(model)
     if source is None or not blocks_fit(source.block, keep.one_width):
         return None
+    dense = skeleton()
     stored, _ = read_headers(source.folder)
     places = {name: path for path, own in stored.items() for name in own}
     kinds = {name: t.dtype for own in stored.values() for name, t in own.items()}

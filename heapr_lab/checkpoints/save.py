@@ -130,9 +130,8 @@ def save_pruned(
     plan, origin = _plan_of(model, keep, packing), str(source or base)
     written = checkpoint_of(model, keep, dtype)
     written = in_dtype(written, dtype) if stream is None else written
-    width = uniform_width(keep) if structure_of(keep) == "uniform" else None
     skeleton = _dense_skeleton(model)
-    further = further_layers(model, skeleton, origin, calibration, width=width)
+    further = further_layers(model, skeleton, origin, calibration, width=keep.one_width)
     with new_folder(Path(folder), resume=plan is not None) as partial:
         if plan is not None:
             claim(partial, plan)
@@ -193,7 +192,7 @@ def prune_folder(
 
 def packing_of(model: Any) -> Fp8Files | None:
     """How the weights of a model of `prune` are quantised in files, if they are."""
-    return fp8_files(model, _mask_of(model), _dense_skeleton(model))
+    return fp8_files(model, _mask_of(model), lambda: _dense_skeleton(model))
 
 
 def _in_words(

@@ -15,7 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from heapr_lab.lab_model.carved_ffn import load_shares
-from heapr_lab.refinement.training_state import restore_training, save_training
+from heapr_lab.refinement.training_state import (
+    restore_training,
+    save_training,
+    share_of_rate,
+)
 
 _SAVE_SECONDS = 300.0
 _ROWS_AT_ONCE = 512
@@ -81,7 +85,8 @@ def heal(
         first = step * spec.batch_size % len(ids)
         batch = ids[first : first + spec.batch_size]
         for group in optimizer.param_groups:
-            group["lr"] = group["base"] * _rate(step, n_steps, spec.warmup_steps)
+            share = share_of_rate(step, n_steps, spec.warmup_steps)
+            group["lr"] = group["base"] * share
         losses.append(_step(student, teacher, batch, optimizer))
         _lift_starved(student, spec.lift)
         if on_step is not None:
@@ -112,11 +117,6 @@ def _trained(student: Any, spec: HealSpec) -> list[tuple[list[nn.Parameter], flo
         for parameter in own:
             parameter.requires_grad_(rate > 0)
     return groups
-
-
-def _rate(step: int, n_steps: int, warmup: int) -> float:
-    """Warmup, then linear decay to 0."""
-    return min(1.0, (step + 1) / warmup) * (1 - step / n_steps)
 
 
 def _step(

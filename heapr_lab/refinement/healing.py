@@ -30,7 +30,11 @@ from heapr_lab.models.identity import model_identity, refuse_disturbed
 from heapr_lab.models.likelihood import final_states, input_device, iter_log_probs
 from heapr_lab.models.modes import differentiating
 from heapr_lab.progress import Progress, no_report
-from heapr_lab.refinement.training_state import restore_training, save_training
+from heapr_lab.refinement.training_state import (
+    restore_training,
+    save_training,
+    share_of_rate,
+)
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -221,9 +225,9 @@ class _Run:
             HeaprLabError: the loss is not finite.
         """
         n_steps = len(self.batches)
-        warm = min(1.0, (step + 1) / max(1.0, _WARM_UP * n_steps))
+        share = share_of_rate(step, n_steps, max(1.0, _WARM_UP * n_steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = group["base"] * warm * (1 - step / n_steps)
+            group["lr"] = group["base"] * share
         loss = add_gradients(self.pruned, self.dense, self.batches[step])
         if not loss < float("inf"):
             raise HeaprLabError(

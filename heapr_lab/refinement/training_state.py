@@ -1,4 +1,4 @@
-"""The state of an interrupted training in a file: weights, optimiser, and more."""
+"""What trainings have in common: the rate of a step, and their state in a file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +12,11 @@ from heapr_lab.errors import CacheError
 from heapr_lab.storage.files import replacing
 
 _OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
+
+
+def share_of_rate(step: int, n_steps: int, warm: float) -> float:
+    """Of a rate at a step: it rises over `warm` steps, and falls to 0 at the end."""
+    return min(1.0, (step + 1) / warm) * (1 - step / n_steps)
 
 
 def save_training(

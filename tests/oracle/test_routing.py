@@ -101,6 +101,15 @@ def test_what_is_not_there(tokenizer: Any) -> None:
             top_contexts(model, windows, tokenizer=tokenizer, **asked | {name: value})
 
 
+def read_in_batches(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, torch.Tensor]:
+    """A model, and five windows, of which it is to read two at a time."""
+    monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
+    return model_of(family), ids
+
+
 # --- contexts ---------------------------------------------------------------------
 
 
@@ -109,9 +118,7 @@ def test_top_contexts(
     tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest |h| of all, found batch by batch, with the text around each."""
-    monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
-    model = model_of(family)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
+    model, ids = read_in_batches(family, monkeypatch)
     layer, expert, atom = find_experts(model)[0].layer, 2, 3
     every = atoms_by_hand(model, ids)
     own = every[every["layer"].eq(layer) & every["expert"].eq(expert)]
@@ -171,9 +178,7 @@ def test_top_contexts_of_an_expert(
     tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest routing weights of one expert among all, whatever its atoms do."""
-    monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
-    model = model_of(family)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
+    model, ids = read_in_batches(family, monkeypatch)
     every, layer = atoms_by_hand(model, ids), find_experts(model)[0].layer
     own = every[every["layer"].eq(layer) & every["expert"].eq(2) & every["atom"].eq(0)]
     own = own.sort_values(["p", "place"], ascending=[False, True]).head(6)
