@@ -59,20 +59,20 @@ def _less_heapr(methods: Sequence[str]) -> pd.DataFrame:
     )
     there = {*zip(windows["ratio"], windows["method"], strict=True)}
     ratios = sorted({ratio for ratio, _ in there})
-    own = windows["corpus"].eq(real.FITTED_TO)
-    found = []
+    mask = windows["corpus"].eq(real.FITTED_TO)
+    rows = []
     for ratio, method in itertools.product(ratios, methods):
         if (ratio, method) not in there:
             continue
-        parts = {"WikiText-2": windows[own], "PTB and C4": windows[~own]}
+        parts = {"WikiText-2": windows[mask], "PTB and C4": windows[~mask]}
         row: dict[str, Any] = {"method": method, "removed": f"{ratio:.0%}"}
         for name, part in parts.items():
             gap = loss_difference(part, method, "heapr", ratio)
             row[f"Δloss, {name} [nats per token] ↓"] = gap.said() if gap else "–"
         right = accuracy_difference(items, method, "heapr", ratio)
         row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
-        found.append(row)
-    return pd.DataFrame(found)
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def uses_table() -> pd.DataFrame:
@@ -81,8 +81,8 @@ def uses_table() -> pd.DataFrame:
     `heapr_total` less HEAPr where both remove as many atoms.
     """
     rows = results_of("quality")
-    own = rows[rows["variant"].eq("heapr_total") & rows["seed"].eq(0)]
-    found = [
+    states = rows[rows["variant"].eq("heapr_total") & rows["seed"].eq(0)]
+    lines = [
         {
             "model": row["model"],
             "calibrated on": row["calibration"],
@@ -92,15 +92,15 @@ def uses_table() -> pd.DataFrame:
                 row["against_paper"], row["stderr"]
             ).said(),
         }
-        for row in own.to_dict("records")
+        for row in states.to_dict("records")
         if row["ratio"] in _USUAL and row["calibration"] != _MIXTURE
     ]
     windows = real.first_states(rows_beside("real", "windows"))
     for corpus, part in windows.groupby("corpus", sort=False):
         gap = loss_difference(part, "heapr_total", "heapr", 0.25)
         row = (real.MODEL, real.FITTED_TO, corpus, "25%", gap.said() if gap else "–")
-        found.append(dict(zip(found[0], row, strict=True)))
-    return pd.DataFrame(found)
+        lines.append(dict(zip(lines[0], row, strict=True)))
+    return pd.DataFrame(lines)
 
 
 def worse_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -111,17 +111,17 @@ def worse_table(rows: pd.DataFrame) -> pd.DataFrame:
     Args:
         rows: of `benchmarks/quality.py`, several models, at equal atoms.
     """
-    own = rows[rows["calibration"].eq(rows["test"])]
-    paper = own[own["variant"].eq("heapr")].groupby("ratio")["delta_nll"].median()
-    found = pd.DataFrame({"HEAPr's Δloss, median [nats per token]": paper})
+    states = rows[rows["calibration"].eq(rows["test"])]
+    paper = states[states["variant"].eq("heapr")].groupby("ratio")["delta_nll"].median()
+    table = pd.DataFrame({"HEAPr's Δloss, median [nats per token]": paper})
     for name in (*COUNTED, "heapr + own text"):
-        part = own[own["variant"].eq(name)]
+        part = states[states["variant"].eq(name)]
         worse = part["against_paper"].gt(_ERRORS * part["stderr"])
         counts = worse.groupby(part["ratio"]).agg(["sum", "size"]).astype(str)
-        found[f"{name} loses more"] = counts["sum"] + " of " + counts["size"]
-    found = found.rename(columns=lambda name: name.replace("own", "self-generated"))
-    found = found.rename_axis("removed").fillna("–").reset_index()
-    return found.assign(removed=found["removed"].map("{:.0%}".format))
+        table[f"{name} loses more"] = counts["sum"] + " of " + counts["size"]
+    table = table.rename(columns=lambda name: name.replace("own", "self-generated"))
+    table = table.rename_axis("removed").fillna("–").reset_index()
+    return table.assign(removed=table["removed"].map("{:.0%}".format))
 
 
 def experts_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -163,17 +163,17 @@ def quantised_table(rows: pd.DataFrame) -> pd.DataFrame:
     }
     dense = rows[rows["weights"].eq("bfloat16") & rows["ratio"].eq(0.0)]
     whole = dense.set_index("model")["bytes"]
-    found = []
+    lines = []
     for name, (weights, ratio) in states.items():
         part = rows[rows["weights"].eq(weights) & rows["ratio"].eq(ratio)]
         size = part.set_index("model")["bytes"] / whole
         row = {"model is": name, "size, mean ↓": f"{size.mean():.0%}"}
         row |= {
-            f"Δloss, {own['model']} ↓": f"{own['delta_nll']:.4f} ± {own['stderr']:.4f}"
-            for own in part.to_dict("records")
+            f"Δloss, {run['model']} ↓": f"{run['delta_nll']:.4f} ± {run['stderr']:.4f}"
+            for run in part.to_dict("records")
         }
-        found.append(row)
-    return pd.DataFrame(found)
+        lines.append(row)
+    return pd.DataFrame(lines)
 
 
 def text_table(rows: pd.DataFrame) -> pd.DataFrame:

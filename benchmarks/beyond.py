@@ -3,9 +3,9 @@
     python benchmarks/beyond.py [--models lab,unbalanced,fine,biased] [--name beyond]
 
 On each model, calibrated on pydocs, at 40 and 60 % of the atoms: Δloss on held-out text
-of pydocs and WikiText-2. *own text* is calibrated on as many windows that
-the dense model itself wrote, from the first 8 tokens of windows of pydocs. Seconds are
-CPU time.
+of pydocs and WikiText-2. *own text* is calibrated on as many windows of self-generated
+text: the dense model wrote them, from the first 8 tokens of windows of pydocs. Seconds
+are CPU time.
 """
 
 import argparse
@@ -52,8 +52,8 @@ class Case:
 
     def compress(self) -> Any:
         """Pruned by `compress`."""
-        made = fit_compression(self.bench.model, self.windows, ratio=self.ratio)
-        return prune(self.bench.model, made.keep, down_projs=made.down_projs)
+        fit = fit_compression(self.bench.model, self.windows, ratio=self.ratio)
+        return prune(self.bench.model, fit.keep, down_projs=fit.down_projs)
 
 
 def own_text(bench: Workbench, windows: CalibrationSet) -> CalibrationSet:
@@ -61,14 +61,14 @@ def own_text(bench: Workbench, windows: CalibrationSet) -> CalibrationSet:
     n, length = windows.ids.shape
     openings = bench.calibration_set(Calibration(CORPUS, n_sequences=2 * n))
     prompts = openings.ids[:, :N_OPENING]
-    found = continuations(
+    endings = continuations(
         bench.model,
         prompts,
         n_new=length - N_OPENING,
         temperature=1.0,
         batch_size=64,
     )
-    rows = zip(prompts, found, strict=True)
+    rows = zip(prompts, endings, strict=True)
     stream = torch.cat([part for row in rows for part in row])
     ids = stream[: n * length].view(n, length)
     return CalibrationSet(ids, {"corpus": "own text"})
@@ -87,7 +87,7 @@ def measured(case: Case, model: Any) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for corpus in (CORPUS, OTHER):
         ids = bench.test_windows(corpus).ids[:N_TEST]
-        losses = [window_nll(own, ids).tolist() for own in (model, bench.model)]
+        losses = [window_nll(network, ids).tolist() for network in (model, bench.model)]
         rise, stderr = paired_difference(*losses)
         row |= {f"delta_nll {corpus}": rise, f"stderr {corpus}": stderr}
     return row
@@ -124,15 +124,15 @@ def _key(name: str, ratio: float) -> dict[str, Any]:
 
 def _measured_rows(name: str, case: Case, suffix: str) -> list[dict[str, Any]]:
     """The rows of one model, text and ratio."""
-    found = []
+    rows = []
 
     for label, make in (("heapr", case.heapr), ("compress", case.compress)):
         began = time.process_time()
         model = make()
         row = {**_key(name, case.ratio), "variant": label + suffix}
         row["cpu_seconds"] = round(time.process_time() - began, 1)
-        found.append(row | measured(case, model))
-    return found
+        rows.append(row | measured(case, model))
+    return rows
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Configuration:
     n_experts: int
     n_layers: int
     n_tokens: int
-    """In all batches together."""
+    """The tokens of all batches together."""
     batch_tokens: int
     top_k: int = 4
     d_vocab: int = 4096
@@ -265,7 +265,7 @@ def measure(configuration: Configuration, options: Any) -> list[dict[str, Any]]:
         peak = _in_process(measure_peak, c, method, device, threads)
         rounds, floor = times[method]["rounds"], times["plain"]["rounds"]
         seconds = statistics.median(rounds)
-        ratios = [own / plain for own, plain in zip(rounds, floor, strict=True)]
+        ratios = [spent / plain for spent, plain in zip(rounds, floor, strict=True)]
         rows.append(
             {
                 "method": method,

@@ -107,10 +107,10 @@ def _in_notebook(page: Page, clock: Clock) -> None:
     _run(cells.nth(0))
     _painted(panel)
     clock.end("picture")
-    said = panel.root.get_by_role("status", name="what pruning saves and costs")
+    status = panel.root.get_by_role("status", name="what pruning saves and costs")
     expect(panel.button("Evaluate")).to_be_enabled(timeout=LONGEST)
     panel.button("Evaluate").click()
-    expect(said).to_contain_text("nats per token", timeout=LONGEST)
+    expect(status).to_contain_text("nats per token", timeout=LONGEST)
     clock.end("answer")
     panel.open("Export")
     panel.button("Export").click()
@@ -138,8 +138,8 @@ def rows_of(model: str, chromium: Browser) -> list[dict[str, Any]]:
     """A row for each step of a model."""
     seconds = measure(model, chromium)
     return [
-        {"model": model, "step": said, "clicks": clicks, "seconds": round(took, 2)}
-        for name, (said, clicks) in STEPS.items()
+        {"model": model, "step": label, "clicks": clicks, "seconds": round(took, 2)}
+        for name, (label, clicks) in STEPS.items()
         if (took := seconds.get(name)) is not None
     ]
 

@@ -132,7 +132,7 @@ class Run:
         return CalibrationSet.from_ids(ids)
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has done what it was given."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -187,10 +187,10 @@ def equal(run: Run) -> Iterator[Row]:
     for dtype, tolerance in TOLERANCES.items():
         # From the rounded weights of one model, so that only the arithmetic differs.
         model = cost.build_model(configuration, "cpu").to(run.device, dtype)
-        found = collect_statistics(model, windows, batch_size=2).score("heapr")
-        off = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        scores = collect_statistics(model, windows, batch_size=2).score("heapr")
+        off = np.linalg.norm(scores - expected) / np.linalg.norm(expected)
         kept = [set(np.argsort(x, kind="stable")[len(x) // 4 :]) for x in
-                (np.asarray(found), np.asarray(expected))]  # fmt: skip
+                (np.asarray(scores), np.asarray(expected))]  # fmt: skip
         yield {
             "case": str(dtype).removeprefix("torch."),
             "relative_error": off,
@@ -247,8 +247,8 @@ def in_memory(run: Run, name: str) -> Iterator[Row]:
 def streamed(run: Run, name: str) -> Iterator[Row]:
     """Seconds, peak memory and bytes read of the scores, a layer at a time."""
     shape = run.shape(name)
-    with tempfile.TemporaryDirectory(prefix="heapr_gpu_") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="heapr_gpu_") as path:
+        folder = Path(path)
         depth = run.depth(shape, 0.9 * shutil.disk_usage(folder).free)
         started = time.perf_counter()
         n_bytes = write_checkpoint(
@@ -332,23 +332,23 @@ def _accounting(run: Run, name: str, shape: Shape) -> Iterator[Row]:
 
     x = random(n_tokens, shape.d_model).to(run.dtype)
     chosen = random(n_tokens, shape.n_experts).topk(shape.top_k)
-    given = chosen.indices, chosen.values.to(run.dtype)
+    routing = chosen.indices, chosen.values.to(run.dtype)
 
     def forward_backward() -> None:
         rows = x.detach().requires_grad_()
-        layer.module(rows, *given).sum().backward()
+        layer.module(rows, *routing).sum().backward()
 
-    size = {"case": name, "n_experts": shape.n_experts, "n_rows": given[0].numel()}
+    size = {"case": name, "n_experts": shape.n_experts, "n_rows": routing[0].numel()}
     yield {**size, "what": "experts, plain", **_kernels(run, forward_backward)}
     with probed([layer]):
         yield {**size, "what": "experts, measured", **_kernels(run, forward_backward)}
 
-    h = random(given[0].numel(), shape.d_inter).to(run.dtype)
-    tokens = torch.bincount(given[0].flatten(), minlength=shape.n_experts)
+    h = random(routing[0].numel(), shape.d_inter).to(run.dtype)
+    tokens = torch.bincount(routing[0].flatten(), minlength=shape.n_experts)
     moments = LayerMoments(shape.n_experts, shape.d_inter, h.device)
-    own = {"p": h[:, 0], "out_norm": h[:, 0], "tokens": tokens}
-    found = _kernels(run, lambda: moments.add(h, h, **own))
-    yield {**size, "what": "statistics", **found, "bytes_at_least": 2 * h.nbytes}
+    sums = {"p": h[:, 0], "out_norm": h[:, 0], "tokens": tokens}
+    costs = _kernels(run, lambda: moments.add(h, h, **sums))
+    yield {**size, "what": "statistics", **costs, "bytes_at_least": 2 * h.nbytes}
 
 
 def _kernels(run: Run, call: Callable[[], Any]) -> Row:
@@ -450,18 +450,18 @@ def _settings(options: Any) -> Row:
 
 def report(rows: list[Row]) -> str:
     """The scores of each model, with the targets for one H100 or H200."""
-    found = pd.DataFrame(rows)
-    scores = found[found["case"].astype(str).str.startswith("scores")]
+    table = pd.DataFrame(rows)
+    scores = table[table["case"].astype(str).str.startswith("scores")]
     lines = [f"{'part':28}{'case':20}{'layers':>8}{'s':>9}{'GB':>8}  target"]
     for row in scores.to_dict("records"):
         seconds, gigabytes = TARGETS.get(row["part"], (None, None))
-        wanted = [f"<= {seconds} s"] if seconds else []
-        wanted += [f"<= {gigabytes} GB"] if gigabytes else []
+        targets = [f"<= {seconds} s"] if seconds else []
+        targets += [f"<= {gigabytes} GB"] if gigabytes else []
         lines.append(
             f"{row['part']:28}{row['case']:20}"
             f"{row['n_layers']:>4.0f}/{row['of_layers']:<3.0f}"
             f"{row.get('seconds_all_layers', np.nan):9.1f}"
-            f"{row.get('peak_bytes', np.nan) / 1e9:8.2f}  {', '.join(wanted)}"
+            f"{row.get('peak_bytes', np.nan) / 1e9:8.2f}  {', '.join(targets)}"
         )
     return "\n".join(lines)
 

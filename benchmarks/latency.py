@@ -1,6 +1,6 @@
 """Latency of models: seconds of a prefill or of decoding, models taking turns.
 
-Of greedy decoding with a cache, only the steps are timed, not the prompt.
+In greedy decoding with a cache, only the steps are timed, not the prompt.
 """
 
 import contextlib
@@ -50,13 +50,13 @@ def in_turns(
 
     Each round begins with another run; a round before the first is for warming up.
     """
-    found: list[list[Found]] = [[] for _ in runs]
+    outcomes: list[list[Found]] = [[] for _ in runs]
     for turn in range(n_rounds + 1):
         for i in ((turn + i) % len(runs) for i in range(len(runs))):
             value = runs[i]()
             if turn > 0:
-                found[i].append(value)
-    return found
+                outcomes[i].append(value)
+    return outcomes
 
 
 def _next_ids(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

@@ -80,8 +80,8 @@ class Layer:
         for number in range(self.n_experts):
             token, slot = (index == number).nonzero(as_tuple=True)
             if len(token):
-                own = self.expert(number, x[token]) * weights[token, slot, None]
-                total.index_add_(0, token, own)
+                weighted = self.expert(number, x[token]) * weights[token, slot, None]
+                total.index_add_(0, token, weighted)
         return total
 
 
@@ -89,15 +89,15 @@ class Layer:
 def layers_of(model: Any, ids: torch.Tensor) -> list[Layer]:
     """The layers, with what each is called with for each batch of windows."""
     axes = find_expert_axes(model)
-    found = [Layer(model, axis.layer, cast(Any, axis.router).weight) for axis in axes]
+    layers = [Layer(model, axis.layer, cast(Any, axis.router).weight) for axis in axes]
     with contextlib.ExitStack() as hooks:
-        for axis, own in zip(axes, found, strict=True):
-            note = functools.partial(_note, own)
+        for axis, layer in zip(axes, layers, strict=True):
+            note = functools.partial(_note, layer)
             handle = axis.layer.module.register_forward_pre_hook(note)
             hooks.callback(handle.remove)
         for batch in ids.split(BATCH):
             model(batch)
-    return found
+    return layers
 
 
 def _note(layer: Layer, _module: Any, args: tuple[Any, ...]) -> None:
@@ -164,12 +164,12 @@ def hc_smoe(model: Any, ids: torch.Tensor, n_gone: int) -> dict[int, Any]:
         tree = linkage(means.numpy(), method="average")
         label = torch.from_numpy(fcluster(tree, n_left, criterion="maxclust"))
         for weight in (layer.up, layer.down):
-            parts = []
+            matrices = []
             for cluster in label.unique():
-                own = (label == cluster).nonzero()[:, 0]
-                share = (used[own] / used[own].sum().clamp(min=1))[:, None, None]
-                parts.append((weight[own] * share).sum(0))
-            merged[layer.number] = torch.stack(parts)
+                group = (label == cluster).nonzero()[:, 0]
+                share = (used[group] / used[group].sum().clamp(min=1))[:, None, None]
+                matrices.append((weight[group] * share).sum(0))
+            merged[layer.number] = torch.stack(matrices)
     return merged
 
 
@@ -196,29 +196,29 @@ def twin_rows(model: Any, windows: CalibrationSet) -> Iterator[dict[str, Any]]:
             TWINS[name], model, windows.ids, int(RATIO * n_experts)
         )
         ours = functools.partial(fitted, name, model, windows)
-        found = ours()
-        same = agree(found, restated())
-        own, plain = medians([ours, restated])
-        yield row_of(name, "plain restatement", own, plain) | {"same": same}
+        compression = ours()
+        same = agree(compression, restated())
+        seconds, plain = medians([ours, restated])
+        yield row_of(name, "plain restatement", seconds, plain) | {"same": same}
 
 
-def agree(found: Any, restated: Any) -> bool:
+def agree(ours: Any, restated: Any) -> bool:
     """Whether the same experts are kept, or the same matrices W_down merged."""
-    if isinstance(found, ExpertDropping):
-        return bool(found.kept == restated)
+    if isinstance(ours, ExpertDropping):
+        return bool(ours.kept == restated)
     merged = {
-        layer: own.down.dense.tensors for layer, own in found.compositions.items()
+        layer: merge.down.dense.tensors for layer, merge in ours.compositions.items()
     }
     return merged.keys() == restated.keys() and all(
-        len(own) == len(restated[layer])
-        and torch.allclose(by_norm(own), by_norm(restated[layer]), rtol=1e-4, atol=1e-6)
-        for layer, own in merged.items()
+        len(w) == len(restated[layer])
+        and torch.allclose(by_norm(w), by_norm(restated[layer]), rtol=1e-4, atol=1e-6)
+        for layer, w in merged.items()
     )
 
 
 def by_norm(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Matrices of the same shape, the smallest first."""
-    return torch.stack(sorted(matrices, key=lambda own: float(own.norm())))
+    return torch.stack(sorted(matrices, key=lambda matrix: float(matrix.norm())))
 
 
 def gradient_rows(model: Any, windows: CalibrationSet) -> Iterator[dict[str, Any]]:
@@ -233,7 +233,7 @@ def gradient_rows(model: Any, windows: CalibrationSet) -> Iterator[dict[str, Any
 
 def by_gradients(name: str, model: Any, windows: CalibrationSet) -> bool:
     """Whether fitting a method computes gradients; False if it refuses the model."""
-    functions = [getattr(torch.autograd, own) for own in ("backward", "grad")]
+    functions = [getattr(torch.autograd, key) for key in ("backward", "grad")]
     watched = [mock.Mock(side_effect=function) for function in functions]
     with (
         mock.patch.object(torch.autograd, "backward", watched[0]),
@@ -243,23 +243,23 @@ def by_gradients(name: str, model: Any, windows: CalibrationSet) -> bool:
             fitted(name, model, windows)
         except HeaprLabError:
             return False
-    return any(own.called for own in watched)
+    return any(function.called for function in watched)
 
 
 def medians(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """CPU seconds of each call, the median of its turns."""
     runs = [functools.partial(cpu_seconds, call) for call in calls]
-    return [statistics.median(own) for own in in_turns(runs, n_rounds=N_ROUNDS)]
+    return [statistics.median(times) for times in in_turns(runs, n_rounds=N_ROUNDS)]
 
 
-def row_of(name: str, other: str, own: float, theirs: float) -> dict[str, Any]:
+def row_of(name: str, other: str, ours: float, theirs: float) -> dict[str, Any]:
     """One comparison."""
     return {
         "method": name,
         "beside": other,
-        "seconds": own,
+        "seconds": ours,
         "other_seconds": theirs,
-        "ratio": own / theirs,
+        "ratio": ours / theirs,
     }
 
 
@@ -275,12 +275,12 @@ def main() -> None:
     windows = bench.calibration_set(Calibration(n_sequences=N_WINDOWS, seq_len=SEQ_LEN))
     rows = Rows("method_twins")
     rows.rows = []  # all are of one run
-    found = itertools.chain(
+    comparisons = itertools.chain(
         twin_rows(bench.model, windows), gradient_rows(bench.model, windows)
     )
     details = {"model": options.model, "ratio": RATIO, "n_threads": 1}
     details |= {"n_windows": N_WINDOWS, "seq_len": SEQ_LEN, "n_rounds": N_ROUNDS}
-    rows.add(found, details)
+    rows.add(comparisons, details)
 
 
 if __name__ == "__main__":

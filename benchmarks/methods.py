@@ -68,7 +68,7 @@ COST_RATIO = 0.4
 """The ratio at which fitting is timed."""
 CORPORA = ("pydocs", "wikitext2", "ptb", "c4")
 CORPUS = CORPORA[0]
-"""What methods are fitted to."""
+"""The corpus that methods are fitted to."""
 N_WINDOWS, N_TEST, N_ITEMS = 48, 12, 60
 N_PROMPTS, N_ROUNDS, AT_ONCE = 4, 3, 8
 MOST_SECONDS = 120.0
@@ -132,13 +132,13 @@ def affordable(
     names: Sequence[str], rows: Sequence[Mapping[str, Any]], most_seconds: float
 ) -> list[str]:
     """The methods whose timed fits take no more than that, the mean over models."""
-    found = []
+    cheap = []
     for name in names:
-        own = [row.get("fit_seconds") for row in rows if row["variant"] == name]
-        seconds = [value for value in own if value is not None and value == value]
+        fits = [row.get("fit_seconds") for row in rows if row["variant"] == name]
+        seconds = [value for value in fits if value is not None and value == value]
         if not seconds or statistics.mean(seconds) <= most_seconds:
-            found.append(name)
-    return found
+            cheap.append(name)
+    return cheap
 
 
 # --- one model and one draw of windows ------------------------------------------------
@@ -170,14 +170,14 @@ class Case:
             shared=None if alone else self.shared,
         )
 
-    def compensated(self, found: AtomCompression, *, alone: bool) -> AtomCompression:
+    def compensated(self, pruned: AtomCompression, *, alone: bool) -> AtomCompression:
         """The same atoms, with W_down solved anew on the windows."""
         if alone:
-            made = fit_compensation(self.model, found.keep, self.windows)
+            compensation = fit_compensation(self.model, pruned.keep, self.windows)
         else:
             sums = self.shared.calibrated.sums
-            made = compensation_of(sums.solvers(sums.span), found.keep)
-        return dataclasses.replace(found, down_projs=made.down_projs)
+            compensation = compensation_of(sums.solvers(sums.span), pruned.keep)
+        return dataclasses.replace(pruned, down_projs=compensation.down_projs)
 
 
 @functools.lru_cache(maxsize=1)
@@ -224,8 +224,8 @@ def predictions(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         for batch in ids.split(AT_ONCE):
             states = final_states(model, batch)[:, :-1]
             log_p = torch.cat(list(iter_log_probs(model, states)))
-            wanted = batch[:, 1:].reshape(-1, 1)
-            losses.append(-log_p.gather(1, wanted).view(len(batch), -1))
+            targets = batch[:, 1:].reshape(-1, 1)
+            losses.append(-log_p.gather(1, targets).view(len(batch), -1))
             tops.append(log_p.argmax(1).view(len(batch), -1))
     return torch.cat(losses), torch.cat(tops)
 
@@ -233,11 +233,11 @@ def predictions(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def quality(model: Any, bench: Workbench, dense: Mapping[str, Any]) -> Row:
     """Losses, and agreement with the dense model, by corpus."""
     row: Row = {}
-    for corpus, (before, wanted) in dense.items():
+    for corpus, (before, dense_tops) in dense.items():
         losses, tops = predictions(model, bench.test_windows(corpus).ids)
         row[f"nll {corpus}"] = float(losses.mean())
         row[f"delta_nll {corpus}"] = float((losses - before).mean())
-        row[f"agreement {corpus}"] = float((tops == wanted).double().mean())
+        row[f"agreement {corpus}"] = float((tops == dense_tops).double().mean())
     return row
 
 
@@ -257,13 +257,13 @@ def accuracy(model: Any, bench: Workbench) -> Row:
 def speed(model: Any, dense: Any, ids: torch.Tensor) -> Row:
     """Tokens per CPU second of a prefill: medians of turns with the dense model."""
     prompt = ids[:N_PROMPTS]
-    calls = [functools.partial(seconds_of, one, prompt) for one in (model, dense)]
+    calls = [functools.partial(seconds_of, each, prompt) for each in (model, dense)]
     runs = [functools.partial(cpu_seconds, call) for call in calls]
-    own, whole = (
+    rate, whole = (
         prompt.numel() / statistics.median(times)
         for times in in_turns(runs, n_rounds=N_ROUNDS)
     )
-    return {"tokens_per_second": own, "tokens_per_second_dense": whole}
+    return {"tokens_per_second": rate, "tokens_per_second_dense": whole}
 
 
 def cpu_seconds(call: Callable[[], Any]) -> float:
@@ -273,10 +273,10 @@ def cpu_seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - began
 
 
-def sizes(found: Compression, dense: Any) -> Row:
+def sizes(smaller: Compression, dense: Any) -> Row:
     """Sizes of the smaller model, and the shares that are saved."""
-    savings = found.savings(dense)
-    row: Row = {"achieved_ratio": found.achieved_ratio}
+    savings = smaller.savings(dense)
+    row: Row = {"achieved_ratio": smaller.achieved_ratio}
     for name in ("parameters", "bytes", "routed_flops"):
         before, after = getattr(savings, name)
         row |= {name: after, f"{name}_saved": 1 - after / before}
@@ -287,9 +287,9 @@ def timed(make: Callable[[], Any]) -> tuple[Any, Row]:
     """What `make` returns, and what that took."""
     with highest_memory("cpu") as peak:
         began = time.process_time()
-        found = make()
+        output = make()
         seconds = time.process_time() - began
-    return found, {"fit_seconds": seconds, "fit_peak_bytes": peak[0]}
+    return output, {"fit_seconds": seconds, "fit_peak_bytes": peak[0]}
 
 
 # --- the rows of a task ---------------------------------------------------------------
@@ -307,13 +307,13 @@ def rows_at(case: Case, task: Task, ratio: float) -> Iterator[Row]:
     """The rows of one ratio: of the method, and of it with compensation."""
     alone = task.costly and ratio == COST_RATIO
     fit = functools.partial(case.fitted, task.method, ratio, alone=alone)
-    found, row = attempt(case, task, fit, alone=alone)
+    fitted, row = attempt(case, task, fit, alone=alone)
     kind = {"kind": methods.get(task.method).compresses}
     yield labels(task, ratio, task.method) | kind | row
-    if not isinstance(found, AtomCompression) or found.down_projs is not None:
+    if not isinstance(fitted, AtomCompression) or fitted.down_projs is not None:
         return
     if task.method != CHOOSES_WEIGHTS:
-        again = functools.partial(case.compensated, found, alone=alone)
+        again = functools.partial(case.compensated, fitted, alone=alone)
         _, more = attempt(case, task, again, alone=alone)
         if "fit_seconds" in more:  # both one after the other
             more["fit_seconds"] += row["fit_seconds"]
@@ -326,9 +326,9 @@ def attempt(
 ) -> tuple[Compression | None, Row]:
     """A compression and all that is measured of it, or why it was refused."""
     try:
-        found, cost = timed(make) if alone else (make(), {})
-        small = found.materialise(case.model)
-        row = sizes(found, case.model)
+        fitted, cost = timed(make) if alone else (make(), {})
+        small = fitted.materialise(case.model)
+        row = sizes(fitted, case.model)
     except HeaprLabError as error:
         return None, {"refused": str(error)}
     row |= quality(small, case.bench, dense_predictions(case.name))
@@ -336,7 +336,7 @@ def attempt(
         row |= accuracy(small, case.bench)
         row["accuracy_dense"] = dense_accuracy(case.name)
         row |= speed(small, case.model, case.windows.ids)
-    return found, {"refused": ""} | row | cost
+    return fitted, {"refused": ""} | row | cost
 
 
 def main() -> None:
@@ -356,8 +356,8 @@ def main() -> None:
     for turn, seed in enumerate(map(int, options.seeds.split(","))):
         if turn:
             names = affordable(names, rows.rows, options.most_seconds)
-        wanted = tasks(models, seed, names, costly=not turn)
-        left = [own for task in wanted if (own := missing(task, rows))]
+        planned = tasks(models, seed, names, costly=not turn)
+        left = [rest for task in planned if (rest := missing(task, rows))]
         with ProcessPoolExecutor(options.workers, mp_context=spawn) as pool:
             run(left, rows, pool)
 

@@ -50,10 +50,10 @@ def main() -> None:
     readme.fill_blocks(paths.project_dir() / "README.md", front)
     advised = {name: readme.as_block(table) for name, table in advice.tables().items()}
     readme.fill_blocks(paths.project_dir() / "docs" / "when_not.md", advised)
-    asked = questions.blocks(questions.Committed(summary, claims, data))
-    readme.fill_blocks(paths.figures_dir() / "README.md", asked)
-    own = paths.project_dir() / "benchmarks" / "README.md"
-    readme.fill_sections(own, readme.sections(data))
+    answers = questions.blocks(questions.Committed(summary, claims, data))
+    readme.fill_blocks(paths.figures_dir() / "README.md", answers)
+    page = paths.project_dir() / "benchmarks" / "README.md"
+    readme.fill_sections(page, readme.sections(data))
 
 
 if __name__ == "__main__":

@@ -113,8 +113,8 @@ class Measured:
     def windows(self, own_text: bool = False) -> CalibrationSet:
         """The calibration windows; with more that the model writes itself if asked."""
         share = METHODS["best"].recipe.own_text if own_text else 0.0
-        asked = dataclasses.replace(self.calibration, own_text=share)
-        return self.bench.calibration_set(asked)
+        calibration = dataclasses.replace(self.calibration, own_text=share)
+        return self.bench.calibration_set(calibration)
 
     def model(self, own_text: bool = False, *, part: bool = False) -> CalibratedModel:
         """Statistics and sums on the windows, or the part that `compress` fits to."""
@@ -122,12 +122,12 @@ class Measured:
         if key not in self.kept:
             windows = self.windows(own_text)
             windows = windows.three_parts()[0] if part else windows
-            made = CalibratedModel(
+            calibrated = CalibratedModel(
                 self.bench.model, windows, measure=self.bench.measure
             )
-            self.kept[key] = made
-        found: CalibratedModel = self.kept[key]
-        return found
+            self.kept[key] = calibrated
+        model: CalibratedModel = self.kept[key]
+        return model
 
     def table(self) -> Any:
         """The statistics of every atom."""
@@ -140,8 +140,8 @@ class Measured:
         if variant.weights == "unchanged":
             return calibrated.keep(selection), None
         span = "expert" if variant.weights == "expert" else None
-        keep, made = calibrated.compensated(selection, span=span)
-        return keep, made.down_projs
+        keep, compensation = calibrated.compensated(selection, span=span)
+        return keep, compensation.down_projs
 
     def losses(
         self,
@@ -163,8 +163,8 @@ class Measured:
         if key not in self.kept:
             keep = None if ratio is None else select(self.table(), ratio=ratio)
             self.kept[key] = self.losses(corpus, keep)
-        found: torch.Tensor = self.kept[key]
-        return found
+        losses: torch.Tensor = self.kept[key]
+        return losses
 
     def pruned(
         self, variant: Variant, ratio: float
@@ -179,9 +179,9 @@ class Measured:
             "chosen": "",
         }
         if variant.weights == "compress":
-            own = variant.own_text
-            part = self.model(own, part=True)
-            best = fit_compression(model, self.windows(own), selection, fitted=part)
+            extra = variant.own_text
+            part = self.model(extra, part=True)
+            best = fit_compression(model, self.windows(extra), selection, fitted=part)
             keep, down_projs = best.keep, best.down_projs
             cost["passes"] = PASSES["compress"]
             cost["chosen"] = best.report.loc[best.report["chosen"], "made"].item()
@@ -256,7 +256,7 @@ def measure(measured: Measured, variant: Variant, ratio: float) -> list[dict[str
     for corpus in CORPORA:
         losses = measured.losses(corpus, keep, down_projs).tolist()
         paper, dense = (
-            measured.reference(corpus, own).tolist() for own in (ratio, None)
+            measured.reference(corpus, share).tolist() for share in (ratio, None)
         )
         against, stderr = paired_difference(losses, paper)
         rows.append(
@@ -299,11 +299,11 @@ def main() -> None:
 def measure_model(name: str, options: argparse.Namespace) -> None:
     """Measure what is asked on one model, and add it to the tables."""
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    asked = options.variants.split(",") if options.variants else []
+    names = options.variants.split(",") if options.variants else []
     variants = [
-        own
-        for own in VARIANTS
-        if (own.every_seed or name == LAB) and (not asked or own.name in asked)
+        variant
+        for variant in VARIANTS
+        if (variant.every_seed or name == LAB) and (not names or variant.name in names)
     ]
     bench = open_workbench(
         model_folder(name), device="cpu", dtype="float32", profile="lab"
@@ -326,8 +326,8 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
         if measured is None or measured.calibration != calibration:
             measured = Measured(bench, calibration)
         if not losses.has(key):
-            found = measure(measured, variant, ratio)
-            losses.add([key | row for row in found], details)
+            rows = measure(measured, variant, ratio)
+            losses.add([key | row for row in rows], details)
         asked = options.accuracy and variant.accuracy and corpus != MIXTURE
         if asked and not accuracies.has(key):
             row = measure_accuracy(bench, measured, variant, ratio)

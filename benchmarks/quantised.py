@@ -85,18 +85,18 @@ def measure(bench: Workbench, name: str, corpus: str) -> list[dict[str, Any]]:
         keep = mask(bench, ratio, corpus)
         for weights in (FLOATS, *INTEGERS):
             smaller, n_bytes = pruned(bench, keep, weights)
-            found = evaluate_perplexity(smaller, windows.ids)
-            rise, stderr = paired_difference(found.windows, dense)
+            perplexity = evaluate_perplexity(smaller, windows.ids)
+            rise, stderr = paired_difference(perplexity.windows, dense)
             rows.append(
                 {
                     "model": f"{name} model",
                     "weights": weights,
                     "ratio": ratio,
                     "bytes": n_bytes,
-                    "nll": found.nll,
+                    "nll": perplexity.nll,
                     "delta_nll": rise,
                     "stderr": stderr,
-                    "n_tokens": found.n_tokens,
+                    "n_tokens": perplexity.n_tokens,
                 }
             )
     return rows

@@ -67,49 +67,49 @@ class Question:
     """Name of the files of its figure."""
     answer: Answer
     notebook: str = ""
-    """That goes into it; it and the figure are made by `make publish`."""
+    """The notebook that goes into it; it and the figure are made by `make publish`."""
     benchmark: str = ""
-    """Whose results it shows, if it is not made with the notebooks."""
+    """The benchmark whose results it shows, if it is not made with the notebooks."""
     measures: str = ""
     """Format of what was measured, of the fields of `_of_lab_model`."""
     table: Callable[[Committed], pd.DataFrame] | None = None
-    """Shown below the answer."""
+    """The table below the answer."""
 
 
 def blocks(committed: Committed) -> dict[str, str]:
     """Every block of `figures/README.md`, by name."""
-    return {one.block: _shown(one, committed) for one in QUESTIONS}
+    return {question.block: _shown(question, committed) for question in QUESTIONS}
 
 
-def _shown(one: Question, committed: Committed) -> str:
-    parts = [f"![{one.text}]({one.stem}.png)", one.answer(committed)]
-    if one.table is not None:
-        parts.append(table_markdown(one.table(committed)).strip())
-    parts.append(" · ".join([*_measured(one), *_files(one)]))
+def _shown(question: Question, committed: Committed) -> str:
+    parts = [f"![{question.text}]({question.stem}.png)", question.answer(committed)]
+    if question.table is not None:
+        parts.append(table_markdown(question.table(committed)).strip())
+    parts.append(" · ".join([*_measured(question), *_files(question)]))
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-def _measured(one: Question) -> list[str]:
+def _measured(question: Question) -> list[str]:
     """What was measured, and the command that does it again."""
-    if one.benchmark:
-        row = BENCHMARKS[one.benchmark]
+    if question.benchmark:
+        row = BENCHMARKS[question.benchmark]
         return [f"Measured: {row.measured_on()}", f"`python benchmarks/{row.script}`"]
-    if not one.measures:
+    if not question.measures:
         return ["`make publish`"]
-    said = one.measures.format_map(_of_lab_model(one.stem))
-    return [f"Measured: {said}", "`make publish`"]
+    text = question.measures.format_map(_of_lab_model(question.stem))
+    return [f"Measured: {text}", "`make publish`"]
 
 
-def _files(one: Question) -> list[str]:
+def _files(question: Question) -> list[str]:
     """Links to rows, table and notebook."""
-    found = {"rows": f"data/{one.stem}.csv", "table": f"{one.stem}_table.md"}
+    files = {"rows": f"data/{question.stem}.csv", "table": f"{question.stem}_table.md"}
     links = [
         f"[{name}]({path})"
-        for name, path in found.items()
+        for name, path in files.items()
         if (paths.figures_dir() / path).exists()
     ]
-    if one.notebook:
-        links.append(f"[notebook](../notebooks/{one.notebook}.ipynb)")
+    if question.notebook:
+        links.append(f"[notebook](../notebooks/{question.notebook}.ipynb)")
     return links
 
 
@@ -144,7 +144,7 @@ def _pretrained(committed: Committed) -> str:
     dense, least = table.iloc[0], table["atoms removed"].iloc[1]
     perplexities = [name for name in table if name.startswith("perplexity")]
     pruned = table[table["atoms removed"].eq(least)].to_dict("records")
-    said = "; ".join(
+    text = "; ".join(
         f"with {row['method']} {listed(row[name] for name in perplexities)}, and mean "
         f"accuracy {row['mean accuracy ↑']}"
         for row in pruned
@@ -154,23 +154,23 @@ def _pretrained(committed: Committed) -> str:
         f"Dense, its perplexity is {listed(dense[name] for name in perplexities)} on "
         f"{listed(corpora)}, and its mean accuracy {dense['mean accuracy ↑']}. Without "
         f"{least} of the atoms ({pruned[0]['parameters removed']} of the parameters) "
-        f"it is, {said}."
+        f"it is, {text}."
     )
 
 
 def _gains(committed: Committed) -> str:
     table = quality.models_table(committed.measured["quality_models"])
     rows = table.set_index("variant").loc[list(advice.COUNTED)]
-    own, worst = rows[f"{_MIDDLE:.0%} [× HEAPr] ↓".replace("%", " %")], rows[_WORST]
+    losses, worst = rows[f"{_MIDDLE:.0%} [× HEAPr] ↓".replace("%", " %")], rows[_WORST]
     other = rows["other text, 40, 60 % [× HEAPr] ↓"]
-    said = "; ".join(
-        f"{name} {own[name]:.2f} (at worst {worst[name]}), on text that nothing was "
+    text = "; ".join(
+        f"{name} {losses[name]:.2f} (at worst {worst[name]}), on text that nothing was "
         f"calibrated on {other[name]:.2f}"
         for name in rows.index
     )
     return (
         f"The loss that is left of HEAPr's where {_MIDDLE:.0%} is removed, pooled over "
-        f"models and corpora: {said}. Points are left out where HEAPr itself loses "
+        f"models and corpora: {text}. Points are left out where HEAPr itself loses "
         f"less than {quality.MEASURABLE:g} nats per token."
     )
 
@@ -180,8 +180,8 @@ _WORST = "worst at 40, 60 % [×]"
 
 def _best_methods(committed: Committed) -> str:
     data = committed.measured["methods"]
-    found = answers.methods(data, methods.rankings_table(data), results_of("methods"))
-    return " ".join([found.short, *found.against])
+    answer = answers.methods(data, methods.rankings_table(data), results_of("methods"))
+    return " ".join([answer.short, *answer.against])
 
 
 def _scores(_committed: Committed) -> str:
@@ -190,29 +190,29 @@ def _scores(_committed: Committed) -> str:
     at = rows[rows["ratio"].sub(_MIDDLE).abs().lt(0.005)]
     wide = at.pivot(index="dataset", columns="name", values="value")[list(DRAWN)]
     lowest = wide.idxmin(axis="columns").map(lambda name: look(name).label)
-    said = listed(
+    text = listed(
         f"*{name}* on {listed(corpora)}"
         for name, corpora in lowest.groupby(lowest).groups.items()
     )
     more = wide["heapr"] / wide.min(axis="columns")
     return (
         f"Of the scores that are drawn, the one with the lowest perplexity where "
-        f"{_MIDDLE:.0%} is removed is {said}; HEAPr's is {value_range(more, '.2f')} "
+        f"{_MIDDLE:.0%} is removed is {text}; HEAPr's is {value_range(more, '.2f')} "
         "times as high. One pass gives the sums for all."
     )
 
 
 def _text(committed: Committed) -> str:
     rows = pd.read_csv(paths.figures_dir() / "data" / "3_calibration_size.csv")
-    own = rows[rows["calibration"].eq(rows["dataset"])].sort_values("n_sequences")
-    said = "; ".join(
+    curves = rows[rows["calibration"].eq(rows["dataset"])].sort_values("n_sequences")
+    text = "; ".join(
         f"{corpus} {part['value'].iloc[0]:.2f} to {part['value'].iloc[-1]:.2f}"
-        for corpus, part in own.groupby("dataset")
+        for corpus, part in curves.groupby("dataset")
     )
-    least, most = own["n_sequences"].min(), own["n_sequences"].max()
+    least, most = curves["n_sequences"].min(), curves["n_sequences"].max()
     return (
         f"From {least} to {most} windows, perplexity on the calibrated corpus goes "
-        f"from {said}. {committed.claim(10)}"
+        f"from {text}. {committed.claim(10)}"
     )
 
 
@@ -220,25 +220,25 @@ def _structures(committed: Committed) -> str:
     rows = committed.measured["structures"].query("ratio == @_MIDDLE")
     ragged = rows.loc[rows["multiple"].isna(), "delta_nll"].iloc[0]
     over = rows.dropna(subset="multiple").groupby("structure", sort=False)
-    said = "; ".join(f"{name} {value_range(part['excess_nll'])}" for name, part in over)
+    text = "; ".join(f"{name} {value_range(part['excess_nll'])}" for name, part in over)
     multiples = value_range(rows["multiple"].dropna(), "d")
     return (
         f"Where {_MIDDLE:.0%} is removed, ragged widths cost {ragged:.3f} nats per "
-        f"token; widths that are multiples of {multiples} cost more by: {said}."
+        f"token; widths that are multiples of {multiples} cost more by: {text}."
     )
 
 
 def _quantised(committed: Committed) -> str:
     table = advice.quantised_table(committed.measured["quantised"])
     losses = [name for name in table if name.startswith("Δloss")]
-    said = "; ".join(
+    text = "; ".join(
         f"{row['model is']} {row['size, mean ↓']}, at most "
         f"{max((row[name] for name in losses), key=_number)}"
         for row in table.to_dict("records")
     )
     return (
         "What is left of the file, and Δloss of the worst model in nats per token, ± "
-        f"one standard error: {said}. Only pruning saves operations."
+        f"one standard error: {text}. Only pruning saves operations."
     )
 
 
@@ -373,4 +373,4 @@ QUESTIONS = (
         benchmark="cost",
     ),
 )
-"""In the order of the page."""
+"""The questions in the order of the page."""

@@ -26,7 +26,7 @@ from heapr_lab.figures.files import table_markdown
 from heapr_lab.storage import paths
 
 MOST_ROWS = 10
-"""Of a table in sight."""
+"""The most rows of a table in sight."""
 
 # --- README.md --------------------------------------------------------------------
 
@@ -98,8 +98,8 @@ def real_evidence(rows: pd.DataFrame) -> Evidence:
     on_c4 = on_c4[on_c4["method"].eq("heapr")].assign(method=ON_C4)
     items = real.first_states(items)
     windows = pd.concat([real.first_states(windows), on_c4])
-    own = real.first_states(rows)
-    removed = own[own["method"].eq("heapr")].set_index("ratio")["parameters_saved"]
+    table = real.first_states(rows)
+    removed = table[table["method"].eq("heapr")].set_index("ratio")["parameters_saved"]
     return Evidence(
         calibrated_on=real.FITTED_TO,
         windows=windows,
@@ -124,24 +124,24 @@ def claims_table(
         Evidence("pydocs", windows=NO_WINDOWS, rivals=results_of("methods"))
     ).set_index("number")
     lab = _filled(lab, rivals)
-    said = real_claims["claim"] + " (the paper: " + real_claims["paper"] + ")"
-    said = said.str.removesuffix(" (the paper: )")
+    texts = real_claims["claim"] + " (the paper: " + real_claims["paper"] + ")"
+    texts = texts.str.removesuffix(" (the paper: )")
     table = pd.DataFrame(
-        {"the paper": said, _REAL: _cells(real_claims), _LAB: _cells(lab)}
+        {"the paper": texts, _REAL: _cells(real_claims), _LAB: _cells(lab)}
     )
     places = pd.DataFrame([real_claims["verdict"], lab["verdict"]]).map(_ORDER.index)
     return table.loc[places.min().sort_values(kind="stable").index]
 
 
-def _filled(found: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+def _filled(table: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
     """The claims, and those of `others` in place of what was not tested."""
-    tested = others["verdict"].ne(UNTESTED) & found["verdict"].eq(UNTESTED)
-    return found.where(~tested, others)
+    tested = others["verdict"].ne(UNTESTED) & table["verdict"].eq(UNTESTED)
+    return table.where(~tested, others)
 
 
-def _cells(found: pd.DataFrame) -> "pd.Series[str]":
-    verdicts = found["verdict"].replace({DISAGREES: f"**{DISAGREES}**"})
-    return verdicts + ": " + found["found"]
+def _cells(table: pd.DataFrame) -> "pd.Series[str]":
+    verdicts = table["verdict"].replace({DISAGREES: f"**{DISAGREES}**"})
+    return verdicts + ": " + table["found"]
 
 
 # --- benchmarks/README.md ---------------------------------------------------------
@@ -170,12 +170,12 @@ def sections(measured: Mapping[str, pd.DataFrame]) -> dict[str, Section]:
 def _shown(row: Benchmark, data: pd.DataFrame) -> str:
     """What a benchmark was measured on, its figure, if it has one, and its table."""
     results = row.results.removeprefix("benchmarks/")
-    said = (
+    intro = (
         f"\n[`benchmarks/{row.script}`]({row.script}): {row.measured_on()} "
         f"([every row]({results}), [machine]({results.removesuffix('csv')}json)).\n"
     )
     figure = f"\n[Figure](../figures/{row.stem}.png).\n" if row.figure else ""
-    return f"{said}{figure}{folded(row.table(data))}"
+    return f"{intro}{figure}{folded(row.table(data))}"
 
 
 def folded(frame: pd.DataFrame) -> str:
@@ -186,16 +186,16 @@ def folded(frame: pd.DataFrame) -> str:
     return f"\n<details><summary>{rows} rows</summary>\n{block}\n</details>\n"
 
 
-def fill_sections(path: Path, found: Mapping[str, Section]) -> None:
+def fill_sections(path: Path, sections: Mapping[str, Section]) -> None:
     """Fill the block of each section; a missing one is added at the end of the file."""
     text = path.read_text(encoding="utf-8")
     added = [
         f"\n## {section.title}\n\n<!-- {name} --><!-- end -->\n"
-        for name, section in found.items()
+        for name, section in sections.items()
         if f"<!-- {name} -->" not in text
     ]
     path.write_text(text + "".join(added), encoding="utf-8")
-    fill_blocks(path, {name: section.block for name, section in found.items()})
+    fill_blocks(path, {name: section.block for name, section in sections.items()})
 
 
 # --- blocks -----------------------------------------------------------------------

@@ -97,7 +97,7 @@ EXPERT_RATIO = 0.143
 OF_EXPERTS = ("heapr-expert", "reap", "frequency")
 OWN_SHARE = 0.25
 WITH_OWN = f"{FITTED_TO} + {OWN_TEXT}"
-"""As many windows, of which a quarter is text that the model writes itself."""
+"""As many windows, of which a quarter is self-generated text."""
 OTHER_TEXT = ("c4", WITH_OWN)
 
 
@@ -136,8 +136,8 @@ def states(model: str) -> Iterator[State]:
     for method in REPEATED:
         for text in OTHER_TEXT:
             yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
-    for ratio, others in ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS))):
-        for method in (*others, *rivals()):
+    for ratio, names in ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS))):
+        for method in (*names, *rivals()):
             yield pruned(method=method, ratio=ratio)
     for method, seed in itertools.product(REPEATED, SEEDS[1:]):
         yield pruned(method=method, ratio=RATIOS[0], seed=seed)
@@ -145,8 +145,8 @@ def states(model: str) -> Iterator[State]:
 
 def rivals() -> list[str]:
     """The other methods of the paper's main table, by their names here."""
-    found = methods_of_table1().values()
-    return [name for name in found if name and name not in MAIN]
+    names = methods_of_table1().values()
+    return [name for name in names if name and name not in MAIN]
 
 
 class Pruner:
@@ -174,8 +174,8 @@ class Pruner:
         )
         if not n_own:
             return windows
-        own = own_text(self.model, self.tokenizer, n_sequences=n_own, **drawn)
-        return windows.joined(own)
+        generated = own_text(self.model, self.tokenizer, n_sequences=n_own, **drawn)
+        return windows.joined(generated)
 
     def pruned(
         self, state: State
@@ -190,8 +190,8 @@ class Pruner:
         measured = self.measured(state)
         if state.method in COMPENSATED:
             selection = Selection(state.ratio, estimator=COMPENSATED[state.method])
-            keep, made = measured.calibrated.compensated(selection)
-            return self._masked(keep, made.down_projs)
+            keep, compensation = measured.calibrated.compensated(selection)
+            return self._masked(keep, compensation.down_projs)
         if state.method in ESTIMATORS:
             selection = Selection(state.ratio, estimator=state.method)
             return self._masked(select(measured.table(), selection), None)
@@ -237,8 +237,8 @@ class Results:
     def losses(self, corpus: str) -> list[float]:
         """The loss on each window of a corpus."""
         rows = self.windows[self.windows["corpus"].eq(corpus)]
-        found: list[float] = rows.sort_values("window")["nll"].tolist()
-        return found
+        losses: list[float] = rows.sort_values("window")["nll"].tolist()
+        return losses
 
     def suffices(self, options: argparse.Namespace) -> bool:
         """Whether it has as many windows and items as are asked for."""
@@ -263,13 +263,13 @@ def read(
 ) -> Results:
     """Losses and answers of the model as it is now."""
     began = time.process_time()
-    parts = []
+    frames = []
     for corpus in CORPORA:
-        found = load_windows(corpus, tokenizer, seq_len=SEQ_LEN)
-        ids = found.ids[: options.windows or None]
+        windows = load_windows(corpus, tokenizer, seq_len=SEQ_LEN)
+        ids = windows.ids[: options.windows or None]
         losses = stored_perplexity(model, ids).windows
         part = pd.DataFrame({"corpus": corpus, "nll": losses})
-        parts.append(part.rename_axis("window").reset_index())
+        frames.append(part.rename_axis("window").reset_index())
     read = time.process_time()
     items = task_items(model, tokenizer, n_items=options.items, seed=options.seed)
     sizes |= {
@@ -277,44 +277,44 @@ def read(
         "seconds_text": round(read - began, 1),
         "seconds_tasks": round(time.process_time() - read, 1),
     }
-    return Results(pd.concat(parts, ignore_index=True), items, sizes)
+    return Results(pd.concat(frames, ignore_index=True), items, sizes)
 
 
-def row_of(state: State, found: dict[State, Results]) -> dict[str, Any]:
+def row_of(state: State, by_state: dict[State, Results]) -> dict[str, Any]:
     """The row of a state, with differences to the dense model and to HEAPr."""
-    own, dense = found[state], found[state.dense]
-    row: dict[str, Any] = {**vars(state), **own.sizes}
+    results, dense = by_state[state], by_state[state.dense]
+    row: dict[str, Any] = {**vars(state), **results.sizes}
     for corpus in CORPORA:
-        losses = own.losses(corpus)
-        others = dense.losses(corpus)[: len(losses)]
-        difference, error = paired_difference(losses[: len(others)], others)
+        losses = results.losses(corpus)
+        base = dense.losses(corpus)[: len(losses)]
+        difference, error = paired_difference(losses[: len(base)], base)
         row[f"perplexity {corpus}"] = math.exp(statistics.fmean(losses))
         row[f"delta_nll {corpus}"], row[f"delta_nll_stderr {corpus}"] = (
             difference,
             error,
         )
-        difference, error = paired_difference(losses[:N_FIRST], others[:N_FIRST])
+        difference, error = paired_difference(losses[:N_FIRST], base[:N_FIRST])
         row[f"first_delta_nll {corpus}"] = difference
         row[f"first_delta_nll_stderr {corpus}"] = error
-    accuracies = task_summary(own.items).set_index("task")
+    accuracies = task_summary(results.items).set_index("task")
     for task in PAPER_TASKS:
         row[f"accuracy {task}"] = accuracies.loc[task, "value"]
     row |= _mean("accuracy", accuracies)
-    row |= _mean("against_dense", _difference(own, dense))
+    row |= _mean("against_dense", _difference(results, dense))
     row |= {"against_heapr": math.nan, "against_heapr_stderr": math.nan}
-    reference = found.get(state.reference)
+    reference = by_state.get(state.reference)
     if reference is not None and state.method not in (DENSE, "heapr"):
-        row |= _mean("against_heapr", _difference(own, reference))
-    row["windows"] = ", ".join(str(len(own.losses(corpus))) for corpus in CORPORA)
+        row |= _mean("against_heapr", _difference(results, reference))
+    row["windows"] = ", ".join(str(len(results.losses(corpus))) for corpus in CORPORA)
     row["items"] = int(accuracies["n"].drop(MEAN).min())
     return row
 
 
-def _difference(own: Results, other: Results) -> pd.DataFrame:
+def _difference(pruned: Results, other: Results) -> pd.DataFrame:
     """The difference on the items that both have answered."""
     keys = ["task", "item"]
-    both = own.items[keys].merge(other.items[keys])
-    pair = (both.merge(results.items) for results in (own, other))
+    shared = pruned.items[keys].merge(other.items[keys])
+    pair = (shared.merge(results.items) for results in (pruned, other))
     return task_difference(*pair).set_index("task")
 
 
@@ -332,14 +332,14 @@ def stored(folder: Path) -> dict[State, Results]:
     paths = [folder / f"real_{name}.parquet" for name in ("windows", "items", "sizes")]
     if not all(path.exists() for path in paths):
         return {}
-    parts = [dict(iter(pd.read_parquet(path).groupby(names))) for path in paths]
+    frames = [dict(iter(pd.read_parquet(path).groupby(names))) for path in paths]
     return {
         State(*key): Results(
-            _without(parts[0][key], names),
-            _without(parts[1][key], names),
-            _without(parts[2][key], names).iloc[0].to_dict(),
+            _without(frames[0][key], names),
+            _without(frames[1][key], names),
+            _without(frames[2][key], names).iloc[0].to_dict(),
         )
-        for key in parts[0]
+        for key in frames[0]
     }
 
 
@@ -347,12 +347,12 @@ def _without(frame: pd.DataFrame, names: list[str]) -> pd.DataFrame:
     return frame.drop(columns=names).reset_index(drop=True)
 
 
-def write(found: dict[State, Results], folder: Path, seed: int) -> None:
+def write(by_state: dict[State, Results], folder: Path, seed: int) -> None:
     """Write what was measured, and the table that is made of it."""
     frames: dict[str, list[pd.DataFrame]] = {"windows": [], "items": [], "sizes": []}
-    for state, own in found.items():
-        parts = (own.windows, own.items, pd.DataFrame([own.sizes]))
-        for name, part in zip(frames, parts, strict=True):
+    for state, results in by_state.items():
+        tables = (results.windows, results.items, pd.DataFrame([results.sizes]))
+        for name, part in zip(frames, tables, strict=True):
             frames[name].append(part.assign(**vars(state)))
     for name, list_of in frames.items():
         frame = pd.concat(list_of, ignore_index=True)
@@ -364,7 +364,7 @@ def write(found: dict[State, Results], folder: Path, seed: int) -> None:
         "seed of the items": seed,
         "dtype": "float32",
     }
-    rows = [row_of(state, found) for state in found]
+    rows = [row_of(state, by_state) for state in by_state]
     write_results("real", rows, this_machine() | details, folder)
 
 
@@ -387,9 +387,9 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
     """Measure the states of one model that are asked for and missing."""
     only = [DENSE, *options.only.split(",")] if options.only else []
     ratios = [0.0, *map(float, options.ratios.split(","))] if options.ratios else []
-    found, pruner = stored(options.out), None
+    results, pruner = stored(options.out), None
     for state in states(name):
-        done = state in found and found[state].suffices(options)
+        done = state in results and results[state].suffices(options)
         left_out = (only and state.method not in only) or (
             ratios and state.ratio not in ratios
         )
@@ -397,12 +397,12 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
             continue
         pruner = pruner or Pruner(name)
         try:
-            found[state] = measured(pruner, state, options)
+            results[state] = measured(pruner, state, options)
         except HeaprLabError as error:
             logger.warning("%s: %s", state, error)
             continue
-        write(found, options.out, options.seed)
-        logger.warning("%s", row_of(state, found))
+        write(results, options.out, options.seed)
+        logger.warning("%s", row_of(state, results))
 
 
 if __name__ == "__main__":

@@ -124,12 +124,12 @@ class Measured:
 
     model: Served
     seconds: list[tuple[float, float]]
-    """Of each round, of prefill and decode."""
+    """The seconds of each round, of prefill and decode."""
     costs: dict[tuple[str, str], float]
 
     def of_phase(self, phase: str) -> list[float]:
         """The seconds of every round of one phase."""
-        return [both[PHASES.index(phase)] for both in self.seconds]
+        return [times[PHASES.index(phase)] for times in self.seconds]
 
 
 # --- models -------------------------------------------------------------------------
@@ -180,13 +180,13 @@ def serve(
     """All engines, the dense one first, and the sizes of the dense model."""
     model = build_model(sizes, "cpu", dtype)
     whole = mask_of(sizes, "uniform", 0.0)
-    found = [Served("dense", 0.0, whole, engine_of(model, None, loads))]
+    models = [Served("dense", 0.0, whole, engine_of(model, None, loads))]
     for structure in STRUCTURES:
         for ratio in RATIOS:
             keep = mask_of(sizes, structure, ratio)
-            found.append(Served(structure, ratio, keep, engine_of(model, keep, loads)))
+            models.append(Served(structure, ratio, keep, engine_of(model, keep, loads)))
             gc.collect()
-    return describe(model), found
+    return describe(model), models
 
 
 def _methods(model: Any) -> list[str]:
@@ -233,18 +233,18 @@ def routing(
 
     Call 0 is the prefill.
     """
-    found: dict[int, list[torch.Tensor]] = {}
+    by_layer: dict[int, list[torch.Tensor]] = {}
 
     def watch(model: Any, *, on: bool) -> None:
         for module in model.modules():
             if hasattr(module, "layer_id") and hasattr(module, "router"):
-                calls = found.setdefault(module.layer_id, [])
+                calls = by_layer.setdefault(module.layer_id, [])
                 module.router.set_capture_fn(partial(_note, calls) if on else None)
 
     engine.apply_model(partial(watch, on=True))
     seconds_of(engine, prompts, n_steps)
     engine.apply_model(partial(watch, on=False))
-    return routed_rows(found, n_experts)
+    return routed_rows(by_layer, n_experts)
 
 
 def _note(calls: list[torch.Tensor], ids: torch.Tensor) -> None:
@@ -287,22 +287,23 @@ def measure(
         routed = routing(model.engine, prompts, load.n_steps, sizes.n_experts)
         promised.append(costs(shape, model.keep, routed, load, sizes.d_vocab))
     runs = [partial(seconds_of, m.engine, prompts, load.n_steps) for m in models]
-    found = list(map(Measured, models, in_turns(runs, n_rounds=n_repeats), promised))
-    return [row_of(own, found[0], load, phase) for phase in PHASES for own in found]
+    cases = list(map(Measured, models, in_turns(runs, n_rounds=n_repeats), promised))
+    return [row_of(case, cases[0], load, phase) for phase in PHASES for case in cases]
 
 
-def row_of(own: Measured, dense: Measured, load: Load, phase: str) -> dict[str, Any]:
+def row_of(case: Measured, dense: Measured, load: Load, phase: str) -> dict[str, Any]:
     """One row: the speed of a model in one phase, and what was predicted of it."""
-    seconds, base = own.of_phase(phase), dense.of_phase(phase)
+    seconds, base = case.of_phase(phase), dense.of_phase(phase)
     speedups = [before / after for before, after in zip(base, seconds, strict=True)]
     middle = statistics.median(speedups)
     by_flops, by_bytes = (
-        dense.costs[phase, kind] / own.costs[phase, kind] for kind in ("flops", "bytes")
+        dense.costs[phase, kind] / case.costs[phase, kind]
+        for kind in ("flops", "bytes")
     )
     n_tokens = load.n_tokens(phase)
     return {
         "mode": f"{phase}_batch_{load.batch_size}",
-        **own.model.facts(),
+        **case.model.facts(),
         "tokens_per_second": round(n_tokens / statistics.median(seconds), 2),
         "speedup_over_dense": round(middle, 3),
         "lowest_speedup": round(min(speedups), 3),

@@ -37,8 +37,8 @@ class Shape:
     def narrow(self) -> "Shape":
         """The same with a sixteenth of each width, and a small vocabulary."""
         widths = ("d_model", "d_inter", "d_shared", "d_dense", "head_dim")
-        parts = {name: getattr(self, name) // 16 for name in widths}
-        return dataclasses.replace(self, d_vocab=512, **parts)
+        sizes = {name: getattr(self, name) // 16 for name in widths}
+        return dataclasses.replace(self, d_vocab=512, **sizes)
 
     def config(self, n_layers: int) -> Any:
         """The configuration of a model with the first `n_layers` layers."""
@@ -118,8 +118,8 @@ def write_checkpoint(
     shape.config(n_layers).save_pretrained(folder)
     shards = [{name: t for name, t in tensors.items() if ".layers." not in name}]
     for number in range(n_layers):
-        own, new = f".layers.{min(number, 1)}.", f".layers.{number}."
-        shards.append({n.replace(own, new): t for n, t in tensors.items() if own in n})
+        old, new = f".layers.{min(number, 1)}.", f".layers.{number}."
+        shards.append({n.replace(old, new): t for n, t in tensors.items() if old in n})
     return write_shards(folder, shards)
 
 

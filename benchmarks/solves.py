@@ -65,10 +65,10 @@ WHOLE = Configuration("qwen3_moe", 1024, 512, 64, 8, 4096, 4096, top_k=8, d_voca
 def timed(work: Callable[[], Any], device: str) -> tuple[Any, float]:
     """The result of `work`, and its seconds."""
     began = time.perf_counter()
-    found = work()
+    output = work()
     if device == "cuda":
         torch.cuda.synchronize()
-    return found, time.perf_counter() - began
+    return output, time.perf_counter() - began
 
 
 def random_sums(layer: ExpertsLayer, n_tokens: int) -> LayerGrams:
@@ -80,10 +80,10 @@ def random_sums(layer: ExpertsLayer, n_tokens: int) -> LayerGrams:
     sums = torch.empty(2, n_experts, n_atoms, n_atoms, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for part in sums.flatten(0, 1):
-        own = torch.randn(n_atoms, 2 * n_atoms, generator=generator)
+        noise = torch.randn(n_atoms, 2 * n_atoms, generator=generator)
         common = torch.randn(n_atoms // 4, 2 * n_atoms, generator=generator)
         mixed = (
-            own
+            noise
             + torch.randn(n_atoms, n_atoms // 4, generator=generator)
             @ common
             / (n_atoms // 4) ** 0.5
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", help="rows, separated by commas")
     options = parser.parse_args()
-    asked = options.only.split(",") if options.only else [*LAYERS, "whole"]
+    names = options.only.split(",") if options.only else [*LAYERS, "whole"]
     rows = Rows("solves" if options.device == "cpu" else f"solves_{options.device}")
     details = machine(options.device) | {
         "ratio": RATIO,
@@ -161,7 +161,7 @@ def main() -> None:
     }
     for name, configuration in {**LAYERS, "whole": WHOLE}.items():
         key = {"model": "0.9B, 8 layers" if name == "whole" else f"{name}, one layer"}
-        if name not in asked or rows.has(key):
+        if name not in names or rows.has(key):
             continue
         shape = {
             "experts": configuration.n_experts,
@@ -169,11 +169,11 @@ def main() -> None:
             "d_model": configuration.d_model,
         }
         if name == "whole":
-            found = whole_model(configuration, options.device)
+            row = whole_model(configuration, options.device)
         else:
             parts = PARTS.get(name, 1)
-            found = one_layer(configuration, options.device, parts=parts)
-        rows.add([key | shape | found], details)
+            row = one_layer(configuration, options.device, parts=parts)
+        rows.add([key | shape | row], details)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ DENSE = ("grouped_mm", "eager")
 SLICED = "sliced"
 """The method that computes what is kept alone."""
 MULTIPLE = 8
-"""Of which widths are multiples, as kernels need in bfloat16."""
+"""The number that widths are multiples of, as kernels need in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -216,13 +216,13 @@ def routing(
     Returns:
         Columns layer, call, expert, tokens, of the calls that are measured.
     """
-    found: dict[int, list[torch.Tensor]] = {layer: [] for layer in names}
+    calls: dict[int, list[torch.Tensor]] = {layer: [] for layer in names}
 
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
         handles = [
             model.get_submodule(name).register_forward_pre_hook(
-                lambda _module, args, layer=layer: found[layer].append(args[1].cpu())
+                lambda _module, args, layer=layer: calls[layer].append(args[1].cpu())
             )
             for layer, name in names.items()
         ]
@@ -231,13 +231,13 @@ def routing(
             handle.remove()
 
     seconds_of(model, prompt, n_steps=mode.n_steps, watched=watched)
-    return routed_rows(found, model.config.get_text_config().num_experts)
+    return routed_rows(calls, model.config.get_text_config().num_experts)
 
 
-def routed_rows(found: dict[int, list[torch.Tensor]], n_experts: int) -> pd.DataFrame:
+def routed_rows(routed: dict[int, list[torch.Tensor]], n_experts: int) -> pd.DataFrame:
     """The table of `routing` from the experts (tokens, top_k) of every call."""
     rows = []
-    for layer, calls in found.items():
+    for layer, calls in routed.items():
         for call, index in enumerate(calls):
             tokens = torch.bincount(index.flatten(), minlength=n_experts).tolist()
             rows += [(layer, call, expert, n) for expert, n in enumerate(tokens)]
@@ -303,9 +303,9 @@ def measure(
     seconds = measure_seconds(methods, mode, prompt, n_repeats)
     dense = min(seconds[: len(DENSE)], key=statistics.median)
     rows = []
-    for method, own, promised in zip(methods, seconds, predicted, strict=True):
+    for method, times, promised in zip(methods, seconds, predicted, strict=True):
         speedup = statistics.median(
-            base / mine for base, mine in zip(dense, own, strict=True)
+            base / mine for base, mine in zip(dense, times, strict=True)
         )
         keep = keeps[method.ratio] if method.name == SLICED else None
         rows.append(
@@ -313,7 +313,7 @@ def measure(
                 "mode": mode.name,
                 "ratio": method.ratio,
                 "method": method.name,
-                "tokens_per_second": round(mode.n_tokens / statistics.median(own), 2),
+                "tokens_per_second": round(mode.n_tokens / statistics.median(times), 2),
                 "speedup_over_dense": round(speedup, 3),
                 "predicted_speedup": round(promised, 3),
                 "share_of_predicted": round(speedup / promised, 3),
@@ -321,7 +321,7 @@ def measure(
                 "predicted_bytes": round(
                     shape.parameters(keep) * shape.bytes_per_parameter
                 ),
-                "fastest_tokens_per_second": round(mode.n_tokens / min(own), 2),
+                "fastest_tokens_per_second": round(mode.n_tokens / min(times), 2),
             }
         )
         logger.info(

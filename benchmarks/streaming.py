@@ -111,8 +111,8 @@ def _shards(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> torch.Tensor:
-        own = torch.empty(sizes, dtype=torch.bfloat16)
-        return own.normal_(std=0.02, generator=generator)
+        tensor = torch.empty(sizes, dtype=torch.bfloat16)
+        return tensor.normal_(std=0.02, generator=generator)
 
     d = width = shape.d_model
     yield {
@@ -156,8 +156,8 @@ def measure(folder: Path, shape: Shape, way: str) -> dict[str, Any]:
     ids = shape.ids()
     keep = _dense(folder, ids, way, row)
     gc.collect()  # a streamed model and its hooks refer to each other
-    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-        small = Path(made) / "pruned"
+    with tempfile.TemporaryDirectory(dir=folder.parent) as path:
+        small = Path(path) / "pruned"
         with _timed(row, "pruning"):
             prune_folder(folder, keep, small)
         files = small.glob("*.safetensors")
@@ -199,8 +199,8 @@ def in_own_process(script: str, *only: str) -> dict[str, Any]:
     """The row that `script --only ...` prints."""
     command = [sys.executable, script, "--only", *only]
     done = subprocess.run(command, check=True, capture_output=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
 @contextlib.contextmanager
@@ -219,8 +219,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.only:
         folder, name, way = options.only
-        found = measure(Path(folder), SHAPES[name], way)
-        sys.stdout.write(json.dumps(found) + "\n")
+        row = measure(Path(folder), SHAPES[name], way)
+        sys.stdout.write(json.dumps(row) + "\n")
         return
     rows = Rows("streaming")
     details = machine("cpu") | {"n_threads": torch.get_num_threads()}
@@ -230,14 +230,14 @@ def main() -> None:
         missing = [key for key in keys if not rows.has(key)]
         if not missing:
             continue
-        with tempfile.TemporaryDirectory(dir=options.folder) as made:
-            folder = Path(made) / "dense"
+        with tempfile.TemporaryDirectory(dir=options.folder) as path:
+            folder = Path(path) / "dense"
             folder.mkdir()
             n_bytes = write_checkpoint(shape, folder)
             for key in missing:
-                found = in_own_process(__file__, str(folder), name, key["way"])
+                row = in_own_process(__file__, str(folder), name, key["way"])
                 size = {"checkpoint_bytes": n_bytes, "tokens": shape.n_tokens}
-                rows.add([key | size | found], details)
+                rows.add([key | size | row], details)
 
 
 if __name__ == "__main__":

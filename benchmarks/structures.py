@@ -50,7 +50,7 @@ def measure(bench: Workbench, setting: Setting, corpus: str) -> dict[str, Any] |
     except SpecError:
         return None
     dense = bench.perplexity(None, windows).nll
-    found = bench.perplexity(keep, windows)
+    masked = bench.perplexity(keep, windows)
     same = Setting(keep.achieved_ratio, calibration=corpus)
     ragged = bench.perplexity(bench.keep(same), windows)
     return {
@@ -59,10 +59,10 @@ def measure(bench: Workbench, setting: Setting, corpus: str) -> dict[str, Any] |
         "multiple": setting.selection.multiple,
         "ratio": setting.selection.ratio,
         "achieved_ratio": keep.achieved_ratio,
-        "nll": found.nll,
-        "delta_nll": found.nll - dense,
+        "nll": masked.nll,
+        "delta_nll": masked.nll - dense,
         "ragged_delta_nll": ragged.nll - dense,
-        "n_tokens": found.n_tokens,
+        "n_tokens": masked.n_tokens,
     }
 
 
@@ -81,8 +81,8 @@ def main() -> None:
     given = options.multiples or ",".join(str(d_inter // n) for n in (16, 8, 4, 2))
     multiples = [int(multiple) for multiple in given.split(",")]
     chosen = settings(multiples, options.corpus)
-    found = [measure(bench, setting, options.corpus) for setting in chosen]
-    rows = [row for row in found if row is not None]
+    measured = [measure(bench, setting, options.corpus) for setting in chosen]
+    rows = [row for row in measured if row is not None]
     details = machine() | {
         "identity": bench.identity,
         "d_inter": d_inter,

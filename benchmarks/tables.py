@@ -80,10 +80,10 @@ def measure(layout: Layout, folder: Path, n_repeats: int) -> dict[str, Any]:
     """One row: reading and selecting."""
     path = folder / f"{layout.name}.parquet"
     random_table(layout).write(path)
-    wanted = [*KEYS, *COLUMNS]
+    columns = [*KEYS, *COLUMNS]
     floor, read = [], []
     for _ in range(n_repeats):
-        floor.append(seconds(lambda: pq.read_table(path, columns=wanted).to_pandas()))
+        floor.append(seconds(lambda: pq.read_table(path, columns=columns).to_pandas()))
         read.append(seconds(lambda: ImportanceTable.read(path, COLUMNS)))
     table = ImportanceTable.read(path, COLUMNS)
     first = seconds(lambda: select(table, ratio=0.5))

@@ -42,8 +42,8 @@ def measured(theirs: Any, ours: Any, task: Any, n_items: int) -> dict[str, Any]:
     task.build_all_requests(limit=None, samples=drawn, rank=0, world_size=1)
     requests = task.instances
     expected, their_seconds = timed(theirs, requests)
-    found, our_seconds = timed(ours, requests)
-    apart = [abs(a - b) for (a, _), (b, _) in zip(expected, found, strict=True)]
+    answers, our_seconds = timed(ours, requests)
+    apart = [abs(a - b) for (a, _), (b, _) in zip(expected, answers, strict=True)]
     return {
         "items": len(drawn),
         "requests": len(requests),
@@ -51,7 +51,7 @@ def measured(theirs: Any, ours: Any, task: Any, n_items: int) -> dict[str, Any]:
         HARNESS: round(their_seconds, 1),
         OURS: round(our_seconds, 1),
         "difference [nats]": float(f"{max(apart):.1e}"),
-        "other answers": other_answers(requests, expected, found),
+        "other answers": other_answers(requests, expected, answers),
     }
 
 
@@ -68,15 +68,15 @@ def n_tokens(lm: Any, pair: tuple[str, str]) -> int:
     return sum(map(len, lm._encode_pair(*pair))) - 1
 
 
-def other_answers(requests: list[Any], expected: Any, found: Any) -> int:
+def other_answers(requests: list[Any], expected: Any, given: Any) -> int:
     """Items whose likeliest choice differs, in all or for each character."""
     documents = np.array([request.doc_id for request in requests])
     lengths = np.array([len(request.args[1]) for request in requests])
-    values = np.array([[a, b] for (a, _), (b, _) in zip(expected, found, strict=True)])
-    several = ((values[own], lengths[own, None]) for own in choices_of(documents))
+    values = np.array([[a, b] for (a, _), (b, _) in zip(expected, given, strict=True)])
+    several = ((values[rows], lengths[rows, None]) for rows in choices_of(documents))
     return sum(
-        len(set(own.argmax(0))) > 1 or len(set((own / length).argmax(0))) > 1
-        for own, length in several
+        len(set(scores.argmax(0))) > 1 or len(set((scores / length).argmax(0))) > 1
+        for scores, length in several
     )
 
 
@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
         ours = PackingHFLM(model, tokenizer)
         for name, task in load_tasks(list(PAPER_TASKS))["tasks"].items():
-            found = measured(theirs, ours, task, arguments.n_items)
-            rows.append({"model": arguments.model, "task": name, **found})
+            row = measured(theirs, ours, task, arguments.n_items)
+            rows.append({"model": arguments.model, "task": name, **row})
             logger.info("%s", rows[-1])
     details = machine() | {"n_threads": 1, "dtype": arguments.dtype, "batch": size}
     write_results("tasks", [*rows, in_all(rows)], details, arguments.out)

@@ -147,7 +147,7 @@ class _Published(_Covariances):
 _covariances: ContextVar[dict[int, _Covariances] | None] = ContextVar(
     "covariances", default=None
 )
-"""By the id of each experts module, while a pass runs."""
+"""The sums of each experts module, by its id, while a pass runs."""
 
 
 class _Covariance(torch.autograd.Function):

@@ -64,8 +64,8 @@ def command_names() -> list[str]:
 
 def help_texts() -> dict[str, str]:
     """What `--help` says, of the program and of each command."""
-    found = {PROGRAM: _help()}
-    return found | {f"{PROGRAM} {name}": _help(name) for name in command_names()}
+    texts = {PROGRAM: _help()}
+    return texts | {f"{PROGRAM} {name}": _help(name) for name in command_names()}
 
 
 def _help(*command: str) -> str:
@@ -120,24 +120,24 @@ def deviations_block() -> str:
         if method.rule.__module__.startswith("heapr_lab.")
     }
     lines = ["\n"]
-    for said, group in itertools.groupby(ours, key=lambda name: ours[name].deviations):
+    for texts, group in itertools.groupby(ours, key=lambda name: ours[name].deviations):
         names = list(group)
         cited = "; ".join(dict.fromkeys(ours[name].citation for name in names))
         listed = ", ".join(f"`{name}`" for name in names)
-        lines.append(" ".join([f"* {listed} ({cited}).", *said]))
+        lines.append(" ".join([f"* {listed} ({cited}).", *texts]))
         lines.append("\n")
     return "".join(lines)
 
 
 def measured_pages() -> dict[str, str]:
     """The pages of what was measured, their links as seen from `docs`."""
-    found = {}
+    pages = {}
     for target in list(PAGES)[:2]:
         text = (paths.project_dir() / target.removeprefix("../")).read_text("utf-8")
         folder = target.removesuffix("README.md")
-        own = re.sub(r"\]\((?!\.\.|https?:|#)", f"]({folder}", text)
-        found[PAGES[target]] = own.replace("](../docs/", "](")
-    return found
+        page = re.sub(r"\]\((?!\.\.|https?:|#)", f"]({folder}", text)
+        pages[PAGES[target]] = page.replace("](../docs/", "](")
+    return pages
 
 
 def linked_pages(text: str) -> str:

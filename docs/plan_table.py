@@ -38,17 +38,17 @@ def table() -> str:
 
 def _row(shape: str) -> tuple[str, ...]:
     config = paths.project_dir() / "tests" / "data" / "shapes" / shape
-    found = plan(config, memory=MEMORY, dtype="bfloat16")
+    needs = plan(config, memory=MEMORY, dtype="bfloat16")
     return (
         shape,
-        f"{found.n_parameters / 1e9:,.1f} B",
-        f"{found.n_atoms / 1e6:,.1f} M",
-        gigabytes(found.checkpoint_bytes),
-        gigabytes(found.statistics_bytes),
-        gigabytes(found.needed_bytes[IN_MEMORY]),
-        gigabytes(found.needed_bytes[STREAMED]),
-        gigabytes(found.states_bytes),
-        found.engine,
+        f"{needs.n_parameters / 1e9:,.1f} B",
+        f"{needs.n_atoms / 1e6:,.1f} M",
+        gigabytes(needs.checkpoint_bytes),
+        gigabytes(needs.statistics_bytes),
+        gigabytes(needs.needed_bytes[IN_MEMORY]),
+        gigabytes(needs.needed_bytes[STREAMED]),
+        gigabytes(needs.states_bytes),
+        needs.engine,
     )
 
 

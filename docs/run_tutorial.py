@@ -89,18 +89,18 @@ def steps(text: str) -> Iterator[Step]:
 
 
 def run(
-    found: Iterable[Step],
+    steps: Iterable[Step],
     command: Callable[[str], str],
     shell: InteractiveShell,
 ) -> Iterator[Done]:
     """Run the steps one after the other.
 
     Args:
-        found: what to run.
+        steps: what to run.
         command: runs a command and returns what it printed.
         shell: runs the cells.
     """
-    for step in found:
+    for step in steps:
         started = time.perf_counter()
         if step.language == "console":
             output: Any = command(step.code)
@@ -116,11 +116,11 @@ def run(
 
 def main() -> None:
     """Run all of it on the lab model, and fill the tables of the tutorial."""
-    found = steps(TUTORIAL.read_text("utf-8"))
+    tutorial = steps(TUTORIAL.read_text("utf-8"))
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
         os.environ["HEAPR_CACHE_DIR"] = str(Path(name) / "cache")
         os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        done = list(run(found, _command, InteractiveShell()))
+        done = list(run(tutorial, _command, InteractiveShell()))
     blocks = {
         "times": f"\n{_machine()}\n{as_block(times(done))}",
         "perplexity": as_block(perplexities(done)),
@@ -146,8 +146,8 @@ def _install() -> str:
     """Make the environment in a copy of the project, beside what else is written."""
     left_out = shutil.ignore_patterns(".venv", ".git", "cache", "_build", "*.egg-info")
     shutil.copytree(paths.project_dir(), "project", ignore=left_out)
-    asked = ["make", "-C", "project", "install"]
-    subprocess.run(asked, check=True, stdout=subprocess.DEVNULL)
+    command = ["make", "-C", "project", "install"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return ""
 
 
@@ -179,9 +179,9 @@ def times(done: Iterable[Done]) -> pd.DataFrame:
 def perplexities(done: Iterable[Done]) -> pd.DataFrame:
     """What `evaluate` printed."""
     rows = [
-        (f"`{one.step.code}`", float(found[1]))
+        (f"`{one.step.code}`", float(match[1]))
         for one in done
-        if one.step.language == "console" and (found := _PERPLEXITY.search(one.output))
+        if one.step.language == "console" and (match := _PERPLEXITY.search(one.output))
     ]
     return pd.DataFrame(rows, columns=["command", "perplexity on pydocs"])
 

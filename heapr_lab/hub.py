@@ -29,12 +29,12 @@ def is_reachable() -> bool:
     """
     if constants.is_offline_mode():
         return False
-    found: list[bool] = []
+    answers: list[bool] = []
     # In a thread, because the system's look-up of a name has no time limit.
-    asking = threading.Thread(target=lambda: found.append(_asked()), daemon=True)
+    asking = threading.Thread(target=lambda: answers.append(_asked()), daemon=True)
     asking.start()
     asking.join(_SECONDS)
-    if found == [True]:
+    if answers == [True]:
         return True
     _go_offline()
     return False

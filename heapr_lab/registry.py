@@ -22,7 +22,7 @@ def find(name: str, default: Any = _NEEDED) -> Any:
     """What is registered as `name`, or `default` where it is given and nothing is.
 
     Raises:
-        SpecError: nothing is, or it is not installed.
+        SpecError: nothing is registered, or it is not installed.
     """
     module, _, attribute = _PLACES.get(name, "").partition(":")
     try:

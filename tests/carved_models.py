@@ -39,15 +39,15 @@ def one_expert_model(d_ff: int = 24, dtype: torch.dtype = torch.float64) -> Any:
 
 def one_expert_state(model: Any) -> dict[str, torch.Tensor]:
     """The weights of a `dense_model`, by the names of Mixtral's files."""
-    found = {}
+    state = {}
     for name, tensor in model.state_dict().items():
         if ".mlp." not in name:
-            found[name] = tensor
+            state[name] = tensor
             continue
-        layer, _, own = name.partition(".mlp.")
-        theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[own]
-        found[f"{layer}.block_sparse_moe.experts.0.{theirs}.weight"] = tensor
-    return found
+        layer, _, matrix = name.partition(".mlp.")
+        theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[matrix]
+        state[f"{layer}.block_sparse_moe.experts.0.{theirs}.weight"] = tensor
+    return state
 
 
 def dense_model(d_ff: int = 24) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLOSED = "http://127.0.0.1:9"
-"""Where nothing listens."""
+"""An address where nothing listens."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class Clone:
 def copy_tracked(source: Path, target: Path) -> None:
     """Copy what git tracks or would track."""
     listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    found = subprocess.run(
+    process = subprocess.run(
         ["git", "-C", str(source), *listing], check=True, capture_output=True, text=True
     )
-    for name in filter(None, found.stdout.split("\0")):
+    for name in filter(None, process.stdout.split("\0")):
         if (source / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
 
 
 def bare_environment(folder: Path, *, cache: Path) -> dict[str, str]:
-    """Ours without a variable that this package or the hub's clients read."""
+    """Our environment, without variables that this package or hub clients read."""
     ours = ("HEAPR_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "OMP_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     return kept | {

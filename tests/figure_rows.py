@@ -173,17 +173,17 @@ def measured_models() -> pd.DataFrame:
         {"model": model, "variant": variant, "ratio": ratio, "delta_nll": value}
         for (model, variant, ratio), value in losses.items()
     ]
-    own = pd.DataFrame(rows).assign(
+    frame = pd.DataFrame(rows).assign(
         calibration="pydocs", test="pydocs", seed=0, stderr=0.01, passes=7.5
     )
-    other = own.assign(test="wikitext2", delta_nll=1.0)  # not the calibrated corpus
-    return pd.concat([own, other])
+    other = frame.assign(test="wikitext2", delta_nll=1.0)  # not the calibrated corpus
+    return pd.concat([frame, other])
 
 
 def measured_methods() -> pd.DataFrame:
     """Two models and seeds: atoms removed in three ways, one of them compensated.
 
-    And experts dropped, which one model refuses at 50 %.
+    Experts are dropped, too, which one model refuses at 50 %.
     """
     losses = {
         # variant: kind, Δloss of model a at 25 and 50 %, seconds
@@ -193,8 +193,8 @@ def measured_methods() -> pd.DataFrame:
         "reap": ("experts", 0.2, 0.6, 2.0),
     }
     rows = []
-    for variant, (kind, *both, seconds) in losses.items():
-        for ratio, loss in zip((0.25, 0.5), both, strict=True):
+    for variant, (kind, *deltas, seconds) in losses.items():
+        for ratio, loss in zip((0.25, 0.5), deltas, strict=True):
             for model, times in (("a", 1), ("b", 3)):
                 for seed, more in ((0, 0.0), (1, 0.02)):
                     label = {"model": model, "seed": seed, "variant": variant}

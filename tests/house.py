@@ -37,19 +37,19 @@ WINGS = (
     "panel",
     "cli",
 )
-"""From the bottom up: a wing imports itself and what stands before it."""
+"""All wings from the bottom up: each imports itself and what stands before it."""
 
 
 def imported_modules(path: Path) -> set[str]:
     """The dotted names below heapr_lab that a file imports anywhere in it."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     prefix = "heapr_lab."
-    return {name.removeprefix(prefix) for name in found if name.startswith(prefix)}
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def code_lines(path: Path) -> int:
@@ -71,8 +71,8 @@ def code_lines(path: Path) -> int:
         tokenize.DEDENT,
         tokenize.ENDMARKER,
     }
-    found: set[int] = set()
+    lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in layout:
-            found |= set(range(token.start[0], token.end[0] + 1))
-    return len(found - skipped)
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - skipped)

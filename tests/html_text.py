@@ -6,10 +6,10 @@ import re
 def cells(page: str) -> list[list[str]]:
     """The texts of the cells of all tables, row by row."""
     rows = re.findall(r"<tr>(<td.*?)</tr>", page, re.DOTALL)
-    found = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in rows]
-    return [[re.sub("<[^>]*>", "", cell) for cell in row] for row in found]
+    table = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in rows]
+    return [[re.sub("<[^>]*>", "", cell) for cell in row] for row in table]
 
 
 def marked(page: str) -> list[str]:
-    """What is marked."""
+    """The texts that are marked."""
     return [re.sub("<[^>]*>", "", part) for part in re.findall("<mark.*?</mark>", page)]

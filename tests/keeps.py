@@ -57,14 +57,14 @@ def zeroed_twin(model: nn.Module, keep: KeepMask) -> nn.Module:
     return twin
 
 
-def assert_same_logits(found: torch.Tensor, own: torch.Tensor) -> None:
-    """To the last bit, or to rounding of a single token.
+def assert_same_logits(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Logits are the same to the last bit, or to rounding of a single token.
 
     Some processors add up the products of a single row in an order that depends on the
     number of columns.
     """
-    close = 1e-5 if len(own.flatten(0, -2)) == 1 else 0.0
-    torch.testing.assert_close(found, own, rtol=close, atol=2 * close)
+    close = 1e-5 if len(expected.flatten(0, -2)) == 1 else 0.0
+    torch.testing.assert_close(logits, expected, rtol=close, atol=2 * close)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

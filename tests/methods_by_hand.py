@@ -24,7 +24,7 @@ FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2")
 SIX = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 IN_SINGLE = {"rtol": 1e-5, "atol": 1e-6}
-"""Where a router computes its softmax in float32."""
+"""The tolerance where a router computes its softmax in float32."""
 
 
 def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
@@ -32,11 +32,11 @@ def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
     return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
 
 
-def check(found: Any, model: nn.Module, expected: nn.Module) -> None:
+def check(compression: Any, model: nn.Module, expected: nn.Module) -> None:
     """Check the logits against those of a model made by hand, not the dense ones."""
     by_hand = logits_of(expected, IDS)
     assert (by_hand - logits_of(model, IDS)).abs().max() > 1e-3
-    with found.apply(model):
+    with compression.apply(model):
         torch.testing.assert_close(logits_of(model, IDS), by_hand, **CLOSE)
 
 
@@ -47,13 +47,13 @@ def outputs_of(layer: ExpertsLayer, x: torch.Tensor) -> torch.Tensor:
         w: Any = matrices(layer.module, expert)
         bias = 0 if w["b_down"] is None else w["b_down"]
         h = [atom_activations(layer.module, token, w) for token in x]
-        rows.append(torch.stack([w["W_down"] @ own + bias for own in h]))
+        rows.append(torch.stack([w["W_down"] @ atoms + bias for atoms in h]))
     return torch.stack(rows).detach()
 
 
 def logits_by_hand(model: nn.Module, number: int, x: torch.Tensor) -> torch.Tensor:
     """The router's logits (T, E) of tokens x (T, D)."""
-    axes = {own.layer.layer: own for own in find_expert_axes(model)}
+    axes = {axis.layer.layer: axis for axis in find_expert_axes(model)}
     router: Any = axes[number].router
     bias = getattr(router, "bias", None)
     return (x @ router.weight.T + (0 if bias is None else bias)).detach()
@@ -70,7 +70,7 @@ def counted(model: nn.Module) -> dict[int, dict[int, int]]:
 def mean_by_hand(experts: list[dict[str, Any]], weights: list[float]) -> dict[str, Any]:
     """The weighted mean of matrices."""
     return {
-        name: sum(w * own[name] for w, own in zip(weights, experts, strict=True))
+        name: sum(w * expert[name] for w, expert in zip(weights, experts, strict=True))
         / sum(weights)
         for name in experts[0]
     }
@@ -88,14 +88,14 @@ def replaced(model: nn.Module, new: dict[tuple[int, int], Any]) -> nn.Module:
 
 def sets(groups: Any) -> set[frozenset[int]]:
     """Groups without their order."""
-    return {frozenset(own) for own in groups}
+    return {frozenset(group) for group in groups}
 
 
-def removed(found: Any) -> set[tuple[int, int, int]]:
+def removed(compression: Any) -> set[tuple[int, int, int]]:
     """(layer, expert, atom) of every removed atom."""
     return {
         (layer, int(e), int(a))
-        for layer, kept in found.keep.arrays.items()
+        for layer, kept in compression.keep.arrays.items()
         for e, a in np.argwhere(~kept)
     }
 

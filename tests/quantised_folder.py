@@ -22,12 +22,12 @@ def in_fp8(
     """
     exact = {}
     with changed_tensors(folder) as tensors:
-        for name, own in [*tensors.items()]:
-            if own.dim() != 2 or "_proj" not in name or "layers" not in name:
+        for name, tensor in [*tensors.items()]:
+            if tensor.dim() != 2 or "_proj" not in name or "layers" not in name:
                 continue
-            scale = scales_of(own.float(), block).to(scales or torch.float32)
-            every = of_each_weight(scale.float(), own.shape, block)
-            tensors[name] = (own.float() / every).to(torch.float8_e4m3fn)
+            scale = scales_of(tensor.float(), block).to(scales or torch.float32)
+            every = of_each_weight(scale.float(), tensor.shape, block)
+            tensors[name] = (tensor.float() / every).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = scale
             exact[name] = tensors[name].float() * every
     configure(
@@ -39,9 +39,9 @@ def in_fp8(
     return exact
 
 
-def scales_of(own: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def scales_of(tensor: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The scale of each block, of which the last ones may be smaller."""
-    rows = own.split(block[0])
+    rows = tensor.split(block[0])
     largest = [[b.abs().max() for b in row.split(block[1], 1)] for row in rows]
     return torch.tensor(largest) / 448
 
@@ -103,13 +103,13 @@ def in_nvfp4(folder: Path, layout: str) -> dict[str, torch.Tensor]:
             del tensors[name]
             stem = name.removesuffix("weight")
             if layout == "modelopt":
-                own = {"weight": packed.byte(), "weight_scale_2": last}
-                own |= {"input_scale": last}
+                new = {"weight": packed.byte(), "weight_scale_2": last}
+                new |= {"input_scale": last}
             else:
-                own = {"weight_packed": packed.byte(), "input_global_scale": last[None]}
-                own |= {"weight_global_scale": 1 / last[None]}
-            own |= {"weight_scale": scales}
-            own |= {"k_scale": last} if stem.endswith("k_proj.") else {}
-            tensors |= {f"{stem}{key}": tensor for key, tensor in own.items()}
+                new = {"weight_packed": packed.byte(), "input_global_scale": last[None]}
+                new |= {"weight_global_scale": 1 / last[None]}
+            new |= {"weight_scale": scales}
+            new |= {"k_scale": last} if stem.endswith("k_proj.") else {}
+            tensors |= {f"{stem}{key}": tensor for key, tensor in new.items()}
     configure(folder, **LAYOUTS[layout])
     return exact

@@ -9,7 +9,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 
 N_LAYERS, N_EXPERTS, D_INTER = 2, 2, 4
-"""Of the table that is small enough to count its atoms by hand."""
+"""The shape of the table that is small enough to count its atoms by hand."""
 
 
 def random_table(n_layers: int, n_experts: int, d_inter: int) -> ImportanceTable:

@@ -13,15 +13,15 @@ def make_table(
     scores: dict[int, Any], *, extra: dict[str, Any] | None = None, **metadata: Any
 ) -> ImportanceTable:
     """A table whose heapr scores are `scores`, {layer: (n_experts, d_inter)}."""
-    parts = []
+    frames = []
     for layer, values in scores.items():
         array = np.array(values, dtype=np.float64)
         expert, atom = np.indices(array.shape)
         keys = {"layer": layer, "expert": expert.ravel(), "atom": atom.ravel()}
         # ½ · 2/1 · g²/1 is g².
         sums = {"tokens": 1, "sum_h2": 2.0, "sum_g2": array.ravel()}
-        parts.append(pd.DataFrame({**keys, **sums}))
-    frame = pd.concat(parts, ignore_index=True).assign(**(extra or {}))
+        frames.append(pd.DataFrame({**keys, **sums}))
+    frame = pd.concat(frames, ignore_index=True).assign(**(extra or {}))
     return ImportanceTable.from_frame(frame, **metadata)
 
 

@@ -51,7 +51,7 @@ _setup_privateuseone_for_python_backend(NAME, _Module())
 _DEVICE = torch.device(NAME, 0)
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _INDEXED = ("aten::index", "aten::_index_put_impl_", "aten::_unsafe_index")
-"""Their indices may be on the CPU."""
+"""Operations whose indices may be on the CPU."""
 
 
 class SecondTensor(torch.Tensor):
@@ -63,7 +63,7 @@ class SecondTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "SecondTensor":
         """A tensor of the shape, type and layout of `inner`."""
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        tensor: Any = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -71,8 +71,8 @@ class SecondTensor(torch.Tensor):
             dtype=inner.dtype,
             device=_DEVICE,
         )
-        made.inner = inner
-        return made  # type: ignore[no-any-return]
+        tensor.inner = inner
+        return tensor  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(
@@ -96,7 +96,7 @@ class SecondTensor(torch.Tensor):
         return self.inner.tolist()
 
     def untyped_storage(self) -> Any:
-        """That of the values, by which tensors that share memory are known."""
+        """The storage of the values, by which tensors that share memory are known."""
         return self.inner.untyped_storage()
 
     def __repr__(self, **_: Any) -> str:
@@ -107,12 +107,12 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What an operation makes of the values: on the device, unless asked otherwise."""
     leaves = pytree.tree_leaves((args, kwargs))
     _refuse_mixed(op, args, leaves)
-    asked = kwargs.get("device")
-    here = asked is None or torch.device(asked).type == NAME
+    device = kwargs.get("device")
+    here = device is None or torch.device(device).type == NAME
     plain_args, plain = pytree.tree_map(_values, (args, kwargs))
-    if here and asked is not None:
+    if here and device is not None:
         plain["device"] = torch.device("cpu")
-    made = _histogram if op.name() == "aten::histc" else op
+    function = _histogram if op.name() == "aten::histc" else op
     known = {id(x.inner): x for x in leaves if isinstance(x, SecondTensor)}
 
     def placed(x: Any) -> Any:
@@ -121,9 +121,9 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # An operation in place returns its argument.
         return known[id(x)] if id(x) in known else SecondTensor(x)
 
-    found = made(*plain_args, **plain)
+    values = function(*plain_args, **plain)
     into_cpu = op.name() == "aten::copy_" and not isinstance(args[0], SecondTensor)
-    return args[0] if into_cpu else pytree.tree_map(placed, found)
+    return args[0] if into_cpu else pytree.tree_map(placed, values)
 
 
 def _refuse_mixed(op: Any, args: Any, leaves: list[Any]) -> None:
@@ -150,7 +150,7 @@ def _values(x: Any) -> Any:
 
 
 def _histogram(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Of integers, too, which CUDA counts and the CPU does not."""
+    """A histogram of integers, too, which CUDA counts and the CPU does not."""
     return torch.histc(x.double(), *args, **options).to(x.dtype)
 
 

@@ -25,9 +25,9 @@ def source_of(
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the safetensors files in a folder; each name is there once."""
     files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
-    found = {name: tensor for file in files for name, tensor in file.items()}
-    assert len(found) == sum(map(len, files))
-    return found
+    tensors = {name: tensor for file in files for name, tensor in file.items()}
+    assert len(tensors) == sum(map(len, files))
+    return tensors
 
 
 def same_tensors(folder: Path, other: Path) -> None:
@@ -45,13 +45,13 @@ def changed_tensors(path: Path) -> Iterator[dict[str, torch.Tensor]]:
     path = path / SINGLE if path.is_dir() else path
     tensors = load_file(path)
     yield tensors
-    kept = {name: own.clone().contiguous() for name, own in tensors.items()}
+    kept = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file(kept, path, metadata={"format": "pt"})
 
 
 @contextmanager
 def changed_json(path: Path) -> Iterator[dict[str, Any]]:
-    """What a JSON file, or the config.json of a folder, holds, likewise."""
+    """The content of a JSON file, or of a folder's config.json, likewise."""
     path = path / "config.json" if path.is_dir() else path
     held = json.loads(path.read_text())
     yield held

@@ -16,7 +16,7 @@ FAMILIES = ["qwen2_moe", "deepseek_v3", "gpt_oss", "nemotron_h"]
 """With and without gates, biases, shared experts, scaled routing, dense layers."""
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 SINGLE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
-"""Where a family computes a part in float32, whatever its type."""
+"""The tolerance where a family computes a part in float32, whatever its type."""
 TEXT = "the weather, then naïve Ω€ 漢字 🙂 paths"
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -40,8 +40,8 @@ def experts_calls(model: nn.Module, ids: torch.Tensor) -> dict[int, Call]:
             _module: Any, args: Any, kwargs: Any, number: int = layer.layer
         ) -> Any:
             names = ("hidden_states", "top_k_index", "top_k_weights")
-            given = dict(zip(names, args, strict=False)) | kwargs
-            calls[number] = tuple(given[name] for name in names)
+            inputs = dict(zip(names, args, strict=False)) | kwargs
+            calls[number] = tuple(inputs[name] for name in names)
 
         hooks.append(layer.module.register_forward_pre_hook(keep, with_kwargs=True))
     logits_of(model, ids)

@@ -13,7 +13,7 @@ from heapr_lab.pretrained.wheel import Wheel
 D_MODEL, D_INTER, N_LAYERS, N_HEADS, N_KV = 64, 96, 2, 4, 2
 SPECIAL = ("<end>", "<start>")
 MERGES = ("1 9", "t h", "9 8")
-"""Numbers too, which a tokenizer that splits digits does not merge."""
+"""Merges, also of numbers, which a tokenizer that splits digits does not make."""
 MEMBER = "tiny_llm/Tiny.gguf"
 
 
@@ -106,7 +106,7 @@ def write_wheel(folder: Path, model: Path, *, compressed: bool = True) -> Path:
 
 
 def pinned(path: Path, model: Path) -> Wheel:
-    """What says that `path` is the wheel of `model` that is wanted."""
+    """The pin that says that `path` is the wanted wheel of `model`."""
     return Wheel(
         project="tiny-llm",
         version="0.1",

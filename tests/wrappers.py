@@ -188,20 +188,20 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
 }
 NO_STOCK = ("inkling_mm_model",)
-"""The width of their shared experts is that of the routed ones."""
+"""Wrappers whose shared experts have the width of the routed ones."""
 
 
 def tiny_wrapper(
     model_type: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **text: Any
 ) -> nn.Module:
     """A random wrapper with every parameter away from zero; `text` are settings."""
-    own = WRAPPERS[model_type]
+    settings = WRAPPERS[model_type]
     config = AutoConfig.for_model(
         model_type,
-        **own
+        **settings
         | {
-            "text_config": COMMON | own.get("text_config", {}) | text,
-            "vision_config": _VISION | own.get("vision_config", {}),
+            "text_config": COMMON | settings.get("text_config", {}) | text,
+            "vision_config": _VISION | settings.get("vision_config", {}),
         },
     )
     torch.manual_seed(seed)

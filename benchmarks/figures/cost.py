@@ -27,7 +27,7 @@ COST_COLUMNS = [
     "state_bytes",
 ]
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\")
-"""By which bars differ besides their colour."""
+"""The hatches by which bars differ besides their colour."""
 LABELS = {
     "seconds": "time [s] ↓",
     "peak_bytes": "peak memory [MiB] ↓",
@@ -93,7 +93,7 @@ def cost_table(data: pd.DataFrame) -> pd.DataFrame:
     )
     if "times_baseline" in data:
         table["time ÷ baseline [×] ↓"] = data["times_baseline"]
-    table["source"] = ["measured here" if own else NOT_COMPARABLE for own in ours]
+    table["source"] = ["measured here" if here else NOT_COMPARABLE for here in ours]
     return table
 
 

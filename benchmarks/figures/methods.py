@@ -73,7 +73,7 @@ def _summary(part: pd.DataFrame) -> dict[str, Any]:
 
 def _measures(done: pd.DataFrame) -> dict[str, float]:
     """The numbers of rows that were not refused, of one method at one ratio."""
-    own = done.groupby("model")[f"delta_nll {_CORPUS}"].mean()
+    losses = done.groupby("model")[f"delta_nll {_CORPUS}"].mean()
     names = [name for name in done if str(name).startswith("delta_nll ")]
     others = [name for name in names if not name.endswith(f" {_CORPUS}")]
     derived = done.assign(
@@ -85,13 +85,13 @@ def _measures(done: pd.DataFrame) -> dict[str, float]:
         **{name: _column(done, name) for name in ("fit_seconds", "fit_peak_bytes")},
     )
     means = derived.groupby("model").mean(numeric_only=True).mean()
-    wanted = (
+    columns = (
         "achieved_ratio", "other", "agreement", "accuracy_change", "parameters_saved",
         "routed_flops_saved", "speedup", "fit_seconds", "fit_peak_bytes",
     )  # fmt: skip
     by_seed = done.groupby("seed")[f"delta_nll {_CORPUS}"].mean()
-    pooled = {"pooled": own.mean(), "worst": own.max(), "spread": by_seed.std()}
-    return pooled | {name: means[name] for name in wanted}
+    pooled = {"pooled": losses.mean(), "worst": losses.max(), "spread": by_seed.std()}
+    return pooled | {name: means[name] for name in columns}
 
 
 def _column(rows: pd.DataFrame, name: str) -> pd.Series:
@@ -165,7 +165,7 @@ def _listed(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def _color(name: str, *, best: bool) -> str:
-    """Of a few methods their own colour, of most grey."""
+    """The colour of a few methods is their own, that of most is grey."""
     if name in (PAPER, OURS):
         return look(name).color
     return COLORS[2] if best else PAPER_GREY
@@ -258,13 +258,13 @@ def methods_table(data: pd.DataFrame) -> pd.DataFrame:
     timed = data.loc[data["fit_seconds"].notna(), "ratio"]
     at = timed.iloc[0] if len(timed) else data["ratio"].max()
     rows = []
-    for name, own in data.groupby("variant", sort=False):
-        by_ratio = own[~own["incomplete"]].set_index("ratio")
-        row: dict[str, Any] = {"compresses": own["group"].iloc[0], "method": name}
+    for name, part in data.groupby("variant", sort=False):
+        by_ratio = part[~part["incomplete"]].set_index("ratio")
+        row: dict[str, Any] = {"compresses": part["group"].iloc[0], "method": name}
         for ratio in sorted(data["ratio"].unique()):
             loss = by_ratio["pooled"].get(ratio, np.nan)
             row[f"Δloss at {ratio:.0%} [{PER_TOKEN}] ↓"] = loss
-        row["refused by, models"] = int(own["n_refused"].max())
+        row["refused by, models"] = int(part["n_refused"].max())
         if at in by_ratio.index:
             row |= _more(by_ratio.loc[at], f"at {at:.0%}")
         rows.append(row)
@@ -322,7 +322,7 @@ def rankings_table(data: pd.DataFrame) -> pd.DataFrame:
     """
     ours = {_plain(name): name for name in data["variant"]}
     ratios = np.sort(data["ratio"].unique())
-    found = []
+    tables = []
     complete = _complete(data)
     for _, rows in published_table().query("ratio > 0").groupby(["model", "ratio"]):
         nearest = ratios[np.abs(ratios - rows["ratio"].iloc[0]).argmin()]
@@ -332,8 +332,8 @@ def rankings_table(data: pd.DataFrame) -> pd.DataFrame:
         known = rows.assign(name=names)[names.isin(losses.index)]
         if len(known) > 1:
             known = known.assign(here=losses.loc[known["name"]].to_numpy())
-            found.append(_ranked(known, nearest))
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+            tables.append(_ranked(known, nearest))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
 def _ranked(known: pd.DataFrame, nearest: float) -> pd.DataFrame:

@@ -61,18 +61,18 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
     data = data[~data["calibration"].str.contains(r"[*+]")]
     same = data["calibration"].eq(data["test"])
     rows = []
-    for variant, own in data.groupby("variant", sort=False):
-        row = {"variant": variant, "forward passes": own["passes"].max()}
-        for ratio, part in own.groupby("ratio"):
+    for variant, group in data.groupby("variant", sort=False):
+        row = {"variant": variant, "forward passes": group["passes"].max()}
+        for ratio, part in group.groupby("ratio"):
             row[f"{100 * ratio:g} % [× HEAPr] ↓"] = _pooled(part[same.loc[part.index]])
-        picked = own[own["ratio"].isin([0.4, 0.6])]
+        picked = group[group["ratio"].isin([0.4, 0.6])]
         row["worst at 40, 60 % [×]"] = picked["relative_worst"].max()
         row["other corpus, 40 and 60 % [×] ↓"] = _pooled(
             picked[~same.loc[picked.index]]
         )
         for ratio in (0.4, 0.6):
             name = f"ratio of the loss of HEAPr at {100 * ratio:g} % [×] ↑"
-            row[name] = _ratio_gained(own[same.loc[own.index]], ratio)
+            row[name] = _ratio_gained(group[same.loc[group.index]], ratio)
         rows.append(row)
     return pd.DataFrame(rows).dropna(axis="columns", how="all")
 
@@ -91,13 +91,13 @@ def _ratio_gained(rows: pd.DataFrame, ratio: float) -> float:
     the ratio, and limited to the largest of them; the mean over corpora.
     """
     gains = []
-    for _, own in rows.groupby("test"):
-        curve = own.sort_values("ratio")
+    for _, part in rows.groupby("test"):
+        curve = part.sort_values("ratio")
         roots = np.maximum.accumulate(np.cbrt(curve["delta_nll"].to_numpy()))
         paper = curve.loc[curve["ratio"].eq(ratio), "paper"]
         if not paper.empty:
-            found = np.interp(np.cbrt(paper.iloc[0]), roots, curve["ratio"].to_numpy())
-            gains.append(found / ratio)
+            share = np.interp(np.cbrt(paper.iloc[0]), roots, curve["ratio"].to_numpy())
+            gains.append(share / ratio)
     return float(np.mean(gains)) if gains else float("nan")
 
 
@@ -122,8 +122,8 @@ def _beside_paper(measured: pd.DataFrame) -> pd.DataFrame:
     Where HEAPr loses less than 0.005 nats there is no quotient.
     """
     paper = measured[measured["variant"].eq(PAPER)]
-    own = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
-    rows = measured.merge(own, on=_RUN, how="left")
+    losses = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
+    rows = measured.merge(losses, on=_RUN, how="left")
     measurable = rows["paper"].ge(MEASURABLE)
     return rows.assign(relative=(rows["delta_nll"] / rows["paper"]).where(measurable))
 
@@ -153,8 +153,8 @@ def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.axhline(1.0, label=look(PAPER).label, **REFERENCE_LINE)
     data = _calibrated(data)
     for name in DRAWN:
-        own = data[data["variant"].eq(name)]
-        gains = [(ratio, *_gain(some)) for ratio, some in own.groupby("ratio")]
+        part = data[data["variant"].eq(name)]
+        gains = [(ratio, *_gain(some)) for ratio, some in part.groupby("ratio")]
         if not gains:
             continue
         ratios, values, errors = np.transpose(gains)
@@ -228,19 +228,19 @@ def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:
     Args:
         measured: rows of accuracy of `benchmarks/quality.py`.
     """
-    own = measured.groupby(["calibration", "variant", "ratio"], sort=False).agg(
+    accuracies = measured.groupby(["calibration", "variant", "ratio"], sort=False).agg(
         accuracy=("accuracy", "mean"),
         stderr=("stderr", "mean"),
         dense=("dense", "mean"),
     )
-    corpora = own.index.get_level_values("calibration").nunique()
-    over = own.groupby(["variant", "ratio"], sort=False)
+    corpora = accuracies.index.get_level_values("calibration").nunique()
+    over = accuracies.groupby(["variant", "ratio"], sort=False)
     means = over["accuracy"].mean()
     errors = over["stderr"].agg(lambda part: np.sqrt((part**2).sum()) / corpora)
     texts = [f"{m:.1%} ± {e:.1%}" for m, e in zip(means, errors, strict=True)]
     wide = pd.Series(texts, index=means.index).unstack("ratio")
     wide = wide.loc[list(dict.fromkeys(measured["variant"]))]
     wide.columns = [f"accuracy at {100 * ratio:g} % ↑" for ratio in wide.columns]
-    dense = own["dense"].groupby("calibration").first().mean()
+    dense = accuracies["dense"].groupby("calibration").first().mean()
     wide.insert(0, "dense", f"{dense:.1%}")
     return wide.reset_index()

@@ -32,9 +32,9 @@ def quantised_data(measured: pd.DataFrame) -> pd.DataFrame:
     dense = measured[measured["ratio"].eq(0) & measured["weights"].eq(_FLOATS)]
     whole = measured["model"].map(dense.set_index("model")["bytes"])
     columns = ["model", "weights", "ratio", "bytes", "delta_nll", "stderr"]
-    found = measured[columns]
-    found.insert(4, "size", measured["bytes"] / whole)
-    return found
+    frame = measured[columns]
+    frame.insert(4, "size", measured["bytes"] / whole)
+    return frame
 
 
 def _kinds_in(data: pd.DataFrame) -> list[str]:

@@ -30,11 +30,11 @@ MODEL = "smolmoe"
 DEFAULT = "compress"
 FITTED_TO = "wikitext2"
 FRONT_RATIOS = (0.2, 0.25, 0.4)
-"""Of the table in README.md."""
+"""The ratios of the table in README.md."""
 _DRAWN = ("heapr", "fisher", "heapr-l", "camera-p")
 """What is drawn besides the default."""
 _APART = 0.004
-"""Between error bars at one ratio."""
+"""The distance between error bars at one ratio."""
 
 
 def real_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -77,36 +77,36 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     A row for the dense model and for each ratio, method by method.
     """
-    own = _front(rows)
+    front = _front(rows)
     names = {"heapr": "HEAPr", DEFAULT: f"default: {DEFAULT}"}
-    own = own.assign(method=own["method"].replace(names))
-    own = own.sort_values(["ratio", "method"], key=_in_order, ignore_index=True)
+    front = front.assign(method=front["method"].replace(names))
+    front = front.sort_values(["ratio", "method"], key=_in_order, ignore_index=True)
     table = pd.DataFrame(
         {
-            "atoms removed": own["ratio"].map("{:.0%}".format),
-            "parameters removed": own["parameters_saved"].map("{:.1%}".format),
-            "method": own["method"],
+            "atoms removed": front["ratio"].map("{:.0%}".format),
+            "parameters removed": front["parameters_saved"].map("{:.1%}".format),
+            "method": front["method"],
         }
     )
-    for corpus in _measured(own, "perplexity "):
-        numbers = own[f"perplexity {corpus}"].map("{:.1f}".format)
-        table[f"perplexity {corpus} ↓"] = numbers + _on_fewer(own, corpus)
-    table["mean accuracy ↑"] = _with_error(own, "accuracy", "accuracy_stderr")
+    for corpus in _measured(front, "perplexity "):
+        numbers = front[f"perplexity {corpus}"].map("{:.1f}".format)
+        table[f"perplexity {corpus} ↓"] = numbers + _on_fewer(front, corpus)
+    table["mean accuracy ↑"] = _with_error(front, "accuracy", "accuracy_stderr")
     return table
 
 
 def _front(rows: pd.DataFrame) -> pd.DataFrame:
-    own = first_states(rows)
-    shown = own["method"].isin([DEFAULT, "heapr"]) & own["ratio"].isin(FRONT_RATIOS)
-    return own[shown | own["method"].eq("dense")]
+    table = first_states(rows)
+    shown = table["method"].isin([DEFAULT, "heapr"]) & table["ratio"].isin(FRONT_RATIOS)
+    return table[shown | table["method"].eq("dense")]
 
 
 def _on_fewer(rows: pd.DataFrame, corpus: str) -> "pd.Series[str]":
     """In brackets, the dense model's perplexity where there are fewer windows."""
     change = np.exp(rows[f"delta_nll {corpus}"])
-    said = (rows[f"perplexity {corpus}"] / change).map(" (dense {:.1f})".format)
+    texts = (rows[f"perplexity {corpus}"] / change).map(" (dense {:.1f})".format)
     dense = rows.loc[rows["method"].eq("dense"), "windows"].iloc[0]
-    return said.where(rows["windows"].ne(dense), "")
+    return texts.where(rows["windows"].ne(dense), "")
 
 
 def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
@@ -115,14 +115,14 @@ def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
 
 def measured_on(rows: pd.DataFrame) -> str:
     """What the numbers of `real_front_table` are of, in a sentence."""
-    own = _front(rows)
-    counts = own["windows"].str.split(", ", expand=True).astype(int)
+    front = _front(rows)
+    counts = front["windows"].str.split(", ", expand=True).astype(int)
     windows = " / ".join(_span(counts[corpus]) for corpus in counts)
-    said = f"Perplexity of {windows} windows of 512 tokens; {_items(own)}; ± is one "
-    said += "standard error."
-    if own["windows"].nunique() == 1:
-        return said
-    return f"{said} In brackets: the dense model on the same, fewer windows."
+    text = f"Perplexity of {windows} windows of 512 tokens; {_items(front)}; ± is one "
+    text += "standard error."
+    if front["windows"].nunique() == 1:
+        return text
+    return f"{text} In brackets: the dense model on the same, fewer windows."
 
 
 def tested_on(rows: pd.DataFrame) -> str:
@@ -157,13 +157,13 @@ def plot_real(
         ax: where to draw.
     """
     ax = own_axes(ax)
-    own = first_states(data)
+    states = first_states(data)
     value = "against_dense" if shown == "accuracy" else f"first_delta_nll {shown}"
     error = value.replace("delta_nll", "delta_nll_stderr")
     error = "against_dense_stderr" if shown == "accuracy" else error
     ax.axhline(0.0, color=REFERENCE_GREY, linewidth=0.8)
     for place, name in enumerate((DEFAULT, *_DRAWN)):
-        rows = own[own["method"].eq(name)].sort_values("ratio")
+        rows = states[states["method"].eq(name)].sort_values("ratio")
         drawn = look(name)
         ax.errorbar(
             rows["ratio"] + (place - 2) * _APART,
@@ -200,6 +200,6 @@ def _with_error(
 ) -> pd.Series:
     """Numbers and their standard errors as text; a dash where there are none."""
     pairs = zip(rows[value], rows[error], strict=True)
-    said = f"{form} ± {form}".format
-    texts = [said(v, e) if pd.notna(v) else "–" for v, e in pairs]
+    formatted = f"{form} ± {form}".format
+    texts = [formatted(v, e) if pd.notna(v) else "–" for v, e in pairs]
     return pd.Series(texts, index=rows.index)

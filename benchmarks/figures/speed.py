@@ -60,9 +60,9 @@ def serving_table(measured: pd.DataFrame) -> pd.DataFrame:
     pruned = measured[measured["ratio"].gt(0)]
     columns = {}
     for structure, rows in pruned.groupby("structure", sort=False):
-        own = rows.set_index(["mode", "ratio"])
-        columns[f"{structure} ÷ dense ↑"] = own["speedup_over_dense"]
-        columns[f"{structure}: of predicted ↑"] = own["share_of_predicted"]
+        speeds = rows.set_index(["mode", "ratio"])
+        columns[f"{structure} ÷ dense ↑"] = speeds["speedup_over_dense"]
+        columns[f"{structure}: of predicted ↑"] = speeds["share_of_predicted"]
     table = pd.DataFrame(columns)
     order = pruned[["mode", "ratio"]].drop_duplicates()
     table = table.loc[list(order.itertuples(index=False, name=None))].reset_index()

@@ -44,13 +44,13 @@ def streaming_data(measured: pd.DataFrame) -> pd.DataFrame:
     run = measured["model"] + ", " + measured["way"]
     memory = measured[list(_MEMORY)].rename(columns=_MEMORY) / 1e9
     times = measured[list(_STAGES)].rename(columns=_STAGES)
-    parts = [
+    frames = [
         frame.assign(run=run, quantity=quantity).melt(
             ["run", "quantity"], var_name="part"
         )
         for quantity, frame in (("memory", memory), ("time", times))
     ]
-    return pd.concat(parts, ignore_index=True)
+    return pd.concat(frames, ignore_index=True)
 
 
 @styled
@@ -67,9 +67,9 @@ def plot_streaming(
     Returns:
         The Axes.
     """
-    own = data[data["quantity"].eq(quantity)]
-    values = own.pivot(index="run", columns="part", values="value")
-    runs, parts = (list(own[name].drop_duplicates()) for name in ("run", "part"))
+    bars = data[data["quantity"].eq(quantity)]
+    values = bars.pivot(index="run", columns="part", values="value")
+    runs, parts = (list(bars[name].drop_duplicates()) for name in ("run", "part"))
     rows, left = np.arange(len(runs), dtype=float), np.zeros(len(runs))
     ax = own_axes(ax)
     height = 0.8 / len(parts) if quantity == "memory" else 0.6

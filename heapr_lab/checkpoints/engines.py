@@ -17,7 +17,7 @@ class Engine:
 
     structure: str
     multiple: int
-    """Of which every width is a multiple."""
+    """The number that every width is a multiple of."""
     why: str
     """What needs it."""
 
@@ -44,7 +44,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         ),
     }
 )
-"""By the names that `--for` takes. From the engines' code and documentation, 2026.
+"""Engines by the names that `--for` takes, from their code and documentation, 2026.
 
 vLLM pads the experts' width of each rank with zeros to a multiple of 64 where it runs
 Marlin kernels (its pull requests 45295 and 45703), but no blocks of FP8: it refuses
@@ -59,8 +59,8 @@ def widths_for(
 
     Args:
         engine: a name in `ENGINES`; without one, what is given is taken.
-        structure: if it was given; by default the engine's, or ragged.
-        multiple: if it was given; it may be a multiple of the engine's.
+        structure: the one asked for; by default the engine's, or ragged.
+        multiple: the one asked for; it may be a multiple of the engine's.
 
     Raises:
         SpecError: there is no such engine, or it does not load what is given besides.
@@ -73,18 +73,18 @@ def widths_for(
         return structure or "ragged", multiple
     if engine not in ENGINES:
         raise SpecError(f"there is no engine {engine!r}, expected {', '.join(ENGINES)}")
-    own = ENGINES[engine]
-    if structure not in (None, own.structure):
+    row = ENGINES[engine]
+    if structure not in (None, row.structure):
         raise SpecError(
-            f"{engine} takes the structure {own.structure} ({own.why}), and "
+            f"{engine} takes the structure {row.structure} ({row.why}), and "
             f"{structure} is asked for: leave one of them out"
         )
-    if multiple is not None and multiple % own.multiple:
+    if multiple is not None and multiple % row.multiple:
         raise SpecError(
-            f"{engine} needs widths that are multiples of {own.multiple} ({own.why}), "
+            f"{engine} needs widths that are multiples of {row.multiple} ({row.why}), "
             f"and multiples of {multiple} are asked for: leave one of them out"
         )
-    return own.structure, own.multiple if multiple is None else multiple
+    return row.structure, row.multiple if multiple is None else multiple
 
 
 _NORMALISES = {
@@ -101,7 +101,7 @@ def check_computed(engine: str | None, config: Any) -> None:
 
     Args:
         engine: a name in `ENGINES`, or none.
-        config: of the model that is to be pruned.
+        config: the configuration of the model that is to be pruned.
 
     Raises:
         SpecError: llama.cpp would give other logits, and say nothing.
@@ -112,17 +112,17 @@ def check_computed(engine: str | None, config: Any) -> None:
         return
     family = config.model_type
     always = _NORMALISES.get(family)
-    found = None
+    clash = None
     if always is not None and bool(config.norm_topk_prob) != always:
-        found = f"norm_topk_prob {config.norm_topk_prob}, and it takes {always} of all"
+        clash = f"norm_topk_prob {config.norm_topk_prob}, and it takes {always} of all"
     elif family == "deepseek_v2" and config.topk_method != "greedy":
-        found = f"topk_method {config.topk_method}, and it knows greedy"
+        clash = f"topk_method {config.topk_method}, and it knows greedy"
     elif family == "deepseek" and config.routed_scaling_factor != 1:
-        found = f"routed_scaling_factor {config.routed_scaling_factor}, and it takes 1"
+        clash = f"routed_scaling_factor {config.routed_scaling_factor}, and it takes 1"
     elif family == "deepseek_v3" and not hasattr(config, "scoring_func"):
-        found = "no scoring_func, which published configurations have: it takes softmax"
-    if found:
+        clash = "no scoring_func, which published configurations have: it takes softmax"
+    if clash:
         raise SpecError(
-            f"llama.cpp would compute other logits: this {family} has {found}. Use "
+            f"llama.cpp would compute other logits: this {family} has {clash}. Use "
             "another engine for this model"
         )

@@ -19,7 +19,7 @@ from heapr_lab.storage import cache, files
 _PROCESSOR = ("*processor*.json", "chat_template*")
 """Files that make images, sound and text into the inputs of a multimodal model."""
 _PLAN_NAME = ".partial-plan.json"
-"""In an unfinished folder that is resumed: what is written there."""
+"""The file that says what is written in an unfinished folder that is resumed."""
 _OWN = re.compile(r"\.partial-[0-9a-f]{8}-")
 """The beginning of the name of a temporary folder that is not resumed."""
 
@@ -94,8 +94,8 @@ def claim(partial: Path, plan: Mapping[str, str]) -> None:
         CacheError: another checkpoint was begun there.
     """
     path = partial / _PLAN_NAME
-    found = files.read_object(path) if path.exists() else dict(plan)
-    differing = [name for name in plan if found.get(name) != plan[name]]
+    record = files.read_object(path) if path.exists() else dict(plan)
+    differing = [name for name in plan if record.get(name) != plan[name]]
     if differing:
         raise CacheError(
             f"{partial} holds an unfinished checkpoint of another "
@@ -142,9 +142,9 @@ def _check_named(folder: Path) -> None:
         CacheError: they have not.
     """
     expected = files.read_json(folder / MANIFEST_FILE)["sha256"]
-    found = checksums_in(folder)
+    actual = checksums_in(folder)
     differing = sorted(
-        name for name in expected | found if expected.get(name) != found.get(name)
+        name for name in expected | actual if expected.get(name) != actual.get(name)
     )
     if differing:
         raise CacheError(
@@ -156,7 +156,7 @@ def _check_named(folder: Path) -> None:
 _SAID = ("structure", "base_model", "keep_fingerprint")
 """What the manifest of every pruned checkpoint says."""
 _MEASURED = ("perplexity", "savings")
-"""What it may say of them, by name."""
+"""Measurements that a manifest may have, by name."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -166,23 +166,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CacheError: there is none, or it is damaged.
     """
     path = folder / MANIFEST_FILE
-    said = files.read_json(path) if path.is_file() else None
+    manifest = files.read_json(path) if path.is_file() else None
     if not (
-        isinstance(said, dict)
-        and all(isinstance(said.get(name), str) for name in _SAID)
-        and all(isinstance(said.get(name, {}), dict) for name in _MEASURED)
+        isinstance(manifest, dict)
+        and all(isinstance(manifest.get(name), str) for name in _SAID)
+        and all(isinstance(manifest.get(name, {}), dict) for name in _MEASURED)
     ):
         raise CacheError(
             f"{path} is missing or damaged: expected a JSON object with "
             f"{', '.join(_SAID)}; take the one that was written with the weights"
         )
-    return said
+    return manifest
 
 
 def checksums_in(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file of weights in `folder`."""
-    found = sorted(folder.glob("*.safetensors"))
-    return {path.name: files.checksum(path) for path in found}
+    paths = sorted(folder.glob("*.safetensors"))
+    return {path.name: files.checksum(path) for path in paths}
 
 
 def save_tokenizer(folder: Path, tokenizer: Any, *, base: str) -> str:
@@ -209,8 +209,8 @@ def save_processor(folder: Path, *, base: str) -> str:
             place = Path(snapshot_download(base, allow_patterns=list(_PROCESSOR)))
     except (OSError, ValueError) as error:
         return f"none: {' '.join(str(error).split())}"
-    found = sorted({path for name in _PROCESSOR for path in place.glob(name)})
-    for path in found:
+    paths = sorted({path for name in _PROCESSOR for path in place.glob(name)})
+    for path in paths:
         if path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
-    return f"copied: {', '.join(p.name for p in found)}" if found else "none: no files"
+    return f"copied: {', '.join(p.name for p in paths)}" if paths else "none: no files"

@@ -48,11 +48,11 @@ class Fp8Files:
         if name not in _PACKED:
             return tensor
         block = self._block if name == _PACKED[0] else self._block[::-1]
-        made = []
-        for own in tensor.detach().split(_AT_ONCE * block[0]):
-            found = quantised(own, block, self.scales, powers=self._powers)
-            made.append(dequantised(*found, block).to(tensor.dtype))
-        return torch.cat(made)
+        pieces = []
+        for rows in tensor.detach().split(_AT_ONCE * block[0]):
+            codes = quantised(rows, block, self.scales, powers=self._powers)
+            pieces.append(dequantised(*codes, block).to(tensor.dtype))
+        return torch.cat(pieces)
 
     def written(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors as they are written, by their names in files.
@@ -60,13 +60,13 @@ class Fp8Files:
         Those of the dense model's files that are in FP8 are again, with their scales:
         the same if they have the same values, else new ones.
         """
-        made = {}
-        for name, own in tensors.items():
+        stored = {}
+        for name, tensor in tensors.items():
             if f"{name}{SCALES}" in self.places:
-                made[name], made[f"{name}{SCALES}"] = self._in_blocks(name, own)
+                stored[name], stored[f"{name}{SCALES}"] = self._in_blocks(name, tensor)
             else:
-                made[name] = own
-        return made
+                stored[name] = tensor
+        return stored
 
     def settle(self, folder: Path, *, floats: bool) -> None:
         """Let config.json say that weights are in FP8; make them so if `floats`."""
@@ -93,18 +93,18 @@ class Fp8Files:
 
     def _read(self, name: str) -> torch.Tensor:
         with safe_open(self.places[name], framework="pt") as file:
-            found: torch.Tensor = file.get_tensor(name)
-        return found
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
 
     def _in_blocks(
-        self, name: str, own: torch.Tensor
+        self, name: str, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         numbers, scales = self._read(name), self._read(f"{name}{SCALES}")
-        if numbers.shape == own.shape:
+        if numbers.shape == tensor.shape:
             before = dequantised(numbers, scales, self._block).to(self.computes)
-            if torch.equal(before.to(own.dtype), own.cpu()):
+            if torch.equal(before.to(tensor.dtype), tensor.cpu()):
                 return numbers, scales
-        return quantised(own, self._block, self.scales, powers=self._powers)
+        return quantised(tensor, self._block, self.scales, powers=self._powers)
 
 
 def fp8_files(
@@ -126,8 +126,8 @@ def fp8_files(
         return None
     dense = skeleton()
     stored, _ = read_headers(source.folder)
-    places = {name: path for path, own in stored.items() for name in own}
-    kinds = {name: t.dtype for own in stored.values() for name, t in own.items()}
+    places = {name: path for path, header in stored.items() for name in header}
+    kinds = {name: t.dtype for header in stored.values() for name, t in header.items()}
     names = set(revert_weight_conversion(dense, dense.state_dict()))
     eight = {name for name in names if kinds.get(name, "").startswith("F8_")}
     scales = {kinds.get(f"{name}{SCALES}") for name in eight}

@@ -69,7 +69,7 @@ _USE = {
     (False, True): _RAGGED,
     (False, False): _OWN_RAGGED,
 }
-"""By whether the structure is uniform, and whether transformers has the class."""
+"""The section for a uniform structure or not, a class in transformers or not."""
 
 
 def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> str:
@@ -105,8 +105,8 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
 
 def _is_stock(manifest: Mapping[str, Any]) -> bool:
     """Whether a checkpoint is an ordinary one of its architecture."""
-    found: bool = manifest["structure"] == "uniform"
-    return found
+    uniform: bool = manifest["structure"] == "uniform"
+    return uniform
 
 
 _HEAPR = "HEAPr"
@@ -174,8 +174,8 @@ def licence_of(source: Path) -> str | None:
     path = source / "README.md"
     if not (source / "config.json").is_file() or not path.is_file():
         return None
-    found = ModelCard.load(path, ignore_metadata_errors=True).data.license
-    return found if isinstance(found, str) else None
+    licence = ModelCard.load(path, ignore_metadata_errors=True).data.license
+    return licence if isinstance(licence, str) else None
 
 
 def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -200,8 +200,8 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights", manifest["weights"]),
         ("tokenizer", manifest["tokenizer"]),
     ]
-    others = ("pruned", "processor", "kept", "also pruned", "dropped", "padded")
-    rows += [(key, manifest[key]) for key in others if key in manifest]
+    extras = ("pruned", "processor", "kept", "also pruned", "dropped", "padded")
+    rows += [(key, manifest[key]) for key in extras if key in manifest]
     saved = manifest.get("savings")
     if saved:
         rows.append(("parameters", _change(saved, "parameters")))

@@ -70,7 +70,7 @@ def further_layers(
         skeleton: the dense one, without weights.
         base: folder or hub id of the dense model.
         calibration: windows to score on; None prunes nothing.
-        width: of all experts of the checkpoint; None if they differ.
+        width: the atoms of every expert of the checkpoint; None if they differ.
 
     Raises:
         LayoutError: a part of such a layer is missing.
@@ -87,8 +87,8 @@ def further_layers(
         return dropped
     table = head_table(model, layer, calibration)
     how = f", to the width of all others, by its own loss on {calibration.label}"
-    said = said_of(heads, "also pruned", how)
-    return Further(heads, said, highest(table, width))
+    facts = said_of(heads, "also pruned", how)
+    return Further(heads, facts, highest(table, width))
 
 
 class MtpHead(nn.Module):
@@ -98,7 +98,7 @@ class MtpHead(nn.Module):
     """
 
     logits_of: Callable[[torch.Tensor], torch.Tensor]
-    """From its states to logits."""
+    """The map from its states to logits."""
 
     def __init__(self, layer: Any, states: Mapping[bytes, torch.Tensor]) -> None:
         """Take the layer, and the trunk's states of all but the last token (L, D)."""
@@ -108,15 +108,15 @@ class MtpHead(nn.Module):
         self.__dict__["logits_of"] = layer._project_to_logits
 
     def get_decoder(self) -> nn.Module:
-        """All but the head."""
+        """The layer without its head."""
         return self.body
 
     def get_input_embeddings(self) -> Any:
-        """Those of the trunk."""
+        """The trunk's embeddings."""
         return self.body.layer.embed_tokens
 
     def get_output_embeddings(self) -> Any:
-        """Those of the trunk."""
+        """The trunk's output embeddings."""
         return self.body.layer.shared_head
 
     def forward(self, input_ids: torch.Tensor) -> CausalLMOutput:
@@ -126,7 +126,7 @@ class MtpHead(nn.Module):
 
 
 class _Body(nn.Module):
-    """From token ids to the layer's states."""
+    """The map from token ids to the layer's states."""
 
     states: Mapping[bytes, torch.Tensor]
 
@@ -150,7 +150,7 @@ def open_head(model: Any, folder: Path, *, name: str) -> Any:
     Args:
         model: the trunk, dense or pruned, whose embeddings are used.
         folder: the files of the dense model.
-        name: of a tensor of the layer.
+        name: the name of a tensor of the layer.
 
     Raises:
         LayoutError: a part of it is missing.
@@ -187,17 +187,17 @@ def open_head(model: Any, folder: Path, *, name: str) -> Any:
 
 
 def _in_memory(module: Any) -> Any:
-    """`module`, or of a streamed model a copy whose weights stay in memory."""
+    """`module`; if the model is streamed, a copy whose weights stay in memory."""
     if not module.weight.is_meta:
         return module
-    own = copy.copy(backend_of(module).loaded(module))
-    own.__dict__ = {
+    clone = copy.copy(backend_of(module).loaded(module))
+    clone.__dict__ = {
         name: value
-        for name, value in own.__dict__.items()
+        for name, value in clone.__dict__.items()
         if name != "forward" and not name.startswith("heapr_")
     }
-    own._parameters = dict(own._parameters)
-    return own
+    clone._parameters = dict(clone._parameters)
+    return clone
 
 
 def _say_not_run(stem: str, error: Exception) -> None:
@@ -210,12 +210,12 @@ def _trunk_with_one(model: Any, folder: Path, *, stem: str) -> Any:
     trunk.config = copy.deepcopy(model.config)
     trunk.config.name_or_path = str(folder)
     trunk.config.dtype = model.get_input_embeddings().weight.dtype
-    own = trunk.config.get_text_config()
-    own.num_mtp_layers = 1
+    config = trunk.config.get_text_config()
+    config.num_mtp_layers = 1
     kinds = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
     for types, kind in kinds.items():
-        if getattr(own, types, None) and not getattr(own, f"mtp_{types}", None):
-            setattr(own, f"mtp_{types}", [kind])
+        if getattr(config, types, None) and not getattr(config, f"mtp_{types}", None):
+            setattr(config, f"mtp_{types}", [kind])
     # The class has the number of the layer in the largest published model.
     trunk._keys_to_ignore_on_load_unexpected = [f"^{re.escape(stem)}"]
     return trunk
@@ -226,10 +226,10 @@ def _run(layer: Any, ids: torch.Tensor, before: torch.Tensor | None) -> torch.Te
     embedded = layer.embed_tokens(ids.to(layer.embed_tokens.weight.device))
     before = torch.zeros_like(embedded) if before is None else before.to(embedded)
     positions = 1 + torch.arange(ids.shape[1], device=embedded.device)[None]
-    found: torch.Tensor = layer.forward_layer(
+    states: torch.Tensor = layer.forward_layer(
         0, before, positions, None, inputs_embeds=embedded
     )
-    return found
+    return states
 
 
 def head_table(model: Any, layer: Any, calibration: CalibrationSet) -> ImportanceTable:
@@ -237,7 +237,7 @@ def head_table(model: Any, layer: Any, calibration: CalibrationSet) -> Importanc
 
     Args:
         model: the pruned model.
-        layer: of `open_head`.
+        layer: the one that `open_head` returned.
         calibration: the windows to measure on.
 
     Raises:
@@ -248,8 +248,8 @@ def head_table(model: Any, layer: Any, calibration: CalibrationSet) -> Importanc
     with evaluating(model):
         states = states_of_all(model, windows.split(1))
     by_window = {
-        _key(window[1:]): own[0, :-1]
-        for window, own in zip(windows, states, strict=True)
+        _key(window[1:]): state[0, :-1]
+        for window, state in zip(windows, states, strict=True)
     }
     later = CalibrationSet(windows[:, 1:].contiguous(), calibration.provenance)
     return collect_statistics(MtpHead(layer, by_window), later)
@@ -259,5 +259,5 @@ def highest(table: ImportanceTable, width: int) -> KeepMask:
     """The mask of the `width` atoms of each expert that have the highest scores."""
     (shape,) = table.shapes().values()
     scores = table.score("heapr").to_numpy().reshape(shape)
-    rows = [~lowest(own, shape[1] - width) for own in scores]
+    rows = [~lowest(row, shape[1] - width) for row in scores]
     return KeepMask.from_rows(table, np.concatenate(rows))

@@ -44,11 +44,11 @@ class Further:
     """What a pruned checkpoint has of such layers."""
 
     heads: Heads
-    """Those that are written."""
+    """The tensors that are written."""
     said: dict[str, str]
     """What manifest and card say of them."""
     keep: KeepMask | None = None
-    """The kept atoms of the one that is pruned, if one is."""
+    """The kept atoms of the layer that is pruned, if one is."""
 
 
 def predicting_heads(skeleton: Any, base: str) -> Heads:
@@ -78,7 +78,7 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
         return name not in known and (further or PREDICTING.search(name) is not None)
 
     every = find_tensors(skeleton, get_model_conversion_mapping(skeleton), stored)
-    return [found for found in every if is_one(found.parameter)]
+    return [tensor for tensor in every if is_one(tensor.parameter)]
 
 
 def check_experts(heads: Heads) -> None:
@@ -87,11 +87,11 @@ def check_experts(heads: Heads) -> None:
     Raises:
         LayoutError: one is missing.
     """
-    found: dict[tuple[str, str], set[str]] = {}
-    for place in filter(None, (_EXPERT.match(own.name) for own in heads)):
-        found.setdefault((place[1], place[3]), set()).add(place[2])
-    every = set().union(*found.values())
-    for (stem, matrix), numbers in found.items():
+    experts: dict[tuple[str, str], set[str]] = {}
+    for place in filter(None, (_EXPERT.match(head.name) for head in heads)):
+        experts.setdefault((place[1], place[3]), set()).add(place[2])
+    every = set().union(*experts.values())
+    for (stem, matrix), numbers in experts.items():
         if numbers != every:
             raise LayoutError(
                 f"{stem}*.{matrix}, in a layer that predicts further tokens, is there "
@@ -102,32 +102,32 @@ def check_experts(heads: Heads) -> None:
 
 def are_floats(heads: Heads) -> bool:
     """Whether they can stand in a checkpoint that says nothing of quantised weights."""
-    return all(found.tensor.dtype in FLOATS for found in heads)
+    return all(head.tensor.dtype in FLOATS for head in heads)
 
 
 def can_be_sliced(heads: Heads) -> bool:
     """Whether it is one layer, in floating point, with a tensor for each matrix."""
-    layers = {place[0] for own in heads if (place := _LAYER.match(own.name))}
-    fused = [own.name for own in heads if ".experts." in own.name]
+    layers = {place[0] for head in heads if (place := _LAYER.match(head.name))}
+    fused = [head.name for head in heads if ".experts." in head.name]
     apart = all(map(_EXPERT.match, fused))
     return len(layers) == 1 and apart and bool(fused) and are_floats(heads)
 
 
 def said_of(heads: Heads, verb: str, how: str = "") -> dict[str, str]:
     """What manifest and card say of such layers; nothing if there are none."""
-    names = sorted(found.name for found in heads)
+    names = sorted(head.name for head in heads)
     if not names:
         return {}
-    said = f"{len(names)} tensors of layers that predict further tokens (MTP), from "
-    return {verb: f"{said}{names[0]} to {names[-1]}{how}"}
+    text = f"{len(names)} tensors of layers that predict further tokens (MTP), from "
+    return {verb: f"{text}{names[0]} to {names[-1]}{how}"}
 
 
 def without_predicting(config: Any) -> None:
     """Let a configuration, and a wrapper's inner one, say that there are none."""
-    for own in (config, config.get_text_config()):
+    for settings in (config, config.get_text_config()):
         for name in _COUNTS:
-            if getattr(own, name, None):
-                setattr(own, name, 0)
+            if getattr(settings, name, None):
+                setattr(settings, name, 0)
 
 
 def add_heads(folder: Path, further: Further, model: Any) -> dict[str, str]:
@@ -148,12 +148,12 @@ def add_heads(folder: Path, further: Further, model: Any) -> dict[str, str]:
         if "shared_expert" in name and (place := _LAYER.match(name))
     }
     tensors: dict[str, Any] = {}
-    for found in further.heads:
-        with safe_open(found.file, framework="pt") as opened:
-            own = opened.get_tensor(found.name)
+    for head in further.heads:
+        with safe_open(head.file, framework="pt") as opened:
+            tensor = opened.get_tensor(head.name)
         if further.keep is not None:
-            own = _sliced(found, own, further.keep, shared)
-        tensors[found.name] = own
+            tensor = _sliced(head, tensor, further.keep, shared)
+        tensors[head.name] = tensor
     save_file(tensors, folder / _OWN_FILE, metadata={"format": "pt"})
     if (folder / SINGLE).is_file():
         (folder / SINGLE).rename(folder / _FIRST)
@@ -163,14 +163,14 @@ def add_heads(folder: Path, further: Further, model: Any) -> dict[str, str]:
 
 
 def _sliced(
-    found: FoundTensor, tensor: torch.Tensor, keep: KeepMask, shared: Shapes
+    head: FoundTensor, tensor: torch.Tensor, keep: KeepMask, shared: Shapes
 ) -> torch.Tensor:
     """The tensor of a pruned layer, with the shapes of shared experts given."""
-    place = _EXPERT.match(found.name)
+    place = _EXPERT.match(head.name)
     if place is None:
-        layer = _LAYER.match(found.name)
-        return fit(found.name[layer.end() :] if layer else "", tensor, shared)
+        layer = _LAYER.match(head.name)
+        return fit(head.name[layer.end() :] if layer else "", tensor, shared)
     (kept,) = keep.arrays.values()
     atoms = torch.from_numpy(kept[int(place[2])].nonzero()[0])
-    axis = 1 if found.parameter.endswith("down_proj") else 0
+    axis = 1 if head.parameter.endswith("down_proj") else 0
     return tensor.index_select(axis, atoms)

@@ -15,7 +15,7 @@ from heapr_lab.storage import files
 MANIFEST_FILE = "heapr_manifest.json"
 """File in the folder of a checkpoint that says how it was made."""
 _SIZES = "architecture"
-"""Of an importance table: a part of the metadata that says nothing of its origin."""
+"""The part of an importance table's metadata that says nothing of its origin."""
 
 
 def read_provenance(path: Path | str) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def read_provenance(path: Path | str) -> dict[str, Any]:
         raise SpecError(f"there is no file {path}; give the path of one")
     match path.suffix.lower():
         case ".parquet":
-            said = files.read_metadata(path)
-            return {name: value for name, value in said.items() if name != _SIZES}
+            metadata = files.read_metadata(path)
+            return {name: value for name, value in metadata.items() if name != _SIZES}
         case ".png":
             return _of_figure(path)
     raise SpecError(
@@ -57,13 +57,13 @@ def _of_figure(path: Path) -> dict[str, Any]:
     try:
         with Image.open(path) as image:
             text = str(image.info["Description"])
-        found: dict[str, Any] = json.loads(text[text.index("{") :])
+        provenance: dict[str, Any] = json.loads(text[text.index("{") :])
     except (OSError, KeyError, ValueError, RecursionError) as error:
         raise CacheError(
             f"{path} says nothing of its origin ({error}): give a figure that "
             "heapr_lab wrote and that was not converted since"
         ) from error
-    return found
+    return provenance
 
 
 def _of_checkpoint(folder: Path) -> dict[str, Any]:

@@ -26,16 +26,16 @@ def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
         CacheError: the file is damaged or of another kind.
     """
     table = ImportanceTable.read(path)
-    found = (table.metadata.get("spec") or {}).get("model") or {}
-    dtype = getattr(torch, found.get("dtype", "float32"))
+    record = (table.metadata.get("spec") or {}).get("model") or {}
+    dtype = getattr(torch, record.get("dtype", "float32"))
     model = open_streamed(source, dtype=dtype, device=torch.device("cpu"))
-    _check_identity(found, architecture_identity(model), path=path, name=name)
-    if "active" in found:
+    _check_identity(record, architecture_identity(model), path=path, name=name)
+    if "active" in record:
         raise SpecError(
             f"{path} was measured while a mask was active, not on the dense {name}; "
             "make it with `heapr-lab score`"
         )
-    _check_identity(found, model_identity(model), path=path, name=name)
+    _check_identity(record, model_identity(model), path=path, name=name)
     return table
 
 
@@ -52,19 +52,19 @@ def own_mask(path: Path, identity: dict[str, str], *, name: str) -> KeepMask:
 
 
 def _check_identity(
-    found: dict[str, str] | None, own: dict[str, str], *, path: Path, name: str
+    record: dict[str, str] | None, identity: dict[str, str], *, path: Path, name: str
 ) -> None:
     """Check that the file `path` is of this model, in any dtype.
 
     Raises:
         SpecError: it is of another model, or does not name its model.
     """
-    if not found:
+    if not record:
         raise SpecError(
             f"{path} does not say which model it was made for; make it with "
             "`heapr-lab score` or `heapr-lab prune`"
         )
-    if not str(found.get("weights")).startswith(WEIGHTS_VERSION):
+    if not str(record.get("weights")).startswith(WEIGHTS_VERSION):
         raise SpecError(
             f"{path} was made by an earlier version of heapr_lab, which identified a "
             f"model by some of its weights only, so that it may not be of {name}: make "
@@ -74,11 +74,11 @@ def _check_identity(
     differ = [
         part
         for part in ("class", "config", "weights")
-        if part in own and found.get(part) != own[part]
+        if part in identity and record.get(part) != identity[part]
     ]
     if differ:
         shown = ", ".join(
-            f"{part} {str(found.get(part))[:16]} instead of {own[part][:16]}"
+            f"{part} {str(record.get(part))[:16]} instead of {identity[part][:16]}"
             for part in differ
         )
         raise SpecError(

@@ -73,12 +73,12 @@ def save_pruned(
 ) -> Path:
     """Write a model of `prune` with tokenizer, mask, manifest and card.
 
-    `AutoModelForCausalLM.from_pretrained(folder)` (of a multimodal wrapper,
+    `AutoModelForCausalLM.from_pretrained(folder)` (for a multimodal wrapper,
     `AutoModelForMultimodalLM`) loads it after `import heapr_lab`, or with
     `trust_remote_code=True` where heapr_lab is not installed. A mask of structure
     `uniform` becomes a stock checkpoint, which needs neither.
 
-    Of a streamed model one layer at a time is in memory, and where its weights are only
+    One layer of a streamed model is in memory at a time, and where its weights are only
     sliced, the same call resumes after an interruption at the layer it had reached.
 
     Args:
@@ -93,16 +93,16 @@ def save_pruned(
             they were changed besides slicing; by default as `compensate` recorded).
         max_shard_size: largest size of a safetensors file; a streamed model has a file
             for each layer.
-        dtype: of the weights in the files; by default that of the dense model's files,
-            if they are on this machine, else of `model`, which is not changed. By
-            default weights in blocks of FP8 stay FP8 if the structure is uniform and
+        dtype: that of the weights in the files; by default that of the dense model's
+            files, if they are on this machine, else of `model`, which is not changed.
+            By default weights in blocks of FP8 stay FP8 if the structure is uniform and
             the width a multiple of a block's.
         calibration: windows on which a layer that predicts a further token (MTP) is
             scored, to be as narrow as all others of a `uniform` checkpoint; without
             them, or where transformers cannot run it, it is left out of such a one.
         check: called with the folder when it can be loaded, before it has its name; it
             returns further facts. If it raises, nothing is left.
-        progress: of a streamed model, called with (parts written, parts in all).
+        progress: called with (parts written, parts in all) of a streamed model.
 
     Returns:
         `folder`.
@@ -203,26 +203,26 @@ def _in_words(
     Args:
         model: a model that `prune` returned.
         changed: the same without quantisation; None if they were only sliced.
-        dtype: that they are written in.
+        dtype: the type that they are written in.
         packing: how they are quantised again, if they are.
     """
     source = source_of(model)
     if source is None or source.dequantised_from is None:
         return changed
-    said = f"{changed or 'sliced, otherwise unchanged'}, "
+    text = f"{changed or 'sliced, otherwise unchanged'}, "
     if packing is not None:
-        return f"{said}in FP8: those that changed are quantised again"
-    said += f"dequantised from {source.dequantised_from} to {dtype_name(dtype)}"
+        return f"{text}in FP8: those that changed are quantised again"
+    text += f"dequantised from {source.dequantised_from} to {dtype_name(dtype)}"
     if source.block is None or blocks_fit(source.block, _mask_of(model).one_width):
-        return said
+        return text
     n = math.lcm(*source.block)
-    return f"{said} (FP8 needs the structure uniform and widths in multiples of {n})"
+    return f"{text} (FP8 needs the structure uniform and widths in multiples of {n})"
 
 
 def _plan_of(
     model: Any, keep: KeepMask, packing: Fp8Files | None
 ) -> dict[str, str] | None:
-    """What files are of if they can be resumed: slices of a streamed model's."""
+    """What identifies files that can be resumed: slices of a streamed model's."""
     stream = stream_of(model)
     if stream is None or getattr(model, "heapr_weights", None) is not None:
         return None
@@ -263,7 +263,7 @@ def _other_parts(model: Any, folder: Path, *, base: str) -> dict[str, str]:
 
     Args:
         model: the dense or the pruned model.
-        folder: to which the processor is copied.
+        folder: the one that the processor is copied to.
         base: folder or hub id of the dense model.
     """
     part = _what_is_pruned(model)
@@ -273,7 +273,7 @@ def _other_parts(model: Any, folder: Path, *, base: str) -> dict[str, str]:
 
 
 def _what_is_pruned(model: Any) -> str | None:
-    """Which part of a wrapper is pruned, in words; None of another model."""
+    """Which part of a wrapper is pruned, in words; None for another model."""
     if not is_wrapper(model.config):
         return None
     inside = type(model.get_decoder()).__name__
@@ -295,8 +295,8 @@ def _mask_of(model: Any) -> KeepMask:
 
 def structure_of(keep: KeepMask) -> str:
     """The structure of the widths of `keep`; ragged if not recorded."""
-    found = str(keep.settings.get("structure", "ragged"))
-    return found if found in STRUCTURES else "ragged"
+    structure = str(keep.settings.get("structure", "ragged"))
+    return structure if structure in STRUCTURES else "ragged"
 
 
 def write_weights(
@@ -313,7 +313,7 @@ def write_weights(
     Args:
         model: the model.
         folder: an empty one, or that of an interrupted call.
-        max_shard_size: of a file.
+        max_shard_size: the largest size of a file.
         further: the layers that predict further tokens.
         packing: how weights are quantised, if they are.
         progress: as in `save_pruned`.

@@ -24,9 +24,9 @@ def wider(before: Shapes, after: Shapes) -> dict[str, tuple[int, ...]] | None:
     """
     if before.keys() != after.keys():
         return None
-    found = {name: after[name] for name in after if after[name] != before[name]}
-    fits = all(_only_wider(name, before[name], found[name]) for name in found)
-    return found if fits else None
+    shapes = {name: after[name] for name in after if after[name] != before[name]}
+    fits = all(_only_wider(name, before[name], shapes[name]) for name in shapes)
+    return shapes if fits else None
 
 
 def _only_wider(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> bool:

@@ -21,8 +21,8 @@ def stored_dtype(model: Any) -> torch.dtype:
     if stream is not None and stream.dequantised_from is not None:
         return stream.stored
     source = source_of(model)
-    found: torch.dtype = (source and source.dtype) or model.dtype
-    return found
+    dtype: torch.dtype = (source and source.dtype) or model.dtype
+    return dtype
 
 
 def in_dtype(model: Any, dtype: torch.dtype) -> Any:
@@ -32,14 +32,14 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
     """
     if model.dtype == dtype:
         return model
-    made: dict[int, Any] = {}
-    for name, own in model.state_dict(keep_vars=True).items():
-        stays = not own.is_floating_point() or stays_float32(model, name)
-        new = own if stays else own.detach().to(dtype)
-        if isinstance(own, nn.Parameter) and not stays:
-            new = nn.Parameter(new, requires_grad=own.requires_grad)
-        made[id(own)] = new
-    return copy.deepcopy(model, made)
+    memo: dict[int, Any] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stays = not tensor.is_floating_point() or stays_float32(model, name)
+        new = tensor if stays else tensor.detach().to(dtype)
+        if isinstance(tensor, nn.Parameter) and not stays:
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = new
+    return copy.deepcopy(model, memo)
 
 
 def round_experts(
@@ -57,6 +57,6 @@ def round_experts(
     for experts in sliced_experts(model).values():
         for name, tensor in experts._parameters.items():
             if tensor is not None and tensor.is_floating_point():
-                own = tensor.data.to(dtype)
-                own = own if packing is None else packing.rounded(name, own)
-                tensor.data = own.to(tensor.dtype)
+                weight = tensor.data.to(dtype)
+                weight = weight if packing is None else packing.rounded(name, weight)
+                tensor.data = weight.to(tensor.dtype)

@@ -33,7 +33,7 @@ class Stock(NamedTuple):
     padded: dict[str, tuple[int, ...]]
     """Shapes of the tensors of shared experts that are wider, by their names."""
     n_zero: int
-    """The atoms that the shared experts of a layer have more; their weights are 0."""
+    """The atoms added to the shared experts of a layer; their weights are 0."""
 
 
 def uniform_width(keep: KeepMask, dtype: torch.dtype | None = None) -> int:
@@ -67,14 +67,14 @@ def stock_config(config: Any, width: int) -> Stock:
     Raises:
         SpecError: the family has no such configuration.
     """
-    others = _other_shapes(skeleton_of(config))
+    shapes = _other_shapes(skeleton_of(config))
     tried = []
     for candidate, change in _candidates(config, width):
         skeleton = skeleton_of(candidate)
         fits = {layer.d_inter for layer in find_experts(skeleton)} == {width}
-        padded = wider(others, _other_shapes(skeleton))
+        padded = wider(shapes, _other_shapes(skeleton))
         if fits and padded is not None:
-            return Stock(candidate, padded, zero_atoms(others, padded))
+            return Stock(candidate, padded, zero_atoms(shapes, padded))
         tried.append(change)
     raise SpecError(
         f"{type(config).__name__} cannot give routed experts the width {width} and "
@@ -153,12 +153,12 @@ def _fused(layer: ExpertsLayer, ragged: RaggedExperts) -> dict[str, torch.Tensor
     up = ragged.up_rows.unflatten(0, (n_experts, -1))  # (E, 2w, D)
     down = ragged.down_columns.unflatten(0, (n_experts, -1))  # (E, w, D)
     transposed = layer.module.is_transposed
-    found = {
+    tensors = {
         "gate_up_proj" if layer.gated else "up_proj": up.mT if transposed else up,
         "down_proj": down if transposed else down.mT,
     }
     if ragged.up_bias is not None and ragged.down_bias is not None:
         name = "gate_up_proj_bias" if layer.gated else "up_proj_bias"
-        found[name] = ragged.up_bias.unflatten(0, (n_experts, -1))
-        found["down_proj_bias"] = ragged.down_bias
-    return {name: nn.Parameter(tensor.contiguous()) for name, tensor in found.items()}
+        tensors[name] = ragged.up_bias.unflatten(0, (n_experts, -1))
+        tensors["down_proj_bias"] = ragged.down_bias
+    return {name: nn.Parameter(tensor.contiguous()) for name, tensor in tensors.items()}

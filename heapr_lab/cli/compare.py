@@ -147,7 +147,7 @@ class _Asked:
         tasks: str | None,
         corpus: str | None,
     ) -> "_Asked":
-        """With the options that are given in place of the defaults."""
+        """What is compared, with the given options in place of the defaults."""
         return _Asked(
             self.names if names is None else names_in(names),
             self.ratios if ratios is None else _ratios(ratios),
@@ -208,7 +208,7 @@ def _as_table1(
     from heapr_lab.experiments import table1
     from heapr_lab.methods.comparison import compare_methods
 
-    missing = [k for k, found in table1.methods_of_table1().items() if found is None]
+    missing = [k for k, method in table1.methods_of_table1().items() if method is None]
     refused: list[dict[str, Any]] = []
 
     def refuse(entry: "Entry", error: Exception) -> None:
@@ -293,7 +293,7 @@ def _list(*, as_json: bool) -> None:
     """Print every method with its citation and how it differs from its paper."""
     from heapr_lab import methods
 
-    found = [methods.get(name) for name in methods.names()]
+    known = [methods.get(name) for name in methods.names()]
     if as_json:
         rows = [
             {
@@ -304,11 +304,11 @@ def _list(*, as_json: bool) -> None:
                 "options": dict(method.options),
                 "deviations": list(method.deviations),
             }
-            for method in found
+            for method in known
         ]
         print_facts({"methods": rows}, as_json=True)
         return
-    for method in found:
+    for method in known:
         typer.echo(f"{method.name} ({method.compresses}): {method.title}")
         typer.echo(f"  {method.citation}")
         for name, default in method.options.items():
@@ -336,12 +336,12 @@ def _ratios(text: str) -> list[float]:
 
 
 def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """By method, the options in texts such as `reap.protect_super_experts=true`.
+    """The options of each method in texts such as `reap.protect_super_experts=true`.
 
     Raises:
         SpecError: a text cannot be read.
     """
-    found: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     for text in texts:
         place, equals, value = text.partition("=")
         method, dot, option = place.partition(".")
@@ -351,7 +351,7 @@ def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
                 "camera-p.sequential=false"
             )
         try:
-            found.setdefault(method, {})[option] = json.loads(value)
+            settings.setdefault(method, {})[option] = json.loads(value)
         except ValueError:
-            found.setdefault(method, {})[option] = value
-    return found
+            settings.setdefault(method, {})[option] = value
+    return settings

@@ -58,8 +58,8 @@ def evaluate(
     for corpus in names_in(corpora):
         rows += _losses(bench, keep, corpus, kl=kl)
     for task in names_in(tasks):
-        found = bench.task_results(keep, task, limit=limit)
-        rows += [_row(task, r["metric"], r["value"], r["stderr"]) for r in found]
+        metrics = bench.task_results(keep, task, limit=limit)
+        rows += [_row(task, r["metric"], r["value"], r["stderr"]) for r in metrics]
     if as_json:
         print_facts({"model": model, "results": rows}, as_json=True)
         return
@@ -91,8 +91,8 @@ def _losses(
 ) -> list[dict[str, Any]]:
     """Rows of dataset, metric, value and stderr for the test split of a corpus."""
     windows = bench.test_windows(corpus)
-    found = bench.perplexity(keep, windows)
-    values = {"perplexity": found.value, "nll": found.nll}
+    perplexity = bench.perplexity(keep, windows)
+    values = {"perplexity": perplexity.value, "nll": perplexity.nll}
     if kl and keep is not None:
         divergence = bench.divergence(keep, windows)
         values["kl"] = divergence.kl

@@ -20,8 +20,8 @@ def provenance(
     """Show where a file written by this package came from."""
     from heapr_lab.checkpoints.provenance import read_provenance
 
-    said = {"file": str(file), **read_provenance(file)}
-    print_facts(said if as_json else _flat(said), as_json=as_json)
+    facts = {"file": str(file), **read_provenance(file)}
+    print_facts(facts if as_json else _flat(facts), as_json=as_json)
 
 
 def _flat(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:

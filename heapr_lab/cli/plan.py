@@ -33,10 +33,10 @@ def plan(
     """
     from heapr_lab.streaming.plan import plan as planned
 
-    found = planned(
+    needs = planned(
         model, n_sequences=n_sequences, seq_len=seq_len, memory=memory, dtype=dtype
     )
     if as_json:
-        print_facts(found.to_dict(), as_json=True)
+        print_facts(needs.to_dict(), as_json=True)
     else:
-        typer.echo(str(found))
+        typer.echo(str(needs))

@@ -27,7 +27,7 @@ def check_file(path: Path, *, suffix: str | None = None) -> None:
 
     Args:
         path: the file; an existing one would be replaced.
-        suffix: that the name must have, if any.
+        suffix: the suffix that the name must have, if any.
 
     Raises:
         SpecError: the name has another suffix, or no file can be written there.

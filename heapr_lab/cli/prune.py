@@ -87,11 +87,11 @@ def prune(
     recipe = preset.recipe_for(importance, estimator=estimator)
     if not is_folder(out):
         recipe = MASKED  # of a mask alone
-    own = own_share(own_text, importance, default=recipe.own_text)
-    share = own if recipe.chooses else 0.0
+    generated = own_share(own_text, importance, default=recipe.own_text)
+    share = generated if recipe.chooses else 0.0
     recipe = replace(recipe, own_text=share, heal=heal)
     check_healed(recipe, out, table_alone=importance is not None)
-    calibration = Calibration(corpus, n_sequences, own_text=own)
+    calibration = Calibration(corpus, n_sequences, own_text=generated)
     opening = model, profile, seq_len, device, dtype, stream, None
     request = Request(
         model=model,
@@ -135,7 +135,7 @@ class Request:
         return is_folder(self.out)
 
     def _is_streamed(self) -> bool:
-        """Whether the model is, where it would write text of its own."""
+        """Whether the model is streamed, where self-generated text is wanted."""
         from heapr_lab.streaming.stream import stream_of
 
         if not self.setting.calibration.own_text:
@@ -167,13 +167,13 @@ class Request:
 
             check_trainable(self.open_bench().model)
         table = self._table(source)
-        made = self._choose(table)
+        outcome = self._choose(table)
         if self.out is not None and not self.to_folder:
-            made.keep.write(self.out)
+            outcome.keep.write(self.out)
         elif self.out is not None:
-            self._write(self.out, made, table, source=source, corpora=measured)
+            self._write(self.out, outcome, table, source=source, corpora=measured)
         saved = savings(
-            made.keep,
+            outcome.keep,
             table,
             seq_len=self.seq_len,
             source=read_source(source),
@@ -182,15 +182,15 @@ class Request:
         return {
             "model": self.model,
             "method": self.method.name,
-            "estimator": made.keep.settings.get(
+            "estimator": outcome.keep.settings.get(
                 "estimator", self.setting.selection.estimator
             ),
-            "compensated": made.compensation is not None,
+            "compensated": outcome.compensation is not None,
             "healed_on": self.recipe.heal,
-            **_held_out(made.report, in_words=in_words),
-            "atoms": made.keep.n_atoms,
-            "atoms_kept": made.keep.n_kept,
-            "achieved_ratio": made.keep.achieved_ratio,
+            **_held_out(outcome.report, in_words=in_words),
+            "atoms": outcome.keep.n_atoms,
+            "atoms_kept": outcome.keep.n_kept,
+            "achieved_ratio": outcome.keep.achieved_ratio,
             **(_in_words(saved) if in_words else saved),
             "out": None if self.out is None else str(self.out),
         }
@@ -208,8 +208,8 @@ class Request:
 
         corpus = self.setting.calibration.corpus
         check_computed(self.engine, read_config(source))
-        parts = corpora_of(corpus)
-        if self.max_rise is not None and len(parts) > 1:
+        corpora = corpora_of(corpus)
+        if self.max_rise is not None and len(corpora) > 1:
             raise SpecError(
                 f"--max-rise measures on the calibration corpus, and {corpus!r} is a "
                 "mixture: give --ratio, or one corpus"
@@ -217,8 +217,8 @@ class Request:
         if self.importance is not None:
             return []
         preflight.check_corpora([corpus], split="train")
-        preflight.check_corpora(parts, split="test")  # a mixture has none
-        return list(parts)
+        preflight.check_corpora(corpora, split="test")  # a mixture has none
+        return list(corpora)
 
     def _table(self, source: Path) -> "ImportanceTable":
         from heapr_lab.checkpoints.same_model import own_table
@@ -257,7 +257,7 @@ class Request:
     def _write(
         self,
         out: Path,
-        made: "PruningResult",
+        outcome: "PruningResult",
         table: "ImportanceTable",
         *,
         source: Path,
@@ -273,19 +273,19 @@ class Request:
         named = self.model == LAB or not Path(self.model).is_dir()
         base = self.model if named else str(source)
         files = read_source(source)
-        facts = export.facts_of(table, made, source=files, seq_len=self.seq_len)
+        facts = export.facts_of(table, outcome, source=files, seq_len=self.seq_len)
         options: dict[str, Any] = {"base": base, "facts": facts, "corpora": corpora}
         if self.importance is None:
             options["calibration"] = export.text_of_heads(
-                self.open_bench(), made.keep, self.setting.calibration
+                self.open_bench(), outcome.keep, self.setting.calibration
             )
         with progress_bars() as part:
-            if files.dequantised_from or made.differs:
+            if files.dequantised_from or outcome.differs:
                 bench = self.open_bench()
-                export.write_checkpoint(out, made, bench, part=part, **options)
+                export.write_checkpoint(out, outcome, bench, part=part, **options)
             else:
                 options["bench"] = self.open_bench() if corpora else None
-                export.slice_checkpoint(out, source, made.keep, part=part, **options)
+                export.slice_checkpoint(out, source, outcome.keep, part=part, **options)
         if not has_tokenizer(source):
             say(
                 f"there is no tokenizer in {source}, and so none in {out}: copy the "

@@ -49,16 +49,16 @@ def score(
     from heapr_lab.streaming.distributed import joined
 
     with joined() as ranks:
-        own = device if ranks is None else ranks.device(device)
-        bench = open_bench(model, profile, seq_len, own, dtype, stream, host_memory)
+        local = device if ranks is None else ranks.device(device)
+        bench = open_bench(model, profile, seq_len, local, dtype, stream, host_memory)
         windows = bench.calibration_set(calibration)
         if ranks is None:
             table = bench.measure(windows, batch_size=batch_size)
         else:
-            found = bench.measure_on(ranks, windows, batch_size=batch_size)
-            if found is None:  # rank 0 does the rest
+            merged = bench.measure_on(ranks, windows, batch_size=batch_size)
+            if merged is None:  # rank 0 does the rest
                 return
-            table = found
+            table = merged
     if eliminated:  # only elimination is measured, the rest is cached
         table = bench.importance(calibration, estimator="elimination")
     if out is not None:

@@ -125,8 +125,8 @@ def window_nll(
 
     Arguments and errors are those of `evaluate_perplexity`.
     """
-    found = evaluate_perplexity(model, ids, batch_size=batch_size, progress=progress)
-    return torch.tensor(found.windows, dtype=torch.float64)
+    losses = evaluate_perplexity(model, ids, batch_size=batch_size, progress=progress)
+    return torch.tensor(losses.windows, dtype=torch.float64)
 
 
 def evaluate_divergence(
@@ -158,7 +158,7 @@ def evaluate_divergence(
 
     def add(_batch: torch.Tensor, *states: torch.Tensor) -> None:
         nonlocal kl, agreeing
-        dense, pruned = (own[:, :-1] for own in states)
+        dense, pruned = (hidden[:, :-1] for hidden in states)
         batch_kl, batch_agreeing = 0.0, 0
         for log_p, log_q in zip(
             iter_log_probs(model, dense), iter_log_probs(model, pruned), strict=True
@@ -213,9 +213,9 @@ def _for_batches(
         together = backend_of(model).at_once(model, size * seq_len) // seq_len
         while done < n_windows:
             group = windows[done : done + together].split(size)
-            found = [_states(model, group, keep) for keep in masks]
-            for batch, *states in zip(group, *found, strict=True):
-                work(batch, *(own.to(input_device(model)) for own in states))
+            by_mask = [_states(model, group, keep) for keep in masks]
+            for batch, *states in zip(group, *by_mask, strict=True):
+                work(batch, *(hidden.to(input_device(model)) for hidden in states))
                 done += len(batch)
                 report(done, n_windows)
 

@@ -24,20 +24,20 @@ def tour(
         saved: a row of `Workbench.savings`.
         losses: from `corpus_masks.mask_losses`, the mask of the results first.
     """
-    own = str(losses["mask"].iloc[0])
+    corpus = str(losses["mask"].iloc[0])
     values = results[results["metric"].eq("perplexity")]
     values = values.pivot(index="estimator", columns="dataset", values="value")
-    dense, pruned = values.loc["dense", own], values.loc["heapr", own]
+    dense, pruned = values.loc["dense", corpus], values.loc["heapr", corpus]
     short = (
         "Without the quarter of the atomic experts with the lowest scores, the model "
         f"has {saved['parameter_reduction']:.1%} fewer parameters and takes "
         f"{saved['flops_reduction']:.1%} fewer operations per token "
-        f"({at_context(saved['seq_len'])}). Perplexity on held-out text of {own} goes "
-        f"from {dense:.2f} to {pruned:.2f} ({pruned / dense - 1:+.1%}; the paper's "
-        f"models on WikiText-2: {_published_rises()})."
+        f"({at_context(saved['seq_len'])}). Perplexity on held-out text of {corpus} "
+        f"goes from {dense:.2f} to {pruned:.2f} ({pruned / dense - 1:+.1%}; the "
+        f"paper's models on WikiText-2: {_published_rises()})."
     )
     table = losses.pivot(index="mask", columns="dataset", values="delta_nll")
-    return answer(short, [_on_other_text(table, own), _of_mixture(table, own)])
+    return answer(short, [_on_other_text(table, corpus), _of_mixture(table, corpus)])
 
 
 def _published_rises() -> str:
@@ -54,26 +54,26 @@ def published_rises() -> "pd.Series[float]":
     return rises
 
 
-def _on_other_text(table: pd.DataFrame, own: str) -> str:
-    others = table.loc[own].drop(own)
-    if others.empty:
+def _on_other_text(table: pd.DataFrame, text: str) -> str:
+    rises = table.loc[text].drop(text)
+    if rises.empty:
         return ""
-    where = "more" if others.min() > table.loc[own, own] else "not always more"
+    more = "more" if rises.min() > table.loc[text, text] else "not always more"
     return (
-        f"On text of other kinds it costs {where}: Δloss is {table.loc[own, own]:.3f} "
-        f"nats per token on {own}, and {value_range(others)} on {listed(others.index)}."
+        f"On text of other kinds it costs {more}: Δloss is {table.loc[text, text]:.3f} "
+        f"nats per token on {text}, and {value_range(rises)} on {listed(rises.index)}."
     )
 
 
-def _of_mixture(table: pd.DataFrame, own: str) -> str:
+def _of_mixture(table: pd.DataFrame, corpus: str) -> str:
     pair = [str(name) for name in table.index if name in table.columns]
     if "mixture" not in table.index or len(pair) != 2:
         return ""
-    mixed, alone = table.loc["mixture", pair], table.loc[own, pair]
+    mixed, alone = table.loc["mixture", pair], table.loc[corpus, pair]
     return (
         f"Calibrated on half of {pair[0]} and half of {pair[1]}, the larger of the two "
-        f"losses is {mixed.max():.3f} in place of {alone.max():.3f}, and that on {own} "
-        f"{mixed[own]:.3f} in place of {alone[own]:.3f}."
+        f"losses is {mixed.max():.3f} in place of {alone.max():.3f}, and that "
+        f"on {corpus} {mixed[corpus]:.3f} in place of {alone[corpus]:.3f}."
     )
 
 
@@ -119,18 +119,18 @@ def quality(
         default: the method that is compared with "heapr".
         corpus: the one that was calibrated on.
     """
-    own = windows["corpus"].eq(corpus)
+    same = windows["corpus"].eq(corpus)
     ratios = sorted({*windows.loc[windows["method"].eq(default), "ratio"]})
     if not ratios:
         return answer(f"{default} has not been measured on a pretrained model.")
-    said = "; ".join(
-        f"at {ratio:.0%} {_beside_heapr(windows[own], default, ratio)}, on other text "
-        f"{_beside_heapr(windows[~own], default, ratio)}"
+    text = "; ".join(
+        f"at {ratio:.0%} {_beside_heapr(windows[same], default, ratio)}, on other text "
+        f"{_beside_heapr(windows[~same], default, ratio)}"
         for ratio in ratios
     )
     short = (
         f"On the pretrained MoE, {default} loses in place of HEAPr, in nats per token "
-        f"more than the dense model: {said}."
+        f"more than the dense model: {text}."
     )
     tasks = {r: accuracy_difference(items, default, "heapr", r) for r in ratios}
     accuracies = "; ".join(
@@ -140,11 +140,11 @@ def quality(
 
 
 def _beside_heapr(windows: pd.DataFrame, method: str, ratio: float) -> str:
-    found = {
+    gaps = {
         name: loss_difference(windows, name, "dense", ratio, of=0.0)
         for name in (method, "heapr")
     }
-    losses = {name: gap.value for name, gap in found.items() if gap is not None}
+    losses = {name: gap.value for name, gap in gaps.items() if gap is not None}
     if len(losses) < 2:
         return "not measured"
     apart = loss_difference(windows, method, "heapr", ratio)
@@ -168,13 +168,13 @@ def methods(
     ratio = 0.4 if 0.4 in set(data["ratio"]) else data["ratio"].median()
     at = data[data["ratio"].eq(ratio) & ~data["group"].str.contains("compensated")]
     best = at.loc[at.groupby("group")["pooled"].idxmin()].sort_values("pooled")
-    said = "; ".join(
+    text = "; ".join(
         f"{row['group']} {row['variant']} {row['pooled']:.3f}"
         for row in best.to_dict("records")
     )
     short = (
         f"Best of each kind at {ratio:.0%}, Δloss in nats per token on the calibrated "
-        f"corpus, mean of {int(at['n_models'].max())} models: {said}."
+        f"corpus, mean of {int(at['n_models'].max())} models: {text}."
     )
     same = rankings["same rank"].mean() if len(rankings) else 1.0
     against = (
@@ -194,14 +194,14 @@ def _why_merging_loses(measured: pd.DataFrame, ratio: float) -> str:
     )
     if not {"hc-smoe", "random"} <= {*losses.columns}:
         return ""
-    said = "; ".join(
+    text = "; ".join(
         f"{model} {row['hc-smoe']:.3f} and {row['random']:.3f}"
         for model, row in losses.iterrows()
     )
     return (
         "Merging averages experts, so that it depends on how alike they are, as those "
         "of an upcycled model are, which began as copies of one. HC-SMoE beside random "
-        f"atoms: {said}."
+        f"atoms: {text}."
     )
 
 
@@ -219,22 +219,22 @@ def own_model(
         sizes: bytes of the dense and of the pruned files.
         largest: a row of `benchmarks/streaming.py`.
     """
-    own = relative.columns[0]
+    corpus = relative.columns[0]
     dense, pruned = (size / 1e6 for size in sizes)
-    rise = relative.loc[ratio, own] - 1
+    rise = relative.loc[ratio, corpus] - 1
     which = (
         f"{ratio:.0%} is the largest within a rise of a tenth"
         if rise <= 0.1
         else f"none is within a rise of a tenth, and {ratio:.0%} was exported"
     )
     short = (
-        f"Of the ratios that were tried, {which}: perplexity on {own} changes by "
+        f"Of the ratios that were tried, {which}: perplexity on {corpus} changes by "
         f"{rise:+.1%}, and the files shrink from {dense:.1f} to {pruned:.1f} MB."
     )
-    others = relative.loc[ratio].drop(own) - 1
+    rises = relative.loc[ratio].drop(corpus) - 1
     other_text = (
-        f"On other text perplexity rises by {value_range(others, '.0%')}."
-        if len(others)
+        f"On other text perplexity rises by {value_range(rises, '.0%')}."
+        if len(rises)
         else ""
     )
     at_size = (

@@ -30,7 +30,7 @@ from heapr_lab.experiments.paper_answers import early_peak, gaps_of, late_rise
 from heapr_lab.figures.paper import paper_table
 
 RATIOS = (0.2, 0.25, 0.4, 0.6)
-"""Where methods are compared, as far as they were measured there."""
+"""The ratios at which methods are compared, as far as they were measured there."""
 RIVALS = (
     "naee", "moe-i2-like", "moe-svd-like", "d2-moe", "mc-smoe", "hc-smoe",
     "sub-moe-like",
@@ -39,7 +39,7 @@ RIVALS = (
 ON_C4 = "heapr on c4"
 """The method in `Evidence.windows` that is HEAPr calibrated on C4."""
 NO_WINDOWS = pd.DataFrame(columns=["method", "ratio", "corpus", "window", "nll"])
-"""Of a model whose losses were not measured window by window."""
+"""The windows of a model whose losses were not measured window by window."""
 _SAME_SCORES = "tests/oracle/test_two_stage.py"
 
 
@@ -53,8 +53,8 @@ class Evidence:
     items: pd.DataFrame = field(default_factory=pd.DataFrame)
     """Columns method, ratio, and those of `task_items`."""
     kept: pd.DataFrame = field(default_factory=pd.DataFrame)
-    """By share of the whole model that is removed, the share of the accuracy that is
-    kept: columns removed, value, low, high."""
+    """The share of the accuracy that is kept, by the share of the whole model that is
+    removed: columns removed, value, low, high."""
     savings: pd.DataFrame = field(default_factory=pd.DataFrame)
     """Columns ratio, granularity, flops_reduction."""
     bins: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -89,7 +89,7 @@ class Claim:
     says: str
     paper: Callable[[], str]
     test: Callable[[Evidence], Finding | None]
-    """None where nothing was measured."""
+    """Returns None where nothing was measured."""
     missing: str = "not measured"
 
 
@@ -163,32 +163,32 @@ def _published_averages(*names: str) -> str:
     table = paper_table("global_vs_layer")
     rows = table[table["method"].isin(names)]
     models = rows.groupby("model")["method"].nunique()
-    one = rows[rows["model"].eq(models.idxmax())]
-    parts = [
+    averages = rows[rows["model"].eq(models.idxmax())]
+    texts = [
         f"{ratio:.0%}: " + ", ".join(part.set_index("method").loc[[*names], "average"]
         .map("{:.1f}".format))
-        for ratio, part in one.groupby("ratio")
+        for ratio, part in averages.groupby("ratio")
     ]  # fmt: skip
-    return f"mean accuracy of {', '.join(names)} at {'; '.join(parts)}"
+    return f"mean accuracy of {', '.join(names)} at {'; '.join(texts)}"
 
 
 def _published_grain() -> str:
     table = paper_table("granularity")
     wide = table.pivot(index="ratio", columns="level", values="wikitext2_ppl")
-    said = "; ".join(
+    text = "; ".join(
         f"{row['Atomic Expert']} against {row['Expert']} at {ratio:.0%}"
         for ratio, row in wide.iterrows()
     )
-    return f"perplexity {said}; whole experts save no FLOPs"
+    return f"perplexity {text}; whole experts save no FLOPs"
 
 
 def _published_flops() -> str:
     table = paper_table("granularity").query("level == 'Atomic Expert'")
-    said = " and ".join(
+    text = " and ".join(
         f"{row['flops_reduction']:.0%} at {row['ratio']:.0%}"
         for row in table.to_dict("records")
     )
-    return f'"nearly 20%" in its abstract; {said} in its table'
+    return f'"nearly 20%" in its abstract; {text} in its table'
 
 
 def _published_boundary() -> str:
@@ -219,12 +219,12 @@ def _first_of_rivals(evidence: Evidence) -> Finding | None:
     """How much more each rival loses than HEAPr, over models or else over windows."""
     if not evidence.rivals.empty:
         return _over_models(evidence)
-    own = evidence.windows_on(calibrated=True)
-    ratios = sorted(own.loc[own["method"].isin(RIVALS), "ratio"].unique())
+    windows = evidence.windows_on(calibrated=True)
+    ratios = sorted(windows.loc[windows["method"].isin(RIVALS), "ratio"].unique())
     gaps = {
         f"{name} at {ratio:.0%}": gap
         for name in RIVALS
-        for ratio, gap in gaps_of(own, name, "heapr", ratios).items()
+        for ratio, gap in gaps_of(windows, name, "heapr", ratios).items()
     }
     return _against_rivals(gaps, "paired over windows") if gaps else None
 
@@ -243,26 +243,26 @@ def _over_models(evidence: Evidence) -> Finding:
 
 def _against_rivals(gaps: Mapping[str, Interval], over: str) -> Finding:
     nearest = min(gaps, key=lambda name: gaps[name].value)
-    said = f"nearest {nearest}: {gaps[nearest].said()} nats more, {over}"
+    text = f"nearest {nearest}: {gaps[nearest].said()} nats more, {over}"
     verdict = verdict_of(gap.verdict for gap in gaps.values())
-    return Finding(verdict, f"{len(gaps)} comparisons with rivals; {said}")
+    return Finding(verdict, f"{len(gaps)} comparisons with rivals; {text}")
 
 
 def _nearly_lossless(evidence: Evidence) -> Finding | None:
     """No more lost than on the paper's model that loses most at up to 25 %."""
     most, drop = float(np.log1p(published_rises().max())), _largest_drop()
-    own = evidence.windows_on(calibrated=True)
-    said, verdicts = [], []
+    windows = evidence.windows_on(calibrated=True)
+    texts, verdicts = [], []
     for ratio in RATIOS[:2]:
-        loss = loss_difference(own, "heapr", "dense", ratio, of=0.0)
+        loss = loss_difference(windows, "heapr", "dense", ratio, of=0.0)
         if loss is not None:
-            said.append(f"perplexity {_as_rise(loss)} at {ratio:.0%}")
+            texts.append(f"perplexity {_as_rise(loss)} at {ratio:.0%}")
             verdicts.append(_at_most(loss, most))
         right = accuracy_difference(evidence.items, "heapr", "dense", ratio, of=0.0)
         if right is not None:
-            said.append(f"accuracy {right.said('+.2f')}")
+            texts.append(f"accuracy {right.said('+.2f')}")
             verdicts.append(Interval(*(x + drop for x in _three(right))).verdict)
-    return _all_of(verdicts, said)
+    return _all_of(verdicts, texts)
 
 
 def _three(interval: Interval) -> tuple[float, float, float]:
@@ -273,13 +273,13 @@ def _as_rise(loss: Interval) -> str:
     return Interval(*map(float, np.expm1(_three(loss)))).said("+.0%")
 
 
-def _at_most(found: Interval, most: float) -> str:
-    value, low, high = _three(found)
+def _at_most(interval: Interval, most: float) -> str:
+    value, low, high = _three(interval)
     return Interval(most - value, most - high, most - low).verdict
 
 
-def _all_of(verdicts: Sequence[str], said: Sequence[str]) -> Finding | None:
-    return Finding(verdict_of(verdicts), "; ".join(said)) if said else None
+def _all_of(verdicts: Sequence[str], texts: Sequence[str]) -> Finding | None:
+    return Finding(verdict_of(verdicts), "; ".join(texts)) if texts else None
 
 
 def _flops(evidence: Evidence) -> Finding | None:
@@ -290,30 +290,30 @@ def _flops(evidence: Evidence) -> Finding | None:
     saved = saved.drop_duplicates("ratio").set_index("ratio")["flops_reduction"]
     stated = paper_table("granularity").query("level == 'Atomic Expert'")
     table = stated.set_index("ratio")["flops_reduction"][0.2]
-    found = saved[0.2]
-    verdict = DISAGREES if abs(found - table) < abs(found - 0.2) else AGREES
-    said = " and ".join(f"{saved[r]:.1%} at {r:.0%}" for r in RATIOS[:2] if r in saved)
+    share = saved[0.2]
+    verdict = DISAGREES if abs(share - table) < abs(share - 0.2) else AGREES
+    text = " and ".join(f"{saved[r]:.1%} at {r:.0%}" for r in RATIOS[:2] if r in saved)
     words = {DISAGREES: "as its table, not its abstract", AGREES: "as its abstract"}
-    return Finding(verdict, f"{said}: {words[verdict]}")
+    return Finding(verdict, f"{text}: {words[verdict]}")
 
 
 def _ordered(*pairs: tuple[str, str]) -> Callable[[Evidence], Finding | None]:
     """The first of each pair loses more than the second, on every kind of text."""
 
     def test(evidence: Evidence) -> Finding | None:
-        said, verdicts = [], []
+        texts, verdicts = [], []
         for method, other in pairs:
             gaps = _gaps_by_text(evidence, method, other)
             if gaps:
                 verdicts += [gap.verdict for gap in gaps.values()]
-                said.append(f"{method} − {other}: {_deciding(gaps)}")
-        return _all_of(verdicts, said)
+                texts.append(f"{method} − {other}: {_deciding(gaps)}")
+        return _all_of(verdicts, texts)
 
     return test
 
 
 def _gaps_by_text(evidence: Evidence, method: str, other: str) -> dict[str, Interval]:
-    """By ratio and text, how much more `method` loses than `other`."""
+    """How much more `method` loses than `other`, by ratio and text."""
     return {
         f"at {ratio:.0%}{where}": gap
         for where, calibrated in (("", True), (" on other text", False))
@@ -326,18 +326,18 @@ def _gaps_by_text(evidence: Evidence, method: str, other: str) -> dict[str, Inte
 def _deciding(gaps: Mapping[str, Interval]) -> str:
     """The gap that the verdict of all of them comes from, and how many have it."""
     verdict = verdict_of(gap.verdict for gap in gaps.values())
-    own = {at: gap for at, gap in gaps.items() if gap.verdict == verdict}
-    at = min(own, key=lambda at: own[at].value)
+    decisive = {at: gap for at, gap in gaps.items() if gap.verdict == verdict}
+    at = min(decisive, key=lambda at: decisive[at].value)
     words = {AGREES: "above zero", DISAGREES: "below zero", UNDECIDED: "undecided"}
-    counted = f"{words[verdict]} in {len(own)} of {len(gaps)} comparisons"
+    counted = f"{words[verdict]} in {len(decisive)} of {len(gaps)} comparisons"
     return f"{gaps[at].in_short()} {at} ({counted})"
 
 
 def _predicts(evidence: Evidence) -> Finding | None:
     if evidence.bins.empty:
         return None
-    found = evidence.bins.attrs["spearman"]["index"]
-    rho = Interval(found["rho"], found["rho_low"], found["rho_high"])
+    spearman = evidence.bins.attrs["spearman"]["index"]
+    rho = Interval(spearman["rho"], spearman["rho_low"], spearman["rho_high"])
     rows = evidence.bins[evidence.bins["order"].eq("index")]
     worst = rows.loc[rows["delta_nll"].idxmax()]
     times = worst["delta_nll"] / worst["score_sum"]
@@ -374,48 +374,48 @@ def _corpora(evidence: Evidence) -> Finding | None:
     verdicts = [
         UNDECIDED if gap.verdict == UNDECIDED else DISAGREES for gap in gaps.values()
     ]
-    said = ", ".join(f"{gap.said()} on {corpus}" for corpus, gap in gaps.items())
-    return _all_of(verdicts, [f"wikitext2 − c4, nats per token: {said}"] * bool(gaps))
+    text = ", ".join(f"{gap.said()} on {corpus}" for corpus, gap in gaps.items())
+    return _all_of(verdicts, [f"wikitext2 − c4, nats per token: {text}"] * bool(gaps))
 
 
 def _over_draws(rows: pd.DataFrame) -> dict[str, Interval]:
-    """By test corpus, the difference that calibration on the other one makes."""
+    """The difference that calibration on the other one makes, by test corpus."""
     pair = ("wikitext2", "c4")
     if rows.empty or not {*pair} <= {*rows["calibration"]}:
         return {}
     rows = rows[rows["metric"].eq("nll") & rows["calibration"].isin(pair)]
     rows = rows[rows["n_sequences"].eq(rows["n_sequences"].max())]
-    found = {}
+    gaps = {}
     for corpus, part in rows.groupby("dataset"):
         wide = part.pivot(index="seed", columns="calibration", values="value")
-        found[str(corpus)] = interval_of(wide[pair[0]] - wide[pair[1]])
-    return found
+        gaps[str(corpus)] = interval_of(wide[pair[0]] - wide[pair[1]])
+    return gaps
 
 
 def _over_windows(windows: pd.DataFrame) -> dict[str, Interval]:
-    """The same of one draw of each, at the one ratio of `ON_C4`."""
+    """The same difference for one draw of each, at the one ratio of `ON_C4`."""
     ratios = windows.loc[windows["method"].eq(ON_C4), "ratio"].unique()
-    found = {}
+    gaps = {}
     for corpus, part in windows.groupby("corpus"):
         for ratio in ratios:
             gap = loss_difference(part, "heapr", ON_C4, ratio)
             if gap is not None:
-                found[str(corpus)] = gap
-    return found
+                gaps[str(corpus)] = gap
+    return gaps
 
 
 def _by_layer(evidence: Evidence) -> Finding | None:
     if evidence.shares.empty:
         return None
-    said, verdicts = [], []
+    texts, verdicts = [], []
     for ratio, part in evidence.shares.groupby("ratio"):
         early, late = early_peak(part), late_rise(part)
         verdicts += [early.verdict, late.verdict]
-        said.append(
+        texts.append(
             f"at {ratio:.0%} first third {early.said('+.2f')}, last layer "
             f"{late.said('+.2f')} of a layer, compared with the middle"
         )
-    return _all_of(verdicts, said)
+    return _all_of(verdicts, texts)
 
 
 CLAIMS = (
@@ -461,4 +461,4 @@ CLAIMS = (
     ),
     Claim("minutes and memory on a GPU", _published_cost, lambda _: None, "no GPU run"),
 )
-"""In the order of the paper."""
+"""The claims, in the order of the paper."""

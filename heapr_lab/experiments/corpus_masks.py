@@ -19,7 +19,7 @@ from heapr_lab.workbench.workbench import Workbench
 
 RATIO = 0.25
 SHARES = (0.05, 0.25, 1.0)
-"""Of the atoms that only one mask removes: how many are put back."""
+"""Shares of the atoms that only one mask removes, which are put back."""
 MIXTURE = "mixture"
 RANKED, DRAWN = "as the other ranks them", "drawn"
 _COLUMNS = ["restored", "share", "n_restored", "draw", "delta_nll", "explained"]
@@ -72,11 +72,11 @@ def restored_losses(
     """Δloss as atoms are put back that only one mask removes.
 
     Args:
-        bench: of the model.
+        bench: the workbench of the model.
         mine: the mask that removes them.
         other: the mask that keeps them.
-        corpus: on whose test split the loss is measured.
-        shares: of the atoms that only `mine` removes; at least one is put back.
+        corpus: the loss is measured on its test split.
+        shares: shares of the atoms that only `mine` removes; at least one is put back.
 
     Returns:
         Columns restored (`RANKED`, or `DRAWN`: as many of each layer, from all that
@@ -87,16 +87,16 @@ def restored_losses(
     Raises:
         SpecError: the masks are of different models.
     """
-    alone, asked = removed_alone(mine, other), []
+    alone, trials = removed_alone(mine, other), []
     for share in shares if len(alone) else ():
         first = alone[: _n_first(share, alone)]
-        asked.append((RANKED, share, 0, first))
+        trials.append((RANKED, share, 0, first))
         for seed in range(bench.profile.n_seeds):
-            asked.append((DRAWN, share, seed, drawn_like(mine.keep, first, seed=seed)))
+            trials.append((DRAWN, share, seed, drawn_like(mine.keep, first, seed=seed)))
     rows = [
         {"restored": way, "share": share, "draw": seed}
         | _restored(bench, mine.keep, part, corpus)
-        for way, share, seed, part in asked
+        for way, share, seed, part in trials
     ]
     return pd.DataFrame(rows, columns=_COLUMNS)
 
@@ -114,7 +114,7 @@ def kept_of_alone(
         third: a mask of the same model.
         mine: the mask that removes them.
         other: the mask that keeps them.
-        shares: of these atoms; first those that `other` ranks highest.
+        shares: shares of these atoms; first those that `other` ranks highest.
 
     Returns:
         Columns share, n_atoms, kept (the share of them that `third` keeps).
@@ -126,9 +126,9 @@ def kept_of_alone(
     alone = removed_alone(mine, other)
     firsts = [alone[: _n_first(share, alone)] for share in shares if len(alone)]
     rows = [(len(first), third.rows[first].mean()) for first in firsts]
-    found = pd.DataFrame(rows, columns=["n_atoms", "kept"])
-    found.insert(0, "share", shares[: len(found)])
-    return found
+    frame = pd.DataFrame(rows, columns=["n_atoms", "kept"])
+    frame.insert(0, "share", shares[: len(frame)])
+    return frame
 
 
 # --- which atoms ------------------------------------------------------------------
@@ -153,11 +153,11 @@ def drawn_like(keep: KeepMask, rows: np.ndarray, *, seed: int) -> np.ndarray:
     Shapes: int64 (n,) and (n,).
     """
     rng, layers = np.random.default_rng(seed), _layers_of(keep)
-    parts = [
+    draws = [
         rng.choice(np.flatnonzero(~keep.rows & (layers == layer)), n, replace=False)
         for layer, n in zip(*np.unique(layers[rows], return_counts=True), strict=True)
     ]
-    return np.concatenate(parts)
+    return np.concatenate(draws)
 
 
 def with_rows(keep: KeepMask, rows: np.ndarray) -> KeepMask:

@@ -88,9 +88,9 @@ def verdict_of(verdicts: Iterable[str]) -> str:
         >>> verdict_of(["agrees", "undecided"]), verdict_of([])
         ('undecided', 'cannot be tested here')
     """
-    found = set(verdicts)
+    distinct = set(verdicts)
     order = (DISAGREES, UNDECIDED, AGREES)
-    return next((verdict for verdict in order if verdict in found), UNTESTED)
+    return next((verdict for verdict in order if verdict in distinct), UNTESTED)
 
 
 # --- states -----------------------------------------------------------------------
@@ -115,7 +115,7 @@ def loss_difference(
         windows: columns method, ratio, corpus, window and nll [nats per token].
         method: the one that is expected to lose more.
         other: the other one.
-        ratio: of both.
+        ratio: the ratio of both.
         of: the ratio of `other`, if it is not the same.
 
     Returns:
@@ -126,10 +126,10 @@ def loss_difference(
         state(windows, name, at)[[*keys, "nll"]]
         for name, at in ((method, ratio), (other, ratio if math.isnan(of) else of))
     )
-    both = pd.merge(*sides, on=keys)
-    if both.empty:
+    pairs = pd.merge(*sides, on=keys)
+    if pairs.empty:
         return None
-    return interval_of((both["nll_x"] - both["nll_y"]).to_numpy())
+    return interval_of((pairs["nll_x"] - pairs["nll_y"]).to_numpy())
 
 
 def accuracy_difference(
@@ -137,7 +137,7 @@ def accuracy_difference(
 ) -> Interval | None:
     """How much more of the tasks one state answers rightly, on the mean of the tasks.
 
-    It is of the items that both states were asked, of which one may have had more.
+    Only the items that both states were asked count; one may have had more.
     Arguments are those of `loss_difference`, with a frame of `task_items` for each
     state in `items`.
 
@@ -149,9 +149,9 @@ def accuracy_difference(
     mine = state(items, method, ratio)
     theirs = state(items, other, ratio if math.isnan(of) else of)
     keys = ["task", "item"]
-    asked = pd.merge(mine[keys], theirs[keys])
-    if asked.empty:
+    common = pd.merge(mine[keys], theirs[keys])
+    if common.empty:
         return None
-    pair = task_difference(asked.merge(mine), asked.merge(theirs))
+    pair = task_difference(common.merge(mine), common.merge(theirs))
     mean = pair.set_index("task").loc[MEAN]
     return of_error(mean["value"], mean["stderr"])

@@ -29,7 +29,7 @@ MARK = "heapr_lab"
 """Key of a notebook's metadata with the digests it was executed from."""
 PARAMETERS_TAG = "parameters"
 TIMEOUT_SECONDS = 1800
-"""For one cell."""
+"""The time limit of one cell."""
 
 _METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -39,7 +39,7 @@ _WIDGET = "application/vnd.jupyter.widget-view+json"
 _OF_ONE_PANEL = re.compile(r"(?<=heapr-copy) heapr-copy-[0-9a-f]{32}")
 """The class by which a panel hides its copy; each panel makes up another one."""
 _TABLE = 'class="dataframe"'
-"""In the HTML of a frame, which is then not written as text as well."""
+"""A mark in the HTML of a frame, which is then not written as text as well."""
 
 logger = logging.getLogger(__name__)
 

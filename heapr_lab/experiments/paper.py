@@ -32,7 +32,7 @@ BOUNDARY_RATIOS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Ratios of the pruning boundary, including the paper's 25 and 50 %."""
 METHOD_RATIOS = (0.2, 0.4, 0.6)
 LAYER_RATIOS = (0.25, 0.5)
-"""Those whose removed shares by layer the paper draws."""
+"""The ratios whose removed shares by layer the paper draws."""
 CALIBRATION_SIZES = (8, 16, 32, 64, 128)
 CALIBRATION_RATIO = 0.2
 THIRD = "c4"

@@ -28,16 +28,16 @@ def layers(shares: pd.DataFrame, bins: pd.DataFrame) -> Answer:
         shares: from `paper.layer_shares`.
         bins: from `figures.bins_data`.
     """
-    found = bins.attrs["spearman"]["index"]
-    rho = Interval(found["rho"], found["rho_low"], found["rho_high"])
-    parts = shares.groupby("ratio")
-    said = "; ".join(f"at {ratio:.0%} {_extremes(part)}" for ratio, part in parts)
+    spearman = bins.attrs["spearman"]["index"]
+    rho = Interval(spearman["rho"], spearman["rho_low"], spearman["rho_high"])
+    groups = shares.groupby("ratio")
+    text = "; ".join(f"at {ratio:.0%} {_extremes(part)}" for ratio, part in groups)
     short = (
-        f"Global pruning takes different shares of the layers: {said}. The score "
+        f"Global pruning takes different shares of the layers: {text}. The score "
         "predicts the order of the losses of ten tenths of the model, Spearman "
         f"{rho.said('.2f')}, {_size_of_prediction(bins)}"
     )
-    late = {ratio: late_rise(part) for ratio, part in parts}
+    late = {ratio: late_rise(part) for ratio, part in groups}
     against = [
         f"The rise in the last layers that the paper draws is absent at {ratio:.0%}: "
         f"the last layer loses {rise.value:+.2f} compared with the middle third "
@@ -137,8 +137,8 @@ def calibration(sizes: pd.DataFrame, losses: pd.DataFrame) -> Answer:
     """
     rows = sizes[sizes["metric"].eq("perplexity")].sort_values("n_sequences")
     ends = rows.groupby(["calibration", "dataset"])["value"].agg(["first", "last"])
-    own = ends[[a == b for a, b in ends.index]]
-    gain = np.log(own["first"] / own["last"])
+    matched = ends[[a == b for a, b in ends.index]]
+    gain = np.log(matched["first"] / matched["last"])
     counts = rows["n_sequences"]
     alien = costs_of_other_text(losses)
     more = "more" if alien.min() > gain.max() else "not always more"
@@ -152,7 +152,7 @@ def calibration(sizes: pd.DataFrame, losses: pd.DataFrame) -> Answer:
 
 
 def costs_of_other_text(losses: pd.DataFrame) -> "pd.Series[float]":
-    """By corpus, how much more the mask of another corpus loses on it than its own.
+    """How much more another corpus's mask loses on each corpus than its own mask.
 
     Args:
         losses: from `corpus_masks.mask_losses`.
@@ -182,40 +182,40 @@ def _papers_corpora(rows: pd.DataFrame) -> str:
         return (
             "The paper's two corpora, WikiText-2 and C4, are not both available here."
         )
-    said = "; ".join(
+    text = "; ".join(
         f"on {name} {table.loc[names[0], name]:.2f} and {table.loc[names[1], name]:.2f}"
         for name in table.columns
     )
-    return f"Perplexity calibrated on WikiText-2 and on C4, the paper's pair: {said}."
+    return f"Perplexity calibrated on WikiText-2 and on C4, the paper's pair: {text}."
 
 
 def ablations(
-    windows: pd.DataFrame, savings: pd.DataFrame, own: str, ratios: Sequence[float]
+    windows: pd.DataFrame, savings: pd.DataFrame, corpus: str, ratios: Sequence[float]
 ) -> Answer:
     """What the global ranking and the atom as a unit contribute, and CAMERA-P.
 
     Args:
         windows: from `paper.window_losses`.
         savings: parameters and FLOPs saved by each setting.
-        own: the corpus of the calibration.
-        ratios: at which the methods are compared.
+        corpus: the corpus of the calibration.
+        ratios: the ratios at which the methods are compared.
     """
-    same = windows["corpus"].eq(own)
-    parts = {own: windows[same], "other text": windows[~same]}
-    said: dict[bool, list[str]] = {True: [], False: []}
+    same = windows["corpus"].eq(corpus)
+    parts = {corpus: windows[same], "other text": windows[~same]}
+    clauses: dict[bool, list[str]] = {True: [], False: []}
     for claim, (method, other) in PAIRS.items():
         for where, part in parts.items():
             gaps = gaps_of(part, method, other, ratios)
             refuted = DISAGREES in [gap.verdict for gap in gaps.values()]
             if gaps:
-                said[refuted].append(f"{claim} on {where}: {_gaps(gaps)}")
+                clauses[refuted].append(f"{claim} on {where}: {_gaps(gaps)}")
     unit = "(nats per token, 95 % intervals over windows)"
-    held = f"As in the paper, or undecided {unit}: {'; '.join(said[False])}."
-    against = f"Against the paper {unit}: {'; '.join(said[True])}."
+    held = f"As in the paper, or undecided {unit}: {'; '.join(clauses[False])}."
+    against = f"Against the paper {unit}: {'; '.join(clauses[True])}."
     return answer(
-        held if said[False] else "No claim holds everywhere.",
+        held if clauses[False] else "No claim holds everywhere.",
         [_flops_of_experts(savings)],
-        [against if said[True] else ""],
+        [against if clauses[True] else ""],
     )
 
 
@@ -226,35 +226,35 @@ PAIRS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "CAMERA-P loses more than HEAPr layer by layer": ("camera-p", "heapr-l"),
     }
 )
-"""By the paper's claim, the method that it says loses more, and the other one."""
+"""For each claim of the paper, the method that it says loses more, and the other."""
 
 
 def gaps_of(
     windows: pd.DataFrame, method: str, other: str, ratios: Sequence[float]
 ) -> dict[float, Interval]:
-    """By ratio, how much more `method` loses than `other`, where both were measured."""
-    found = {ratio: loss_difference(windows, method, other, ratio) for ratio in ratios}
-    return {ratio: gap for ratio, gap in found.items() if gap is not None}
+    """How much more `method` loses than `other`, at each ratio with both measured."""
+    gaps = {ratio: loss_difference(windows, method, other, ratio) for ratio in ratios}
+    return {ratio: gap for ratio, gap in gaps.items() if gap is not None}
 
 
 def _gaps(gaps: Mapping[float, Interval]) -> str:
     """At which ratios the claim holds, and the range of the differences."""
     words = {AGREES: "yes", DISAGREES: "**no**", UNDECIDED: "undecided"}
-    said = [
+    texts = [
         f"{word} at {listed(f'{r:.0%}' for r in ratios)}"
         for verdict, word in words.items()
         if (ratios := [r for r, gap in gaps.items() if gap.verdict == verdict])
     ]
     values = pd.Series([gap.value for gap in gaps.values()])
-    return f"{', '.join(said)} ({value_range(values, '+.3f')})"
+    return f"{', '.join(texts)} ({value_range(values, '+.3f')})"
 
 
 def _flops_of_experts(savings: pd.DataFrame) -> str:
     rows = savings[savings["granularity"].eq("expert")]
     saved = rows.set_index("ratio")["flops_reduction"]
-    said = listed([f"{value:.0%} at {ratio:.0%}" for ratio, value in saved.items()])
+    text = listed([f"{value:.0%} at {ratio:.0%}" for ratio, value in saved.items()])
     return (
-        f"Whole experts save operations here ({said}), in the paper none: there the "
+        f"Whole experts save operations here ({text}), in the paper none: there the "
         "router chooses as many experts as before among those that are left; here it "
         "chooses as before, and what it sends to a removed expert is not computed."
     )

@@ -48,7 +48,7 @@ class Summary:
     skipped: dict[str, str]
     """Corpora that are not available, and why."""
     perplexity: dict[str, tuple[float, float]]
-    """For each corpus, of the dense model and with 25 % of the atoms pruned."""
+    """Perplexity on each corpus: dense, and with 25 % of the atoms pruned."""
     saved: pd.Series = field(repr=False)
     """Parameters and FLOPs saved at 25 %."""
     claims: pd.DataFrame = field(repr=False)
@@ -66,13 +66,13 @@ class Summary:
             for corpus, (dense, pruned) in self.perplexity.items()
         )
         saved = self.saved
-        made = [
+        lines = [
             f"made {len(self.files)} files and {len(self.notebooks)} notebooks "
             f"in {self.seconds:.0f} s"
         ]
-        made += [f"skipped {name}: {why}" for name, why in self.skipped.items()]
+        lines += [f"skipped {name}: {why}" for name, why in self.skipped.items()]
         return [
-            *made,
+            *lines,
             f"perplexity, dense → 25 % of the atomic experts pruned: {changes}",
             f"saved at 25 %: {saved['parameter_reduction']:.1%} of the parameters, "
             f"{saved['flops_reduction']:.1%} of the FLOPs "
@@ -146,8 +146,8 @@ def _measure_and_draw(
         _harvest(bench, executor)
         corpora, skipped = paper.test_corpora()
         measured = run_experiments(bench, corpora, executor)
-        found = claims.claims(evidence_of(bench, measured, corpora))
-        drawn = draw_all(bench, measured, found, folder, executor)
+        verdicts = claims.claims(evidence_of(bench, measured, corpora))
+        drawn = draw_all(bench, measured, verdicts, folder, executor)
     summary = Summary(
         figures=folder,
         files=drawn,
@@ -155,7 +155,7 @@ def _measure_and_draw(
         skipped=skipped,
         perplexity=_perplexities(bench, corpora),
         saved=bench.savings(Setting(0.25)).iloc[0],
-        claims=found,
+        claims=verdicts,
         seconds=0.0,
     )
     path = Path(name_or_path)
@@ -231,8 +231,8 @@ def run_experiments(
     ahead: list[Step] = [_eliminate, _mix]
     steps = [*ahead, *draws, paper.bin_results, *evaluations]
     with progress_bar("experiments", "step") as show:
-        given = run_steps(steps, bench, executor, progress=show)[len(ahead) :]
-    sizes, (tenths, *results) = given[: len(draws)], given[len(draws) :]
+        frames = run_steps(steps, bench, executor, progress=show)[len(ahead) :]
+    sizes, (tenths, *results) = frames[: len(draws)], frames[len(draws) :]
     return Measurements(
         results=pd.concat(results, ignore_index=True),
         # Each draw includes the rows of the dense model.
@@ -282,7 +282,7 @@ class Drawing:
 def draw_all(
     bench: Workbench,
     measured: Measurements,
-    found: pd.DataFrame,
+    verdicts: pd.DataFrame,
     folder: Path,
     executor: Executor | None = None,
 ) -> list[Path]:
@@ -291,7 +291,7 @@ def draw_all(
     Args:
         bench: the model.
         measured: results of all experiments.
-        found: from `claims.claims`.
+        verdicts: from `claims.claims`.
         folder: where the files are written.
         executor: draws figures in parallel; None draws them one by one here.
 
@@ -307,7 +307,7 @@ def draw_all(
     with progress_bar("figures", "figure") as show:
         drawn = run_steps(steps, bench, executor, progress=show)
     written = [path for paths_of_one in drawn for path in paths_of_one]
-    written += write_table(found, folder / "0_claims_table")
+    written += write_table(verdicts, folder / "0_claims_table")
     summary = summary_table(measured.results, savings)
     written += write_table(summary, folder / "0_summary_table")
     return sorted(written)
@@ -388,7 +388,7 @@ class _Notebooks:
     n_processes: int
 
 
-def _execute_notebooks(asked: _Notebooks) -> list[Path]:
+def _execute_notebooks(notebooks: _Notebooks) -> list[Path]:
     """Execute the notebooks: all of them the first time, then those out of date.
 
     A clone contains executed notebooks, so that the first time shows that they run
@@ -396,16 +396,16 @@ def _execute_notebooks(asked: _Notebooks) -> list[Path]:
     """
     from heapr_lab.experiments.notebooks import execute_all
 
-    key = {"inputs": asked.inputs, "output": str(asked.output)}
+    key = {"inputs": notebooks.inputs, "output": str(notebooks.output)}
     done = cache.cache_path("reproduced", key, extension="json")
     with progress_bar("notebooks", "notebook") as bar:
         executed = execute_all(
             paths.project_dir() / "notebooks",
-            parameters=asked.parameters,
-            inputs=asked.inputs,
-            output=asked.output,
+            parameters=notebooks.parameters,
+            inputs=notebooks.inputs,
+            output=notebooks.output,
             force=not done.exists(),
-            n_kernels=asked.n_processes,
+            n_kernels=notebooks.n_processes,
             progress=bar,
         )
     files.write_json(done, key)
@@ -428,6 +428,6 @@ def _perplexities(
 def _inputs(bench: Workbench, drawn: list[Path]) -> str:
     """Digest of what the notebooks' outputs depend on besides their sources."""
     benchmarks = sorted(paths.project_dir().glob("benchmarks/results/*.csv"))
-    made = [path for path in drawn if path.suffix == ".csv"]
-    data = [path.read_text() for path in (*made, *benchmarks)]
+    tables = [path for path in drawn if path.suffix == ".csv"]
+    data = [path.read_text() for path in (*tables, *benchmarks)]
     return digest({"model": bench.identity, "data": data})

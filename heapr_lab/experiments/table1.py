@@ -24,7 +24,7 @@ PRESET = "paper-table1"
 CALIBRATED_ON = "wikitext2"
 CORPORA = ("wikitext2", "ptb")
 RATIOS = (0.2, 0.25, 0.4, 0.5)
-"""The ratios for models that are not in the paper: all of its own."""
+"""The ratios for models that are not in the paper: all that the paper has."""
 _ORIGINAL = "Original"
 """The paper's name of the dense model."""
 _OURS = "HEAPr"
@@ -32,7 +32,7 @@ _OURS = "HEAPr"
 
 
 def methods_of_table1() -> dict[str, str | None]:
-    """By their names in the paper, the names of the methods here, None if missing.
+    """The names of the methods here by their names in the paper, None if missing.
 
     One that is called "-like" follows the paper's text, because there is no code of its
     authors to check it against.
@@ -55,8 +55,8 @@ def _plain(name: str) -> str:
 def ratios_of_table1(model: str) -> tuple[float, ...]:
     """The ratios that the paper has for the model of that hub id, or `RATIOS`."""
     rows = paper_table("main_results")
-    own = rows[rows["model"].map(PAPER_MODELS).eq(model) & rows["ratio"].gt(0)]
-    return tuple(own["ratio"].drop_duplicates().astype(float)) or RATIOS
+    pruned = rows[rows["model"].map(PAPER_MODELS).eq(model) & rows["ratio"].gt(0)]
+    return tuple(pruned["ratio"].drop_duplicates().astype(float)) or RATIOS
 
 
 @dataclass(frozen=True)
@@ -68,31 +68,31 @@ class Measured:
     profile: Profile
     calibration: CalibrationSet
     corpus: str
-    """Of the calibration."""
+    """The corpus of the calibration."""
     n_items: Mapping[str, int]
-    """By task, the items that were evaluated."""
+    """The number of items that were evaluated, by task."""
 
     def differences(self, row: Mapping[str, Any]) -> list[str]:
         """Why a published row is not comparable with what was measured."""
-        found = [] if PAPER_MODELS[row["model"]] == self.model else ["another model"]
+        reasons = [] if PAPER_MODELS[row["model"]] == self.model else ["another model"]
         if row["method"] != _ORIGINAL:
-            found += self._calibrated(row["method"])
+            reasons += self._calibrated(row["method"])
         whole = PROFILES["paper"]
         if (self.profile.seq_len, self.profile.n_test) != (whole.seq_len, whole.n_test):
-            found.append("perplexity of other windows")
+            reasons.append("perplexity of other windows")
         partly = [
             f"{task} {n:,} of {PAPER_TASKS[task][1]:,}"
             for task, n in self.n_items.items()
             if task in PAPER_TASKS and n != PAPER_TASKS[task][1]
         ]
-        return found + ([f"other items: {', '.join(partly)}"] if partly else [])
+        return reasons + ([f"other items: {', '.join(partly)}"] if partly else [])
 
     def _calibrated(self, method: str) -> list[str]:
         """Why the calibration of a published method is another one."""
         if method != _OURS:
             return ["quoted by the paper from another one, calibrated there"]
-        whole, own = PROFILES["paper"], self.calibration
-        same = (own.n_sequences, own.seq_len) == (whole.n_sequences, whole.seq_len)
+        whole, text = PROFILES["paper"], self.calibration
+        same = (text.n_sequences, text.seq_len) == (whole.n_sequences, whole.seq_len)
         return [] if same and self.corpus == CALIBRATED_ON else ["other calibration"]
 
 
@@ -104,8 +104,8 @@ def published_rows(measured: Measured) -> pd.DataFrame:
         the reasons, empty if there is none.
     """
     rows = paper_table("main_results")
-    own = rows[rows["model"].map(PAPER_MODELS).eq(measured.model)]
-    shown = (rows if own.empty else own).reset_index(drop=True)
+    matches = rows[rows["model"].map(PAPER_MODELS).eq(measured.model)]
+    shown = (rows if matches.empty else matches).reset_index(drop=True)
     reasons = [measured.differences(row) for row in shown.to_dict("records")]
     return shown.assign(published=True, not_comparable=["; ".join(r) for r in reasons])
 
@@ -120,7 +120,7 @@ def with_notes(published: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     letters = dict(
         zip(dict.fromkeys(itertools.chain(*reasons)), ascii_lowercase, strict=False)
     )
-    marks = [", ".join(letters[reason] for reason in own) for own in reasons]
+    marks = [", ".join(letters[reason] for reason in row) for row in reasons]
     shown = published.drop(columns=["published", "not_comparable"])
     notes = [f"{letter}: {reason}" for reason, letter in letters.items()]
     return shown.assign(**{"not comparable": marks}), notes
@@ -151,7 +151,7 @@ def as_table1(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def n_items_of(results: pd.DataFrame) -> dict[str, int]:
-    """By task, the number of items in results of `compare_methods`."""
+    """The number of items of each task in results of `compare_methods`."""
     dense = results[results["method"].eq(DENSE)]
     if "n_items" not in dense:
         return {}

@@ -35,7 +35,7 @@ _SMALL = 200_000_000
 _AT_MOST = 8
 
 _of_this_process: list[Callable[[], "Workbench"]] = []
-"""In a process of a pool: the function that opens its workbench."""
+"""The function that opens the workbench of this process, in a process of a pool."""
 
 
 def cores() -> int:
@@ -145,16 +145,16 @@ def _results(
     This process and each of the others take the next step whenever they are free.
     """
     waiting = collections.deque(enumerate(steps))
-    found: queue.SimpleQueue[tuple[int, concurrent.futures.Future[Any]]]
-    found = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[tuple[int, concurrent.futures.Future[Any]]]
+    outcomes = queue.SimpleQueue()
     n_others = getattr(executor, "_max_workers", 0)
-    _serve(n_others, waiting, functools.partial(_there, executor), found)
+    _serve(n_others, waiting, functools.partial(_there, executor), outcomes)
     n_left = len(steps)
     while n_left:
         with contextlib.suppress(IndexError):
             place, step = waiting.popleft()
-            found.put((place, _called(functools.partial(step, bench))))
-        yield found.get()
+            outcomes.put((place, _called(functools.partial(step, bench))))
+        yield outcomes.get()
         n_left -= 1
 
 
@@ -162,7 +162,7 @@ def _serve(
     n: int,
     waiting: collections.deque[tuple[K, S]],
     call: Callable[[S], T],
-    found: "queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]",
+    outcomes: "queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]",
 ) -> None:
     """Start `n` threads, each of which calls the next of what waits until none does.
 
@@ -173,7 +173,7 @@ def _serve(
         with contextlib.suppress(IndexError):  # none is left
             while True:
                 name, item = waiting.popleft()
-                found.put((name, _called(functools.partial(call, item))))
+                outcomes.put((name, _called(functools.partial(call, item))))
 
     for _ in range(n):
         threading.Thread(target=serve, daemon=True).start()
@@ -193,11 +193,11 @@ def finished(
         calls: what to call, by name: what waits for other processes, mostly.
         n: number of threads.
     """
-    found: queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]
-    found = queue.SimpleQueue()
-    _serve(n, collections.deque(calls.items()), operator.call, found)
+    outcomes: queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]
+    outcomes = queue.SimpleQueue()
+    _serve(n, collections.deque(calls.items()), operator.call, outcomes)
     for _ in calls:
-        yield found.get()
+        yield outcomes.get()
 
 
 def _called(call: Callable[[], T]) -> concurrent.futures.Future[T]:

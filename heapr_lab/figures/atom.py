@@ -104,9 +104,9 @@ def plot_atomic_expert(
 def _draw_cells(ax: Axes, data: pd.DataFrame, boxes: pd.DataFrame) -> None:
     # the shades are random and carry no information
     shades = np.random.default_rng(7).uniform(0.25, 1.0, size=len(data))
-    plain, own = np.array(to_rgb("#AEB6BF")), np.array(to_rgb(ATOM_COLOR))
+    plain, accent = np.array(to_rgb("#AEB6BF")), np.array(to_rgb(ATOM_COLOR))
     for cell, shade in zip(data.itertuples(), shades, strict=True):
-        color, depth = (own, 0.6 + 0.4 * shade) if cell.of_atom else (plain, shade)
+        color, depth = (accent, 0.6 + 0.4 * shade) if cell.of_atom else (plain, shade)
         ax.add_patch(
             Rectangle(
                 (cell.left, cell.bottom),
@@ -169,8 +169,8 @@ def _small(ax: Axes, x: float, y: float, text: str, rotation: float = 0) -> None
 
 
 def _draw_flow(ax: Axes, data: pd.DataFrame, boxes: pd.DataFrame) -> None:
-    own = data[data["of_atom"]].groupby("matrix")["bottom"].mean() + 0.5
-    gate_y, up_y = own["W_gate"], own["W_up"]
+    heights = data[data["of_atom"]].groupby("matrix")["bottom"].mean() + 0.5
+    gate_y, up_y = heights["W_gate"], heights["W_up"]
     x, down = boxes.loc["x"], boxes.loc["W_down"]
     right = boxes.loc["W_gate", "right"]
     for y, beside in ((gate_y, 1.0), (up_y, -1.0)):

@@ -40,7 +40,7 @@ def bins_data(
         estimator: whose scores.
         dataset: where the loss was measured; None if there is only one.
         n_resamples: bootstrap resamples of the bins.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Returns:
         The rows sorted by order and bin, with rho, rho_low and rho_high (95 %
@@ -135,13 +135,13 @@ def plot_bins(
     if chosen.per_predicted_token:
         _draw_agreement(ax, rows)
     first = rows.iloc[0]
-    found = (
+    note = (
         f"Spearman ρ = {first['rho']:.2f}, "
         f"95 % interval [{first['rho_low']:.2f}, {first['rho_high']:.2f}]"
     ).replace("-", "−")
     # the second line of the title, in regular type
     ax.set_title(ORDERS.get(order, order) + "\n")
-    ax.text(0, 1.03, found, transform=ax.transAxes, fontsize=8)
+    ax.text(0, 1.03, note, transform=ax.transAxes, fontsize=8)
     ax.margins(0.1)
     name_points(ax, _bin_names(rows))
     ax.set_xlabel(f"summed score [{chosen.unit}]")

@@ -118,9 +118,9 @@ def _finish(ax: Axes, rows: pd.DataFrame, *, metric: str) -> None:
 @styled
 def figure_calibration_size(data: pd.DataFrame) -> Figure:
     """Every metric and data set, one panel each; the legend names the error bars."""
-    wanted = panels_of(data)
-    figure, axes = panels(len(wanted), height=2.6)
-    for (metric, dataset), ax in zip(wanted, axes, strict=True):
+    pairs = panels_of(data)
+    figure, axes = panels(len(pairs), height=2.6)
+    for (metric, dataset), ax in zip(pairs, axes, strict=True):
         plot_calibration_size(data, metric=metric, dataset=dataset, ax=ax)
     seeds = int(data["n_seeds"].max())
     if seeds > 1:

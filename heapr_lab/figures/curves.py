@@ -202,9 +202,9 @@ def find_panel(
         SpecError: there is no such panel.
     """
     pairs = panels_of(data)
-    for found in pairs:
-        if metric in {None, found[0]} and dataset in {None, found[1]}:
-            return found
+    for pair in pairs:
+        if metric in {None, pair[0]} and dataset in {None, pair[1]}:
+            return pair
     raise SpecError(
         f"no rows of metric {metric!r} on data set {dataset!r}: the data contains "
         f"{pairs}. Use one of those."

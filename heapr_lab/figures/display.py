@@ -201,8 +201,8 @@ class Display:
         Returns:
             The three paths.
         """
-        said = {**(provenance or {}), "figure": self.kind}
-        paths = save_figure(self.figure_, stem, provenance=said)
+        origin = {**(provenance or {}), "figure": self.kind}
+        paths = save_figure(self.figure_, stem, provenance=origin)
         return paths + write_files(stem, {"csv": rows_text(self.frame).encode()})
 
     @styled

@@ -58,11 +58,11 @@ def save_figure(
         stem: path without a suffix; its folder is created.
         provenance: plain data that says where the numbers come from.
     """
-    title, said = Path(stem).name, canonical_json(provenance)
+    title, text = Path(stem).name, canonical_json(provenance)
     metadata = {
-        "png": {"Description": said, "Title": title, "Software": None},
+        "png": {"Description": text, "Title": title, "Software": None},
         "pdf": {
-            "Keywords": said,
+            "Keywords": text,
             "Title": title,
             "Creator": "heapr-lab",
             "Producer": None,

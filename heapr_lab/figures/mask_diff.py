@@ -119,10 +119,10 @@ def _draw_overlap(ax: Axes, data: pd.DataFrame) -> None:
 def _draw_ranks(ax: Axes, data: pd.DataFrame) -> None:
     names = _names(data)
     for fate, color in _COLORS.items():
-        own = data[data["removed_by"].eq(fate)]
+        atoms = data[data["removed_by"].eq(fate)]
         ax.plot(
-            own["rank_a"], own["rank_b"], ".", ms=2.5, color=color, label=names[fate],
-            rasterized=True,
+            atoms["rank_a"], atoms["rank_b"], ".", ms=2.5, color=color,
+            label=names[fate], rasterized=True,
         )  # fmt: skip
     for side, line in (("a", ax.axvline), ("b", ax.axhline)):
         if not math.isnan(data.attrs[f"cut_{side}"]):

@@ -34,10 +34,10 @@ def paper_table(name: str) -> pd.DataFrame:
         path = folder / f"{name}.csv"
         if path.is_file():
             return pd.read_csv(path)
-    found = sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.csv")})
+    names = sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.csv")})
     raise SpecError(
         f"no table {name!r} in {[str(folder) for folder in _FOLDERS]}: found "
-        f"{found or 'no CSV file'}. Use the name of one of those."
+        f"{names or 'no CSV file'}. Use the name of one of those."
     )
 
 

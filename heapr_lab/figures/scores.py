@@ -96,16 +96,16 @@ def score_histogram_data(
         SpecError: no score is above 0.
     """
     values = scores.to_numpy(dtype=float)
-    found = bin_scores(values, edge=cut, bins=bins)
-    left, right, counts = found.edges[:-1], found.edges[1:], found.counts()
-    if found.n_not_positive == len(values):
+    binned = bin_scores(values, edge=cut, bins=bins)
+    left, right, counts = binned.edges[:-1], binned.edges[1:], binned.counts()
+    if binned.n_not_positive == len(values):
         raise SpecError(
             f"none of {len(values)} scores is above 0, so that a logarithmic axis is "
             "impossible. Measure the table on text that reaches the experts."
         )
     data = pd.DataFrame({"left": left, "right": right, "n_atoms": counts})
     data["removed"] = data["right"].le(cut) if cut is not None else False
-    data.attrs["n_not_positive"] = found.n_not_positive
+    data.attrs["n_not_positive"] = binned.n_not_positive
     data.attrs["estimator"] = None if scores.name is None else str(scores.name)
     return data
 
@@ -150,8 +150,8 @@ def plot_score_bins(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 def _score_name(estimator: str | None) -> str:
-    of = f", {look(estimator).label}" if estimator else ""
-    return f"score{of} [{unit_of(estimator)}]"
+    label = f", {look(estimator).label}" if estimator else ""
+    return f"score{label} [{unit_of(estimator)}]"
 
 
 class ScorePicture:
@@ -191,7 +191,7 @@ class ScorePicture:
         Args:
             edges: edges of the bins, (n_bins + 1,).
             counts: number of scores in each bin, (n_bins,).
-            name: of the scores, with their unit.
+            name: the name of the scores, with their unit.
             hidden: number of scores that are not on the axis.
             counted: what is scored.
         """

@@ -111,7 +111,7 @@ _LOOKS = {
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINE_STYLES = ("-", "--", ":", "-.")
-"""In the order in which they are given to names that have no look of their own."""
+"""Looks for names that have none of their own, in the order in which they are given."""
 
 
 def look(name: str) -> Look:
@@ -202,7 +202,7 @@ def figure_of(
     Args:
         items: what the panels show.
         draw: draws one item on its Axes.
-        height: of a row of panels, in inches.
+        height: the height of a row of panels, in inches.
     """
     items = list(items)
     figure, axes = panels(len(items), height=height)
@@ -225,7 +225,7 @@ def figure_by(
         data: rows with the column.
         column: its name.
         plot: draws some of the rows, on the Axes `ax`.
-        title: of a panel, from its value.
+        title: makes the title of a panel from its value.
     """
 
     def draw(value: Any, ax: Axes) -> None:

@@ -182,7 +182,7 @@ class _Pass:
     ids: torch.Tensor
     """The windows (B, L), of which there may be none."""
     first: int
-    """Number of the first of them among those of all ranks."""
+    """Number of the first window among those of all ranks."""
     layers: list[ExpertsLayer]
     progress: Progress
     state: Path | None
@@ -202,7 +202,7 @@ class _Pass:
         """Measure all windows not measured before; the probes then have the sums."""
         self.batch_size = batch_size
         with differentiating(self.model), probed(self.layers) as self.probes:
-            moments = {number: own.moments for number, own in self.probes.items()}
+            moments = {number: probe.moments for number, probe in self.probes.items()}
             self._saved = SavedSums(
                 self.state, self.key, moments, check=self._check_weights
             )
@@ -222,8 +222,8 @@ class _Pass:
     def weighed(self, layer: int) -> dict[str, torch.Tensor]:
         """The squared norms of a layer's weights, which are checked to be finite."""
         if layer not in self.norms:
-            (own,) = (one for one in self.layers if one.layer == layer)
-            self.norms[layer] = checked_norms(own)
+            (experts,) = (e for e in self.layers if e.layer == layer)
+            self.norms[layer] = checked_norms(experts)
         return self.norms[layer]
 
     def finish(self, stop: int, *, save: bool = False) -> None:

@@ -55,9 +55,9 @@ _PIECE = 2**16
 
 def is_outdated(names: Collection[str], spec: Mapping[str, Any] | None) -> bool:
     """Whether an earlier version computed the scores of elimination in another way."""
-    made = (spec or {}).get(ELIMINATION) or {}
-    found = made.get("schema", ELIMINATION_SCHEMA)
-    return ELIMINATION in names and found != ELIMINATION_SCHEMA
+    settings = (spec or {}).get(ELIMINATION) or {}
+    schema = settings.get("schema", ELIMINATION_SCHEMA)
+    return ELIMINATION in names and schema != ELIMINATION_SCHEMA
 
 
 def typed_rows(frame: pd.DataFrame) -> pd.DataFrame:
@@ -121,10 +121,10 @@ def check_spec(metadata: Mapping[str, Any]) -> None:
     Raises:
         SpecError: one of them was edited.
     """
-    found = metadata.get("spec_hash")
-    if found is not None and found != digest(metadata.get("spec")):
+    spec_hash = metadata.get("spec_hash")
+    if spec_hash is not None and spec_hash != digest(metadata.get("spec")):
         raise SpecError(
-            f"the metadata's spec_hash is {str(found)[:12]}, its spec hashes to "
+            f"the metadata's spec_hash is {str(spec_hash)[:12]}, its spec hashes to "
             f"{digest(metadata.get('spec'))[:12]}: one of them was edited; measure "
             "again, or leave both out"
         )

@@ -146,14 +146,14 @@ def _shrunk(x: Inputs) -> _Scores:
 
     Source: this project.
     """
-    own, size = x["sum_g2"] / x.routed, x["w_down_sq"]
+    measured, size = x["sum_g2"] / x.routed, x["w_down_sq"]
     per_size = np.divide(x["sum_g2"], size, out=np.zeros_like(size), where=size > 0)
     _, layer = np.unique(x["layer"], return_inverse=True)
     # Pruned atoms of the model have no weight and no gradient.
     routed = np.bincount(layer, np.where(size > 0, x["tokens"], 0.0))
     routed = np.maximum(routed, 1)
     expected = (np.bincount(layer, per_size) / routed)[layer] * size
-    return 0.5 * (x["sum_ph2"] / x.routed) * np.sqrt(own * expected)
+    return 0.5 * (x["sum_ph2"] / x.routed) * np.sqrt(measured * expected)
 
 
 def _elimination(x: Inputs) -> _Scores:

@@ -30,9 +30,9 @@ def rows_of(
     """One row per atom, sorted by (layer, expert, atom).
 
     Args:
-        model: in float64, columns are; else in float32.
+        model: the model; columns are in float64 if it is, else in float32.
         layers: all of its MoE layers.
-        moments: of each layer.
+        moments: the sums of each layer.
         norms: the squared norms of the weights of each layer's atoms.
     """
     exact = next(model.parameters()).dtype == torch.float64
@@ -45,11 +45,11 @@ def rows_of(
             "expert": np.repeat(np.arange(n_experts, dtype=np.int16), d_inter),
             "atom": np.tile(np.arange(d_inter, dtype=np.int32), n_experts),
         }
-        own = moments[layer.layer]
+        sums = moments[layer.layer]
         for name in EXPERT_SUMS:
-            values = np.repeat(own.experts[name].cpu().numpy(), d_inter)
+            values = np.repeat(sums.experts[name].cpu().numpy(), d_inter)
             columns[name] = values.astype(np.int64 if name == "tokens" else real)
-        atoms = own.atoms | dict(norms[layer.layer])
+        atoms = sums.atoms | dict(norms[layer.layer])
         for name, tensor in atoms.items():
             columns[name] = tensor.cpu().numpy().reshape(-1).astype(real)
         parts.append(pd.DataFrame(columns))

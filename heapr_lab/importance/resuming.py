@@ -36,7 +36,7 @@ class SavedSums:
         Args:
             path: the file; without one nothing is saved.
             key: hash of the pass, by which its file is recognised.
-            moments: of each layer, which are saved and restored.
+            moments: the sums of each layer, which are saved and restored.
             check: called before they are saved; raises if they are not valid.
         """
         self.path, self._key, self._moments, self._check = path, key, moments, check
@@ -57,12 +57,12 @@ class SavedSums:
                 "calibration set); delete it, or give another file"
             )
         for number, moments in self._moments.items():
-            own = {
+            state = {
                 name.partition(".")[2]: torch.from_numpy(array)
                 for name, array in arrays.items()
                 if name.startswith(f"{number}.")
             }
-            moments.load_state(own)
+            moments.load_state(state)
         logger.info("resumed %s at window %d", self.path, meta["done"])
         return int(meta["done"])
 

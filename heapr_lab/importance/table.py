@@ -205,13 +205,13 @@ class ImportanceTable:
     def memo(self, key: Hashable, compute: Callable[[], _Value]) -> _Value:
         """`compute()`, or its earlier result for `key`; the latest few are kept."""
         # Correct, if perhaps computed twice, when threads call at the same time.
-        found: _Value = self._memo.get(key, _ABSENT)
-        if found is _ABSENT:
-            found = compute()
+        entry: _Value = self._memo.get(key, _ABSENT)
+        if entry is _ABSENT:
+            entry = compute()
             for oldest in list(self._memo)[: 1 - _MEMO_SIZE]:
                 self._memo.pop(oldest, None)
-            self._memo[key] = found
-        return found
+            self._memo[key] = entry
+        return entry
 
     # --- files ------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def atoms_at_tokens(
 
     Args:
         model: the dense model.
-        windows: that the tokens are in.
+        windows: the windows that the tokens are in.
         places: columns window and position, a row for each token.
         layer: index of a MoE layer.
         n: number of atoms to return.
@@ -95,18 +95,18 @@ def atoms_at_tokens(
     Raises:
         SpecError: there is no such layer.
     """
-    chosen, parts = _layer_of(model, layer), []
-    for window, own in places.groupby("window"):
-        observer = _AtTokens(own["position"].tolist())
+    chosen, frames = _layer_of(model, layer), []
+    for window, group in places.groupby("window"):
+        observer = _AtTokens(group["position"].tolist())
         with evaluating(model), observed([chosen], [observer]):
             final_states(model, windows.ids[[window]])
-        parts += [_contributions(chosen, rows) for rows in observer.rows.values()]
+        frames += [_contributions(chosen, rows) for rows in observer.rows.values()]
     columns = ["expert", "atom", "n_tokens", "share"]
-    if not parts:
+    if not frames:
         return pd.DataFrame(columns=columns)
-    atoms = pd.concat(parts).groupby(["expert", "atom"])["share"]
+    atoms = pd.concat(frames).groupby(["expert", "atom"])["share"]
     frame = atoms.agg(n_tokens="count", share="sum").reset_index()
-    frame["share"] /= len(parts)
+    frame["share"] /= len(frames)
     order = ["share", "expert", "atom"]
     frame = frame.sort_values(order, ascending=[False, True, True], ignore_index=True)
     return frame[columns].head(n)
@@ -147,11 +147,11 @@ class _AtTokens:
     def observe(
         self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
     ) -> None:
-        """Record those of the tokens in one call."""
+        """Record the activations of the tokens in one call."""
         experts = routed_experts(tokens)
-        for position, own in self.rows.items():
+        for position, records in self.rows.items():
             for row in (rows == position).nonzero()[:, 0].tolist():
-                own.append((int(experts[row]), float(p[row]), as_float64(h[row])))
+                records.append((int(experts[row]), float(p[row]), as_float64(h[row])))
 
 
 def top_contexts(
@@ -168,7 +168,7 @@ def top_contexts(
 ) -> pd.DataFrame:
     """The tokens at which an atom has its largest |h|, with their contexts.
 
-    Or, of a whole expert, those with its largest routing weights.
+    For a whole expert, those with its largest routing weights.
 
     One forward pass over `windows`; at most `n` rows are held in memory.
 
@@ -185,7 +185,7 @@ def top_contexts(
 
     Returns:
         Columns window, position, h, p, before, token, after; largest |h| first,
-        ties in the order of the text. Of an expert there is no h, and the largest p is
+        ties in the order of the text. For an expert there is no h, and the largest p is
         first.
 
     Raises:
@@ -245,11 +245,11 @@ class _MostActive:
         """Merge the rows of one batch."""
         self.calls += 1
         start = sum(tokens[: self.expert])
-        own = slice(start, start + tokens[self.expert])
-        found = p[own] if self.atom is None else h[own, self.atom]
-        active = torch.cat([self.ranked, found.cpu().double()])
-        weights = torch.cat([self.p, p[own].cpu().double()])
-        places = torch.cat([self.places, self.first + rows[own].cpu()])
+        block = slice(start, start + tokens[self.expert])
+        ranked = p[block] if self.atom is None else h[block, self.atom]
+        active = torch.cat([self.ranked, ranked.cpu().double()])
+        weights = torch.cat([self.p, p[block].cpu().double()])
+        places = torch.cat([self.places, self.first + rows[block].cpu()])
         # Stable, with earlier rows first: ties in the order of the text.
         order = active.abs().sort(descending=True, stable=True).indices[: self.n]
         self.ranked, self.p, self.places = active[order], weights[order], places[order]
@@ -266,7 +266,7 @@ def _context(
 
 
 def _layer_of(model: nn.Module, layer: int) -> ExpertsLayer:
-    layers = {found.layer: found for found in find_experts(model)}
+    layers = {experts.layer: experts for experts in find_experts(model)}
     if layer not in layers:
         raise SpecError(
             f"layer is {layer}, expected one of the model's MoE layers: "

@@ -53,18 +53,18 @@ class Attribution:
     keep: KeepMask
     """The mask of the pruned model."""
     atoms: Mapping[int, np.ndarray]
-    """By layer, of each atom (E, I); 0 for kept atoms."""
+    """Attribution of each atom (E, I), by layer; 0 for kept atoms."""
     tokens: np.ndarray
-    """Of what is removed at each token in each layer, (B, L, n_layers)."""
+    """Attribution of what is removed at each token in each layer, (B, L, n_layers)."""
 
     @property
     def total(self) -> float:
         """The sum over everything that is removed: the estimate of Δloss."""
-        return float(sum(own.sum() for own in self.atoms.values()))
+        return float(sum(atoms.sum() for atoms in self.atoms.values()))
 
     def layers(self) -> pd.DataFrame:
         """Columns layer, n_removed (atoms), first_order."""
-        rows = [(k, own.sum()) for k, own in self.atoms.items()]
+        rows = [(k, atoms.sum()) for k, atoms in self.atoms.items()]
         frame = pd.DataFrame(rows, columns=["layer", "first_order"])
         frame.insert(1, "n_removed", [(~self.keep.by_layer(k)).sum() for k, _ in rows])
         return frame
@@ -119,17 +119,17 @@ def attribute_loss(
 def _attributed(run: "_Run", n_steps: int, report: Progress) -> Attribution:
     n_windows, seq_len = run.windows.shape
     removed = [~kept for kept in keeps_of(run.layers, run.keep)]
-    sums = [_Sums(own, seq_len) for own in removed]
-    seen = [_Observer(own, one.take) for own, one in zip(removed, sums, strict=True)]
+    sums = [_Sums(mask, seq_len) for mask in removed]
+    seen = [_Observer(mask, one.take) for mask, one in zip(removed, sums, strict=True)]
     tokens = np.zeros((n_windows, seq_len, len(sums)))
     passes = itertools.product(range(n_windows), range(n_steps))
     for done, (window, step) in enumerate(passes, start=1):
         run.backward(run.layers, seen, window=window, s=(step + 0.5) / n_steps)
-        tokens[window] += np.stack([own.taken() for own in sums], axis=1)
+        tokens[window] += np.stack([total.taken() for total in sums], axis=1)
         report(done, n_windows * n_steps)
     scale = n_steps * run.n_predicted
     pairs = zip(run.layers, sums, strict=True)
-    atoms = {layer.layer: own.atoms.numpy() / scale for layer, own in pairs}
+    atoms = {layer.layer: total.atoms.numpy() / scale for layer, total in pairs}
     return Attribution(run.keep, atoms, tokens / scale)
 
 
@@ -161,10 +161,10 @@ def attribute_token(
         run = _Run(model, keep, ids)
         removed = torch.from_numpy(~keep.by_layer(layer))
         _check_token(run, position)
-        own = _OfToken(removed, position)
-        chosen = [one for one in run.layers if one.layer == layer]
-        run.backward(chosen, [_Observer(removed, own.take)], window=0, s=0.5)
-    frame = pd.concat(own.frames, ignore_index=True)
+        products = _OfToken(removed, position)
+        chosen = [experts for experts in run.layers if experts.layer == layer]
+        run.backward(chosen, [_Observer(removed, products.take)], window=0, s=0.5)
+    frame = pd.concat(products.frames, ignore_index=True)
     frame["first_order"] /= run.n_predicted
     return _largest_first(frame, ["expert", "atom"])
 
@@ -217,14 +217,14 @@ class _Run:
     ) -> None:
         """Show the products of one window to `observers`, one for each of `seen`."""
         factors = [kept + (1 - s) * (1 - kept) for kept in self._kept]
-        for own in observers:
-            own.begin(1 - s)
+        for observer in observers:
+            observer.begin(1 - s)
         ids = self.windows[window : window + 1].clone().to(input_device(self.model))
         # Observers come first: they end the masks of contexts around them.
         with observed(seen, observers), masked(self.layers, factors):
             token_nll(self.model, ids).sum().backward()
-        for layer, own in zip(seen, observers, strict=True):
-            own.check(layer.layer)
+        for layer, observer in zip(seen, observers, strict=True):
+            observer.check(layer.layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,8 +280,8 @@ class _Observer:
         if not h.requires_grad:
             h.requires_grad_(True)
         experts = torch.from_numpy(routed_experts(tokens))
-        own = h.detach(), p.detach(), rows, experts
-        h.register_hook(functools.partial(self._products, *own))
+        call = h.detach(), p.detach(), rows, experts
+        h.register_hook(functools.partial(self._products, *call))
 
     def _products(
         self,
@@ -296,11 +296,11 @@ class _Observer:
         `gradient` is ∂ℓ/∂h, which for removed atoms is their factor times ∂ℓ/∂h̃.
         """
         wide = accumulating_dtype(h)
-        found = -(h.to(wide) * gradient.to(wide)).cpu().double() / self._factor
+        products = -(h.to(wide) * gradient.to(wide)).cpu().double() / self._factor
         self._backwards += 1
-        self._finite = self._finite and bool(torch.isfinite(found).all())
-        found.masked_fill_(~self._removed[experts], 0.0)
-        self._take(_Rows(found, h, p, rows.cpu(), experts))
+        self._finite = self._finite and bool(torch.isfinite(products).all())
+        products.masked_fill_(~self._removed[experts], 0.0)
+        self._take(_Rows(products, h, p, rows.cpu(), experts))
 
 
 class _Sums:
@@ -311,15 +311,15 @@ class _Sums:
         self._tokens = torch.zeros(seq_len, dtype=torch.float64)
 
     def take(self, rows: _Rows) -> None:
-        """Add those of one call."""
+        """Add the products of one call."""
         self.atoms.index_add_(0, rows.experts, rows.products)
         self._tokens.index_add_(0, rows.tokens, rows.products.sum(1))
 
     def taken(self) -> np.ndarray:
         """The sums of the tokens of this pass (L,), which begin again."""
-        found: np.ndarray = self._tokens.numpy().copy()
+        sums: np.ndarray = self._tokens.numpy().copy()
         self._tokens.zero_()
-        return found
+        return sums
 
 
 class _OfToken:
@@ -330,7 +330,7 @@ class _OfToken:
         self.frames: list[pd.DataFrame] = []
 
     def take(self, rows: _Rows) -> None:
-        """Keep those of the token's removed atoms."""
+        """Keep the products of the token's removed atoms."""
         for row in (rows.tokens == self._position).nonzero()[:, 0].tolist():
             expert = int(rows.experts[row])
             atoms = self._removed[expert].nonzero()[:, 0].numpy()

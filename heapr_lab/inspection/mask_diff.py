@@ -81,8 +81,8 @@ def overlap(a: KeepMask, b: KeepMask, *, by: str = "layer") -> pd.DataFrame:
     if by not in {"layer", "expert"}:
         raise SpecError(f"by is {by!r}, expected 'layer' or 'expert'")
     check_same_model(a, b)
-    parts = [_counts(layer, a, b, by=by) for layer in a.layers]
-    counts = pd.concat(parts, ignore_index=True)
+    frames = [_counts(layer, a, b, by=by) for layer in a.layers]
+    counts = pd.concat(frames, ignore_index=True)
     return _with_chance(counts, *_chance(counts))
 
 
@@ -109,24 +109,22 @@ def overlap_text(a: ScoredMask, b: ScoredMask) -> str:
     Raises:
         SpecError: the masks are of different models.
     """
-    found = overlap_in_all(overlap(a.keep, b.keep)).iloc[0]
-    if not found["removed_a"] or not found["removed_b"]:
+    row = overlap_in_all(overlap(a.keep, b.keep)).iloc[0]
+    if not row["removed_a"] or not row["removed_b"]:
         idle = " and ".join(x.label for x in (a, b) if not x.keep.n_removed)
         return f"Nothing to compare: {idle} removes no atoms."
     sides = [(a, b, "a")]
-    if found["removed_a"] != found["removed_b"]:
+    if row["removed_a"] != row["removed_b"]:
         sides.append((b, a, "b"))
-    return " ".join(_share_text(*side, found) for side in sides)
+    return " ".join(_share_text(*side, row) for side in sides)
 
 
-def _share_text(
-    mine: ScoredMask, other: ScoredMask, side: str, found: pd.Series
-) -> str:
-    removed = found[f"removed_{side}"]
+def _share_text(mine: ScoredMask, other: ScoredMask, side: str, row: pd.Series) -> str:
+    removed = row[f"removed_{side}"]
     return (
-        f"{other.label} removes {found[f'share_of_{side}']:.1%} of the {removed:,.0f} "
+        f"{other.label} removes {row[f'share_of_{side}']:.1%} of the {removed:,.0f} "
         f"atoms that {mine.label} removes; chance would be "
-        f"{found['expected'] / removed:.1%}."
+        f"{row['expected'] / removed:.1%}."
     )
 
 
@@ -168,9 +166,9 @@ def _with_chance(
     )
 
 
-def _quotient(number: pd.Series, of: pd.Series) -> pd.Series:
-    """The quotient, missing where `of` is 0."""
-    return number / of.where(of > 0).astype(float)
+def _quotient(number: pd.Series, divisor: pd.Series) -> pd.Series:
+    """The quotient, missing where `divisor` is 0."""
+    return number / divisor.where(divisor > 0).astype(float)
 
 
 # --- ranks ------------------------------------------------------------------------
@@ -191,11 +189,11 @@ def ranks(a: ScoredMask, b: ScoredMask) -> tuple[np.ndarray, np.ndarray]:
     """
     _check_scored(a, b)
     parts = _parts(a, b)
-    found = [
-        np.concatenate([_rank_shares(own.scores[part]) for part in parts])
-        for own in (a, b)
+    shares = [
+        np.concatenate([_rank_shares(mask.scores[part]) for part in parts])
+        for mask in (a, b)
     ]
-    return found[0], found[1]
+    return shares[0], shares[1]
 
 
 def rank_agreement(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
@@ -218,8 +216,8 @@ def rank_agreement(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
 def rank_agreement_in_all(a: ScoredMask, b: ScoredMask) -> float:
     """Spearman's correlation of the scores of all atoms.
 
-    If A or B ranks within layers, whose scores cannot be compared: of the layers, the
-    mean weighted by their atoms, without those that have none.
+    If A or B ranks within layers, whose scores cannot be compared: the mean over the
+    layers, weighted by their atoms, without those that have no correlation.
 
     Raises:
         SpecError: as `ranks`.
@@ -256,12 +254,12 @@ def cut(removed: np.ndarray, rank: np.ndarray) -> float:
 
 
 def rank_points(a: ScoredMask, b: ScoredMask, *, most: int = 20_000) -> pd.DataFrame:
-    """Every atom with its ranks in A and B; of a large model a fixed sample.
+    """Every atom with its ranks in A and B; for a large model a fixed sample.
 
     Args:
         a: a mask with its scores.
         b: another of the same model.
-        most: atoms to return. Of more, so many are drawn with a fixed seed, each alike.
+        most: atoms to return; if there are more, drawn with a fixed seed, each alike.
 
     Returns:
         Columns layer, expert, atom, rank_a, rank_b (of `ranks`), removed_by (one of
@@ -296,22 +294,22 @@ def removed_by_one(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
     rank_a, rank_b = ranks(a, b)
     rows = np.flatnonzero(a.keep.rows != b.keep.rows)
     by_a = b.keep.rows[rows]
-    found = _atoms(a.keep, rows).assign(
+    atoms = _atoms(a.keep, rows).assign(
         removed_by=np.where(by_a, "a", "b"),
         score_a=a.scores[rows],
         score_b=b.scores[rows],
         rank_a=rank_a[rows],
         rank_b=rank_b[rows],
     )
-    needed = np.where(by_a, found["rank_b"], found["rank_a"])
-    return found.iloc[np.argsort(-needed, kind="stable")].reset_index(drop=True)
+    needed = np.where(by_a, atoms["rank_b"], atoms["rank_a"])
+    return atoms.iloc[np.argsort(-needed, kind="stable")].reset_index(drop=True)
 
 
 def _rank_shares(scores: np.ndarray) -> np.ndarray:
-    found = np.empty(len(scores))
+    shares = np.empty(len(scores))
     order = np.argsort(scores, kind="stable")
-    found[order] = np.arange(1, len(scores) + 1) / len(scores)
-    return found
+    shares[order] = np.arange(1, len(scores) + 1) / len(scores)
+    return shares
 
 
 def _rows_of_layers(keep: KeepMask) -> dict[int, slice]:
@@ -333,7 +331,7 @@ def _sizes(keep: KeepMask) -> list[tuple[int, int]]:
 
 def _atoms(keep: KeepMask, rows: np.ndarray) -> pd.DataFrame:
     """Columns layer, expert, atom of some rows (n,) of a mask."""
-    starts = np.array([own.start for own in _rows_of_layers(keep).values()])
+    starts = np.array([span.start for span in _rows_of_layers(keep).values()])
     place = np.searchsorted(starts, rows, side="right") - 1
     widths = np.array([d_inter for _, d_inter in _sizes(keep)])[place]
     expert, atom = np.divmod(rows - starts[place], widths)
@@ -366,11 +364,11 @@ def _check_scored(a: ScoredMask, b: ScoredMask) -> None:
         SpecError: they are not.
     """
     check_same_model(a.keep, b.keep)
-    for own in (a, b):
-        if own.scores.shape != (own.keep.n_atoms,):
+    for mask in (a, b):
+        if mask.scores.shape != (mask.keep.n_atoms,):
             raise SpecError(
-                f"the scores of {own.label} have the shape {own.scores.shape}, "
-                f"expected ({own.keep.n_atoms},): one for each atom of the mask"
+                f"the scores of {mask.label} have the shape {mask.scores.shape}, "
+                f"expected ({mask.keep.n_atoms},): one for each atom of the mask"
             )
     if a.model is not None and b.model is not None and dict(a.model) != dict(b.model):
         names = sorted({*a.model, *b.model})

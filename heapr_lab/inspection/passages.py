@@ -61,8 +61,8 @@ def read_passage(
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
         text: the text.
-        room: tokens of the context to leave free for a continuation. Of a text that is
-            too long, the end is then kept, otherwise the beginning.
+        room: tokens of the context to leave free for a continuation. The end of a text
+            that is too long is then kept, otherwise the beginning.
         most: an upper limit to the context length.
 
     Raises:
@@ -71,7 +71,7 @@ def read_passage(
     ids = torch.from_numpy(tokenise(text, tokenizer)).long()
     if not len(ids):
         raise SpecError(f"the text {text!r} has no tokens; write at least one word")
-    limits = [found for found in (_context_length(model), most) if found is not None]
+    limits = [limit for limit in (_context_length(model), most) if limit is not None]
     context = min(limits, default=room + len(ids))
     if not 0 <= room < context:
         raise SpecError(
@@ -207,7 +207,7 @@ def _generated(
 ) -> list[int]:
     """Ids of the prompt and of its continuation."""
     ids = ids.to(model.device)
-    found = model.generate(
+    sequences = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=n_tokens,
@@ -222,7 +222,7 @@ def _generated(
         pad_token_id=0,  # never used: there is one text
         stopping_criteria=[_Counter(progress, n_tokens)],
     )
-    return [int(token) for token in found[0]]
+    return [int(token) for token in sequences[0]]
 
 
 class _Counter(StoppingCriteria):
@@ -258,8 +258,8 @@ def observe(
 
 def _context_length(model: Any) -> int | None:
     """Length of the model's context in tokens; None if unlimited."""
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if found is None else int(found)
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if length is None else int(length)
 
 
 def _check_length(passage: Passage) -> None:

@@ -50,7 +50,7 @@ def n_runs(
 ) -> int:
     """The runs over all windows that `restored` makes with the same arguments.
 
-    Two for each part of which something is removed, and two for dense and pruned.
+    Two runs for each part of which something is removed, and two for dense and pruned.
 
     Raises:
         SpecError: there is no such layer or expert.
@@ -76,7 +76,7 @@ def restored(
         keep: the kept atoms of the pruned model.
         ids: token ids in non-overlapping windows, (n_windows, seq_len).
         layer: a layer whose experts are restored instead, one at a time.
-        experts: those of the layer; by default all.
+        experts: its experts to restore; by default all.
         batch_size: windows per forward pass; by default as many as fit in memory.
         progress: called with (windows done, windows of all `n_runs` runs); what it
             raises ends the work.
@@ -93,11 +93,11 @@ def restored(
 
     def loss(mask: KeepMask) -> float:
         with masking(model, mask):
-            found = evaluate_perplexity(
+            perplexity = evaluate_perplexity(
                 model, windows, batch_size=batch_size, progress=steps
             )
         steps.end(len(windows))
-        return found.nll
+        return perplexity.nll
 
     dense, pruned = loss(KeepMask.full(keep)), loss(keep)
     rows = []
@@ -138,9 +138,9 @@ def _n_removed(keep: KeepMask, part: _Part) -> int:
 def _masks(keep: KeepMask, part: _Part) -> Iterator[KeepMask]:
     """The mask that keeps the part as well, and the one that prunes only the part."""
     layer, expert = part
-    own = slice(None) if expert is None else expert
+    index = slice(None) if expert is None else expert
     full = KeepMask.full(keep).arrays
     for outside, inside in ((keep.arrays, full), (full, keep.arrays)):
         mixed = outside[layer].copy()
-        mixed[own] = inside[layer][own]
+        mixed[index] = inside[layer][index]
         yield KeepMask({**outside, layer: mixed})

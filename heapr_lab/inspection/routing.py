@@ -25,12 +25,12 @@ def routing(model: nn.Module, passage: Passage) -> pd.DataFrame:
     layers = find_experts(model)
     observers = [_Routes() for _ in layers]
     observe(model, passage, layers, observers)
-    parts = []
+    frames = []
     for layer, observer in zip(layers, observers, strict=True):
-        part = observer.frame()
-        part.insert(0, "layer", layer.layer)
-        parts.append(part)
-    frame = pd.concat(parts, ignore_index=True)
+        routes = observer.frame()
+        routes.insert(0, "layer", layer.layer)
+        frames.append(routes)
+    frame = pd.concat(frames, ignore_index=True)
     texts = [passage.tokens[position] for position in frame["position"]]
     frame.insert(2, "token", texts)
     order = ["layer", "position", "p", "expert"]
@@ -48,7 +48,7 @@ class _Routes:
     def observe(
         self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
     ) -> None:
-        """Record those of one call."""
+        """Record the routes of one call."""
         del h
         columns = {
             "position": rows.cpu(),

@@ -34,7 +34,7 @@ def cached_rows(
     Args:
         kind: the folder in the cache, such as `task_items`.
         key: every field that determines the rows, as plain data.
-        numbers: of the rows, which are the index of the frame.
+        numbers: the numbers of the rows, which are the index of the frame.
         compute: the rows with given numbers, which are their index, in any order.
         at_once: rows computed before the file is written; an interrupt loses so many.
         progress: called with (rows done, rows in all).
@@ -50,8 +50,8 @@ def cached_rows(
         done = len(numbers) - len(missing)
         report(done, len(numbers))
         for start in range(0, len(missing), at_once):
-            made = compute(missing[start : start + at_once])
-            rows = made if rows is None else pd.concat([rows, made])
+            batch = compute(missing[start : start + at_once])
+            rows = batch if rows is None else pd.concat([rows, batch])
             write_frame(path, rows, dict(key))
             report(min(done + start + at_once, len(numbers)), len(numbers))
     return pd.DataFrame() if rows is None else rows.loc[list(numbers)]
@@ -65,10 +65,10 @@ def _read(path: Path, key: Mapping[str, Any]) -> pd.DataFrame | None:
     """
     if not path.exists():
         return None
-    rows, found = read_frame(path)
-    if canonical_json(found) != canonical_json(dict(key)):
+    rows, stored = read_frame(path)
+    if canonical_json(stored) != canonical_json(dict(key)):
         raise CacheError(
-            f"{path} was made for another key, found {canonical_json(found)}, "
+            f"{path} was made for another key, found {canonical_json(stored)}, "
             f"expected {canonical_json(dict(key))}; {remedy(path)}"
         )
     return rows

@@ -43,12 +43,12 @@ class State:
         at_once: int,
         progress: Progress | None = None,
     ) -> pd.DataFrame:
-        """As `cached_rows`, of what the model computes in this state."""
+        """The rows of `cached_rows`, for what the model computes in this state."""
 
         def of_one_model(missing: list[int]) -> pd.DataFrame:
-            made = compute(missing)
+            frame = compute(missing)
             check_unchanged(self.model, self._weights)
-            return made
+            return frame
 
         return cached_rows(
             kind,

@@ -127,13 +127,13 @@ def _loss(
 ) -> dict[str, Any]:
     windows = _windows(tokenizer, corpus, split)
     with progress_bar(windows.label, "window") as bar:
-        found = evaluate_perplexity(model, windows.ids, progress=bar)
+        perplexity = evaluate_perplexity(model, windows.ids, progress=bar)
     return {
         "corpus": corpus,
         "split": split,
-        "tokens": found.n_tokens,
-        "nll [nats]": round(found.nll, 4),
-        "perplexity": round(math.exp(found.nll), 2),
+        "tokens": perplexity.n_tokens,
+        "nll [nats]": round(perplexity.nll, 4),
+        "perplexity": round(math.exp(perplexity.nll), 2),
     }
 
 
@@ -176,12 +176,12 @@ def _runs(training: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _upcycling(training: dict[str, Any]) -> str:
     """Where the experts come from, if the run before had one of them a layer."""
-    one = any(run["spec"]["n_experts"] == 1 for run in _runs(training)[:-1])
-    said = (
+    copied = any(run["spec"]["n_experts"] == 1 for run in _runs(training)[:-1])
+    text = (
         "The first run trained one\nexpert a layer, of which all began the second as "
         "copies, with noise"
     )
-    return f" {said}." if one else ""
+    return f" {text}." if copied else ""
 
 
 def _schedules(training: dict[str, Any]) -> pd.DataFrame:

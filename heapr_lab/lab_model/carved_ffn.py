@@ -36,7 +36,7 @@ class GatedFfn(nn.Module):
     def __init__(
         self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
     ) -> None:
-        """Of weights (d_ff, d_model), (d_ff, d_model) and (d_model, d_ff)."""
+        """The layer of weights (d_ff, d_model), (d_ff, d_model), (d_model, d_ff)."""
         super().__init__()
         self.gate_proj, self.up_proj = nn.Parameter(gate), nn.Parameter(up)
         self.down_proj = nn.Parameter(down)
@@ -89,12 +89,12 @@ class CarvedFfn(GatedFfn):
 
     @torch.no_grad()
     def round_change(self, dense: GatedFfn) -> dict[str, Ternary]:
-        """Round what was changed of `dense` to three levels, in place; the changes."""
+        """Round the changes of `dense` to three levels, in place, and return them."""
         changes = {}
         for name in MATRICES:
-            own, base = _rows(self, name), _rows(dense, name)[self.order]
-            changes[name] = ternary(own - base)
-            own.copy_(base + changes[name].values())
+            matrix, base = _rows(self, name), _rows(dense, name)[self.order]
+            changes[name] = ternary(matrix - base)
+            matrix.copy_(base + changes[name].values())
         return changes
 
 

@@ -46,14 +46,14 @@ def carve(
         model: a decoder with `model.layers`, which is not changed.
         ids: windows of tokens, (n_windows, seq_len).
         layout: the division, the same in all layers.
-        seed: of the first centres of the clusters.
+        seed: seed of the first centres of the clusters.
         progress: called with the layers done.
 
     Raises:
         SpecError: the layout has another number of neurons than the layers.
     """
     report = progress or no_report
-    found: list[Carving] = []
+    carvings: list[Carving] = []
     layers = model.model.layers
     for layer, tokens in zip(layers, _captured(model, ids), strict=True):
         ffn = layer.mlp
@@ -62,9 +62,9 @@ def carve(
             raise SpecError(
                 f"layout {layout.name} has {layout.d_ff} neurons, the layers {d_ff}"
             )
-        found.append(_carve_layer(ffn, *tokens, layout, seed))
-        report(len(found), len(layers))
-    return found
+        carvings.append(_carve_layer(ffn, *tokens, layout, seed))
+        report(len(carvings), len(layers))
+    return carvings
 
 
 @torch.no_grad()
@@ -82,10 +82,10 @@ def _captured(
     for index, layer in enumerate(model.model.layers):
         handles += [
             layer.mlp.register_forward_pre_hook(
-                lambda _m, args, own=inputs[index]: own.append(args[0].flatten(0, 1))
+                lambda _m, args, rows=inputs[index]: rows.append(args[0].flatten(0, 1))
             ),
             layer.register_forward_hook(
-                lambda _m, _a, out, own=weights[index]: own.append(
+                lambda _m, _a, out, rows=weights[index]: rows.append(
                     1 / out.flatten(0, 1).square().sum(-1)
                 )
             ),
@@ -96,10 +96,10 @@ def _captured(
     finally:
         for handle in handles:
             handle.remove()
-    for own, weight in zip(inputs, weights, strict=True):
+    for rows, weight in zip(inputs, weights, strict=True):
         joined = torch.cat(weight)
-        yield torch.cat(own), joined / joined.mean()
-        own.clear()
+        yield torch.cat(rows), joined / joined.mean()
+        rows.clear()
 
 
 @torch.no_grad()
@@ -156,11 +156,11 @@ def _clustered(
     centres = features[:, _spread(features, layout.n_experts, generator)]
     sizes = layout.sizes[1:]
     for _ in range(_N_CLUSTERINGS):
-        own = _assigned(features.T @ centres, sizes)
-        means = [features[:, own == part].mean(1) for part in range(layout.n_experts)]
+        label = _assigned(features.T @ centres, sizes)
+        means = [features[:, label == part].mean(1) for part in range(layout.n_experts)]
         centres = nn.functional.normalize(torch.stack(means, 1), dim=0)
     parts = np.zeros(energy.shape[1], dtype=np.int64)
-    parts[rest.numpy()] = own + 1
+    parts[rest.numpy()] = label + 1
     return parts
 
 

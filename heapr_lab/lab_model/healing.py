@@ -34,11 +34,11 @@ class HealSpec:
     n_tokens: int
     batch_size: int = 2
     learning_rate: float = 2e-4
-    """Of the experts' weights; 0 trains routers, norms and scales alone."""
+    """The rate of the experts' weights; 0 trains routers, norms and scales alone."""
     router_rate: float = 5e-3
-    """Of the routers, relative to the mean size of their weights."""
+    """The rate of the routers, relative to the mean size of their weights."""
     norm_rate: float = 1e-3
-    """Of norms and of the experts' scales."""
+    """The rate of norms and of the experts' scales."""
     lift: float = 1e-3
     """Step of the correction bias of starved experts."""
     warmup_steps: int = 10
@@ -73,7 +73,7 @@ def heal(
     """
     groups = _trained(student, spec)
     optimizer = torch.optim.AdamW(
-        [{"params": own, "lr": rate, "base": rate} for own, rate in groups if rate],
+        [{"params": group, "lr": rate, "base": rate} for group, rate in groups if rate],
         betas=(0.9, 0.95),
         weight_decay=0.0,
         fused=True,
@@ -105,16 +105,16 @@ def _trained(student: Any, spec: HealSpec) -> list[tuple[list[nn.Parameter], flo
     weights = [w for f in ffns for w in (f.gate_proj, f.up_proj, f.down_proj)]
     routers = [ffn.router for ffn in ffns]
     small = [ffn.expert_scale for ffn in ffns] + [
-        own for name, own in student.named_parameters() if "norm" in name
+        weight for name, weight in student.named_parameters() if "norm" in name
     ]
-    size = float(torch.cat([own.detach().flatten() for own in routers]).abs().mean())
+    size = float(torch.cat([w.detach().flatten() for w in routers]).abs().mean())
     groups = [
         (weights, spec.learning_rate),
         (routers, spec.router_rate * size),
         (small, spec.norm_rate),
     ]
-    for own, rate in groups:
-        for parameter in own:
+    for group, rate in groups:
+        for parameter in group:
             parameter.requires_grad_(rate > 0)
     return groups
 
@@ -129,8 +129,8 @@ def _step(
         states.detach().flatten(0, 1), wanted.flatten(0, 1), teacher.lm_head.weight
     )
     states.backward(gradient.view_as(states))
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(own, 1.0)
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return kl
@@ -148,9 +148,9 @@ def kl_gradient(
     """
     total, gradients = 0.0, []
     pairs = zip(states.split(_ROWS_AT_ONCE), wanted.split(_ROWS_AT_ONCE), strict=True)
-    for own, other in pairs:
-        log_q = F.linear(own, head).log_softmax(-1)
-        log_p = F.linear(other, head).log_softmax(-1)
+    for state, target in pairs:
+        log_q = F.linear(state, head).log_softmax(-1)
+        log_p = F.linear(target, head).log_softmax(-1)
         p = log_p.exp()
         total += float((p * (log_p - log_q)).sum())
         gradients.append((log_q.exp() - p) @ head)
@@ -160,19 +160,19 @@ def kl_gradient(
 def _lift_starved(student: Any, step: float) -> None:
     """Raise the correction biases of experts that get little of their fair share."""
     shares = load_shares(student)
-    for layer, own in zip(student.model.layers, shares, strict=True):
-        layer.mlp.bias += step * (_STARVED - own).clamp(min=0)
+    for layer, share in zip(student.model.layers, shares, strict=True):
+        layer.mlp.bias += step * (_STARVED - share).clamp(min=0)
         layer.mlp.load *= 0.9
 
 
 def _save(
     path: Path, student: Any, optimizer: torch.optim.Optimizer, losses: list[float]
 ) -> None:
-    others = {"losses": torch.tensor(losses, dtype=torch.float64)}
+    tensors = {"losses": torch.tensor(losses, dtype=torch.float64)}
     for index, layer in enumerate(student.model.layers):
-        others[f"bias.{index}"] = layer.mlp.bias
-        others[f"load.{index}"] = layer.mlp.load
-    save_training(path, _by_name(student), optimizer, others)
+        tensors[f"bias.{index}"] = layer.mlp.bias
+        tensors[f"load.{index}"] = layer.mlp.load
+    save_training(path, _by_name(student), optimizer, tensors)
 
 
 def _restored(
@@ -181,14 +181,14 @@ def _restored(
     """The losses of the steps that were done; student and optimizer as they were."""
     if not path.exists():
         return []
-    others = restore_training(path, _by_name(student), optimizer)
+    tensors = restore_training(path, _by_name(student), optimizer)
     for index, layer in enumerate(student.model.layers):
-        layer.mlp.bias.copy_(others[f"bias.{index}"])
-        layer.mlp.load = others[f"load.{index}"]
-    losses: list[float] = others["losses"].tolist()
+        layer.mlp.bias.copy_(tensors[f"bias.{index}"])
+        layer.mlp.load = tensors[f"load.{index}"]
+    losses: list[float] = tensors["losses"].tolist()
     return losses
 
 
 def _by_name(student: Any) -> dict[str, nn.Parameter]:
     """The parameters that are trained."""
-    return {name: own for name, own in student.named_parameters() if own.requires_grad}
+    return {name: p for name, p in student.named_parameters() if p.requires_grad}

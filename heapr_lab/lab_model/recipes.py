@@ -18,7 +18,7 @@ DECAY_MIXTURE = {
     "ptb": 0.06,
     "c4": 0.09,
 }
-"""The same while the learning rate decays: more of the model's main corpus."""
+"""The shares while the learning rate decays: more of the model's main corpus."""
 
 
 @dataclass(frozen=True)

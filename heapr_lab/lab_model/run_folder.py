@@ -24,7 +24,7 @@ from heapr_lab.text.tokenization import tokenise
 
 END_OF_TEXT = "<|endoftext|>"
 UPCYCLED_NOISE = 0.02
-"""Of copies of an expert, in standard deviations of its weights."""
+"""The noise of copies of an expert, in standard deviations of its weights."""
 
 
 def fitted_tokenizer(
@@ -136,8 +136,8 @@ def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:
     Raises:
         CacheError: it has other shapes.
     """
-    found = read_weights(earlier, dtype=torch.float32)
-    weights = upcycled(found.state_dict(), model.state_dict())
+    source = read_weights(earlier, dtype=torch.float32)
+    weights = upcycled(source.state_dict(), model.state_dict())
     expected = {name: p.shape for name, p in model.state_dict().items()}
     if {name: w.shape for name, w in weights.items()} != expected:
         raise CacheError(
@@ -159,18 +159,18 @@ def upcycled(
     among one, are those of `wanted`; other weights are as they were.
     Source: Komatsuzaki et al. 2023 (sparse upcycling).
     """
-    found = dict(weights)
+    tensors = dict(weights)
     for name, other in wanted.items():
-        own = weights.get(name)
-        if own is None or own.shape == other.shape or own.shape[0] != 1:
+        weight = weights.get(name)
+        if weight is None or weight.shape == other.shape or weight.shape[0] != 1:
             continue
-        if own.dim() == 2:  # a router
-            found[name] = other
+        if weight.dim() == 2:  # a router
+            tensors[name] = other
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         noise = torch.randn(other.shape, generator=generator)
-        found[name] = own + UPCYCLED_NOISE * own.std() * noise
-    return found
+        tensors[name] = weight + UPCYCLED_NOISE * weight.std() * noise
+    return tensors
 
 
 def write_model(

@@ -44,7 +44,7 @@ EXTRA = ("webtext_uncleaned", "book_war_and_peace")
 N_CARVED_WINDOWS = 16
 JUDGED = ("wikitext2", "ptb", "c4")
 N_JUDGED = 12
-"""Windows of the validation split of each, for the choice of the layout."""
+"""Windows of each corpus's validation split, for the choice of the layout."""
 
 
 _TRIAL = HealSpec(12_288)
@@ -61,7 +61,7 @@ class SmolmoeSpec:
     trial: HealSpec = _TRIAL
     """The healing of each layout that is tried."""
     healing: HealSpec = _HEALING
-    """The healing of the chosen one."""
+    """The healing of the chosen layout."""
     settling: HealSpec = _SETTLING
     """The healing of norms, routers and scales once the weights are rounded."""
     seed: int = 0
@@ -74,7 +74,7 @@ def training_windows(tokenizer: Any, n_windows: int, *, seed: int) -> torch.Tens
         CorpusError: one of the corpora is not available here.
     """
     folder = Path(os.environ.get("HEAPR_DATA_DIR", "."))
-    files = {own: str(folder / own / "train.parquet") for own in EXTRA}
+    files = {name: str(folder / name / "train.parquet") for name in EXTRA}
     mixture = " + ".join(
         f"{share:.4f}*{files.get(name, name)}" for name, share in shares().items()
     )
@@ -204,7 +204,7 @@ def heal_layout(
     layout = Layout.named(name)
     fitted = training_windows(tokenizer, N_CARVED_WINDOWS, seed=spec.seed + 1)
     student, carvings = carved(dense, fitted, layout, spec.seed)
-    sizes = [own.n_windows(SEQ_LEN) for own in (spec.healing, spec.settling)]
+    sizes = [run.n_windows(SEQ_LEN) for run in (spec.healing, spec.settling)]
     ids, more = training_windows(tokenizer, sum(sizes), seed=spec.seed).split(sizes)
     judged = judged_windows(tokenizer)
     record: dict[str, Any] = {"dense": perplexities(dense, judged)}
@@ -228,7 +228,7 @@ def heal_layout(
     record["load"] = [round(float(shares.min()), 3), round(float(shares.max()), 3)]
     record["kl"] = [round(value, 4) for value in kl]
     record |= _sizes(student, layout)
-    record["captured"] = [round(own.captured, 4) for own in carvings]
+    record["captured"] = [round(carving.captured, 4) for carving in carvings]
     out.mkdir(parents=True, exist_ok=True)
     described(student, change, layout).write(out / "delta.safetensors")
     return record
@@ -237,15 +237,15 @@ def heal_layout(
 def rounded_change(student: Any, dense: Any) -> list[dict[str, Ternary]]:
     """What was changed of `dense`, by layer, rounded in `student` too."""
     return [
-        own.mlp.round_change(other.mlp)
-        for own, other in zip(student.model.layers, dense.model.layers, strict=True)
+        layer.mlp.round_change(other.mlp)
+        for layer, other in zip(student.model.layers, dense.model.layers, strict=True)
     ]
 
 
 def _sizes(student: Any, layout: Layout) -> dict[str, int]:
     """Parameters of the written model, whose experts' scales are multiplied in."""
     ffns = [layer.mlp for layer in student.model.layers]
-    everything = sum(own.numel() for own in student.parameters())
+    everything = sum(weight.numel() for weight in student.parameters())
     routed = sum(3 * ffn.down_proj.shape[0] for ffn in ffns)
     return {
         "parameters": everything - layout.n_experts * len(ffns),
@@ -256,7 +256,7 @@ def _sizes(student: Any, layout: Layout) -> dict[str, int]:
 def described(
     student: Any, changes: Sequence[dict[str, Ternary]], layout: Layout
 ) -> Carved:
-    """What makes `student` of the dense model."""
+    """What turns the dense model into `student`."""
     layers = [
         CarvedLayer(
             layer.mlp.order,
@@ -264,9 +264,9 @@ def described(
             layer.mlp.bias,
             layer.mlp.expert_scale.detach(),
             {name: getattr(layer, name).weight.detach() for name in NORMS},
-            own,
+            change,
         )
-        for layer, own in zip(student.model.layers, changes, strict=True)
+        for layer, change in zip(student.model.layers, changes, strict=True)
     ]
     norm = student.model.norm.weight.detach()
     return Carved(layout, WHEEL.sha256, tuple(layers), norm)
@@ -274,5 +274,5 @@ def described(
 
 def _mean_log(trial: dict[str, Any]) -> float:
     """The mean logarithm of the perplexities after the trial's healing."""
-    found = trial["healed"].values()
-    return sum(map(math.log, found)) / len(found)
+    healed = trial["healed"].values()
+    return sum(map(math.log, healed)) / len(healed)

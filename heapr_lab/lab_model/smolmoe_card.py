@@ -124,15 +124,15 @@ def write_card(folder: Path, mixture: dict[str, float], seq_len: int) -> None:
 
 def _trials(record: dict[str, Any]) -> str:
     rows = []
-    for name, own in record["trials"].items():
+    for name, trial in record["trials"].items():
         chosen = " (taken)" if name == record["chosen"] else ""
         rows.append(
             {
                 "layout": name + chosen,
-                "captured": own["captured"],
-                **{f"{c}, carved": p for c, p in own["carved"].items()},
-                **{f"{c}, healed": p for c, p in own["healed"].items()},
-                "least load": own["load"][0],
+                "captured": trial["captured"],
+                **{f"{c}, carved": p for c, p in trial["carved"].items()},
+                **{f"{c}, healed": p for c, p in trial["healed"].items()},
+                "least load": trial["load"][0],
             }
         )
     return markdown(pd.DataFrame(rows))
@@ -166,8 +166,8 @@ def _tests(results: Path) -> str:
         }
         for model, row in rows.loc[["smollm2", "smolmoe"]].iterrows()
     ]
-    found = markdown(pd.DataFrame(shown))
-    return f"{found}\n\n{_difference(pd.read_parquet(answers))}"
+    tests = markdown(pd.DataFrame(shown))
+    return f"{tests}\n\n{_difference(pd.read_parquet(answers))}"
 
 
 def _difference(answers: pd.DataFrame) -> str:
@@ -178,8 +178,8 @@ def _difference(answers: pd.DataFrame) -> str:
         for name in ("smolmoe", "smollm2")
     )
     keys = ["task", "item"]
-    both = one[keys].merge(other[keys])
-    pair = task_difference(both.merge(one), both.merge(other)).set_index("task")
+    common = one[keys].merge(other[keys])
+    pair = task_difference(common.merge(one), common.merge(other)).set_index("task")
     value, error = pair.loc[MEAN, ["value", "stderr"]]
     return (
         f"Mean accuracy of the carved model less the dense one's, item by item: "
@@ -189,8 +189,8 @@ def _difference(answers: pd.DataFrame) -> str:
 
 def _curve(values: list[float]) -> str:
     tenth = max(1, len(values) // 10)
-    parts = [values[start : start + tenth] for start in range(0, len(values), tenth)]
-    return ", ".join(f"{sum(part) / len(part):.3f}" for part in parts)
+    tenths = [values[start : start + tenth] for start in range(0, len(values), tenth)]
+    return ", ".join(f"{sum(part) / len(part):.3f}" for part in tenths)
 
 
 def _shares(mixture: dict[str, float]) -> pd.DataFrame:

@@ -133,8 +133,8 @@ def build_lab_model(spec: TrainSpec) -> PreTrainedModel:
         SpecError: the family is not supported.
     """
     torch.manual_seed(spec.seed)
-    own = _FAMILIES.get(spec.family)
-    if own is None:
+    settings = _FAMILIES.get(spec.family)
+    if settings is None:
         raise SpecError(f"family {spec.family!r}: expected one of {sorted(_FAMILIES)}")
     config = AutoConfig.for_model(
         spec.family,
@@ -151,7 +151,7 @@ def build_lab_model(spec: TrainSpec) -> PreTrainedModel:
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
-        **own(spec),
+        **settings(spec),
     )
     model: PreTrainedModel = build(config)
     model.set_experts_implementation("grouped_mm")

@@ -3,11 +3,11 @@
 For example::
 
     method = methods.get("reap")
-    found = method.fit(model, calibration, ratio=0.25)
-    with found.apply(model):
+    compression = method.fit(model, calibration, ratio=0.25)
+    with compression.apply(model):
         evaluate_perplexity(model, ids)
-    smaller = found.materialise(model)
-    found.save(model, "smaller")
+    smaller = compression.materialise(model)
+    compression.save(model, "smaller")
 
 `heapr_lab.methods.method` describes what a method promises; packages can add methods
 through the entry-point group `heapr_lab.methods`.

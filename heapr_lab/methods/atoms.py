@@ -66,7 +66,7 @@ def _minitron(request: Request) -> AtomCompression:
     keep = {}
     for layer, scores in mean_activations(table).items():
         n_removed = int(request.ratio * scores.shape[1])
-        keep[layer] = np.stack([~lowest(own, n_removed) for own in scores])
+        keep[layer] = np.stack([~lowest(row, n_removed) for row in scores])
     return compression_of(request, KeepMask(keep, request.made.to_dict()))
 
 
@@ -81,14 +81,14 @@ def mean_activations(table: ImportanceTable) -> dict[int, np.ndarray]:
 
 def _compress(request: Request) -> AtomCompression:
     """A mask with compensation, or HEAPr's where held-out windows see no gain."""
-    found = fit_compression(
+    compression = fit_compression(
         request.model,
         request.calibration,
         Selection(request.ratio),  # type: ignore[arg-type]
         fitted=request.measured.fitted,
         progress=request.progress,
     )
-    return compression_of(request, found.keep, found.down_projs)
+    return compression_of(request, compression.keep, compression.down_projs)
 
 
 ATOMS = (

@@ -72,10 +72,10 @@ class _Peaks:
     ) -> None:
         """Add one call; h (n, I) is sorted by expert."""
         weighted = h.double() * p.double()[:, None]
-        for expert, own in enumerate(weighted.split(tokens)):
-            if len(own):
-                self.sum_ph2[expert] += own.square().sum(0).cpu()
-                largest = own.abs().amax(0).cpu()
+        for expert, products in enumerate(weighted.split(tokens)):
+            if len(products):
+                self.sum_ph2[expert] += products.square().sum(0).cpu()
+                largest = products.abs().amax(0).cpu()
                 self.peak[expert] = torch.maximum(self.peak[expert], largest)
 
 
@@ -118,9 +118,9 @@ def _at_once(request: Request) -> Iterator[tuple[int, np.ndarray]]:
     table = request.measured.table(request.progress)
     frame = table.frame
     for layer, shape in table.shapes().items():
-        own = frame[frame["layer"] == layer]
+        rows = frame[frame["layer"] == layer]
         names = ("sum_ph2", "max_abs_ph", "w_down_sq")
-        columns = [own[n].to_numpy(dtype=np.float64).reshape(shape) for n in names]
+        columns = [rows[n].to_numpy(dtype=np.float64).reshape(shape) for n in names]
         yield layer, _kept(_scores(request, *columns), request.ratio)
 
 
@@ -130,7 +130,7 @@ def _scores(request: Request, *columns: np.ndarray) -> np.ndarray:
 
 
 def _kept(scores: np.ndarray, ratio: Fraction) -> np.ndarray:
-    """All but the lowest ⌊ratio · n⌋ of a layer, (E, I)."""
+    """The mask of a layer's atoms without the lowest ⌊ratio · n⌋, (E, I)."""
     return ~lowest(scores.ravel(), int(ratio * scores.size)).reshape(scores.shape)
 
 
@@ -146,9 +146,9 @@ def _camera(request: Request) -> AtomCompression:
             f"formula is {formula!r} and alpha {alpha!r}, expected one of "
             f"{', '.join(FORMULAS)} and a number in [0, 1]"
         )
-    found = _sequential if request.options["sequential"] else _at_once
+    rule = _sequential if request.options["sequential"] else _at_once
     return compression_of(
-        request, KeepMask(dict(found(request)), request.made.to_dict())
+        request, KeepMask(dict(rule(request)), request.made.to_dict())
     )
 
 

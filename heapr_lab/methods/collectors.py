@@ -36,10 +36,10 @@ class Collector:
     """What is measured in a forward pass, layer by layer."""
 
     name: str
-    """The same for the same quantity."""
+    """The name of the quantity; collectors of the same quantity share it."""
     of_layer: Callable[[nn.Module, ExpertsLayer, ExpertCalls], Any]
-    """From the model, a layer, and what its experts were called with in the dense
-    model, to what is kept of that layer; without gradients, in evaluation mode."""
+    """Takes the model, a layer, and what its experts were called with in the dense
+    model; returns what is kept of it. Without gradients, in evaluation mode."""
 
 
 class Measurements:
@@ -74,13 +74,13 @@ class Measurements:
         self._once: dict[str, Any] = {}
 
     def check(self, model: nn.Module, calibration: CalibrationSet) -> None:
-        """Check that they are of `model`, as it is now, and of `calibration`.
+        """Check that the measurements are of `model`, as it is now, and `calibration`.
 
         Raises:
             SpecError: they are not.
         """
-        own = model is self.model and weights_state(model) == self._state
-        if not own or calibration.fingerprint != self.calibration.fingerprint:
+        same = model is self.model and weights_state(model) == self._state
+        if not same or calibration.fingerprint != self.calibration.fingerprint:
             raise SpecError(
                 "the shared measurements are of another model, of other weights or of "
                 "other calibration windows: begin new ones for these"
@@ -100,7 +100,7 @@ class Measurements:
     def experts(self, progress: Progress | None = None) -> pd.DataFrame:
         """The statistics of every expert, as `expert_statistics`: a forward pass."""
         rows = self.collected(EXPERT_SUMS, progress)
-        return pd.DataFrame([row for own in rows.values() for row in own])
+        return pd.DataFrame([row for layer in rows.values() for row in layer])
 
     def tokens(self, progress: Progress | None = None) -> dict[int, list[int]]:
         """The tokens routed to each expert, by layer: a forward pass."""
@@ -108,7 +108,7 @@ class Measurements:
 
     def expect(self, collectors: Iterable[Collector]) -> None:
         """Measure these, too, in the pass of the first of them that is needed."""
-        self._expected |= {own.name: own for own in collectors}
+        self._expected |= {collector.name: collector for collector in collectors}
 
     def collected(
         self, collector: Collector, progress: Progress | None = None
@@ -120,7 +120,7 @@ class Measurements:
         """
         if collector.name not in self._collected:
             wanted = {**self._expected, collector.name: collector}
-            new = {k: own for k, own in wanted.items() if k not in self._collected}
+            new = {k: c for k, c in wanted.items() if k not in self._collected}
             self._collected |= collect(self.model, self.calibration, new, progress)
         return self._collected[collector.name]
 
@@ -128,8 +128,8 @@ class Measurements:
         """What `measure` returned when it was first asked for by that name."""
         if name not in self._once:
             self._once[name] = measure()
-        found: T = self._once[name]
-        return found
+        measured: T = self._once[name]
+        return measured
 
     @functools.cached_property
     def calibrated(self) -> CalibratedModel:
@@ -142,7 +142,7 @@ class Measurements:
 
     @functools.cached_property
     def fitted(self) -> CalibratedModel:
-        """The same of those windows that `compress` fits to.
+        """The same for the windows that `compress` fits to.
 
         Raises:
             SpecError: there are too few windows.
@@ -159,8 +159,8 @@ class Measurements:
         if ROUTED_TOKENS.name in self._collected:
             rows = [
                 {"layer": layer, "expert": expert, "tokens": n}
-                for layer, own in self.tokens().items()
-                for expert, n in enumerate(own)
+                for layer, counts in self.tokens().items()
+                for expert, n in enumerate(counts)
             ]
             return pd.DataFrame(rows)
         return None if self._table is None else self._table.expert_tokens()
@@ -179,12 +179,12 @@ def collect(
     Raises:
         LayoutError: the experts cannot be measured.
     """
-    found: dict[str, dict[int, Any]] = {name: {} for name in collectors}
+    kept: dict[str, dict[int, Any]] = {name: {} for name in collectors}
     for layer, calls in iter_expert_calls(model, calibration.ids, progress=progress):
         with evaluating(model):
-            for name, own in collectors.items():
-                found[name][layer.layer] = own.of_layer(model, layer, calls)
-    return found
+            for name, collector in collectors.items():
+                kept[name][layer.layer] = collector.of_layer(model, layer, calls)
+    return kept
 
 
 def expert_statistics(
@@ -238,18 +238,18 @@ def routed_outputs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """An expert's outputs for the tokens routed to it: pairs of f (n, D) and p (n,)."""
     tokens, slots = (calls.top_k_index == expert).nonzero(as_tuple=True)
-    for some, own in zip(
+    for rows, columns in zip(
         tokens.split(_ROWS_AT_ONCE), slots.split(_ROWS_AT_ONCE), strict=True
     ):
-        f = expert_output(layer, expert, calls.hidden_states[some])
-        yield f, calls.top_k_weights[some, own]
+        f = expert_output(layer, expert, calls.hidden_states[rows])
+        yield f, calls.top_k_weights[rows, columns]
 
 
-def _sums(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+def _sums(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
     """The sums over the outputs of one expert."""
     names = ("sum_p", "sum_norm", "sum_norm2", "sum_p_norm", "peak")
     sums = {"tokens": 0} | dict.fromkeys(names, 0.0)
-    for outputs, weights in parts:
+    for outputs, weights in pairs:
         if not len(outputs):
             continue
         f, p = outputs.to(accumulating_dtype(outputs)), weights.double()

@@ -62,11 +62,11 @@ def entries(
         SpecError: a method or an option is unknown, or a value is invalid.
     """
     given = options or {}
-    found = {name: methods.get(name) for name in dict.fromkeys([*names, *given])}
+    chosen = {name: methods.get(name) for name in dict.fromkeys([*names, *given])}
     exact = [float(exact_ratio(ratio, name="ratio")) for ratio in ratios]
-    completed = {name: found[name].completed(given.get(name, {})) for name in found}
+    completed = {name: chosen[name].completed(given.get(name, {})) for name in chosen}
     return [
-        Entry(found[name], ratio, completed[name])
+        Entry(chosen[name], ratio, completed[name])
         for name in dict.fromkeys(names)
         for ratio in dict.fromkeys(exact)
     ]
@@ -114,13 +114,13 @@ def compare_methods(
         SpecError: a ratio is infeasible for a method.
         LayoutError: a method cannot treat the model's experts exactly.
     """
-    asked = calibration or Calibration()
-    windows = bench.calibration_set(asked)
+    spec = calibration or Calibration()
+    windows = bench.calibration_set(spec)
     shared = Measurements(bench.model, windows, measure=bench.measure)
-    shared.expect(own for entry in wanted for own in entry.method.collectors)
+    shared.expect(c for entry in wanted for c in entry.method.collectors)
     tests = {corpus: bench.test_windows(corpus) for corpus in corpora}
     items = {task: bench.task_key(task, limit) for task in tasks}
-    run = _Run(bench, shared, asked.seed, tests, items, limit, watch)
+    run = _Run(bench, shared, spec.seed, tests, items, limit, watch)
     rows = []
     total = (1 + len(wanted)) * (len(tests) + len(items))
     with progress_bar("methods", "result", also=progress) as bar:
@@ -139,7 +139,7 @@ class _Run:
     seed: int
     tests: Mapping[str, CalibrationSet]
     tasks: Mapping[str, Mapping[str, Any]]
-    """By name, what determines the items."""
+    """What determines the items of each task, by name."""
     limit: int | None
     watch: Watch | None
 
@@ -173,8 +173,8 @@ class _Run:
         }
         for corpus, windows in self.tests.items():
             progress = self._watched(f"{DENSE} on {corpus}")
-            found = bench.perplexity(None, windows, progress=progress)
-            losses = {"nll": found.nll, "perplexity": found.value}
+            perplexity = bench.perplexity(None, windows, progress=progress)
+            losses = {"nll": perplexity.nll, "perplexity": perplexity.value}
             labels = _labels(DENSE, "", 0.0, corpus)
             yield {**labels, "achieved_ratio": 0.0, **losses, **sizes}
         for task in self.tasks:
@@ -184,17 +184,17 @@ class _Run:
             yield {**labels, "achieved_ratio": 0.0, **sizes, **_metrics(task, rows)}
 
     def _compressed(self, entry: Entry) -> Iterator[dict[str, Any]]:
-        own = entry.method
+        method = entry.method
         fit = functools.cache(functools.partial(self._fitted, entry))
         for corpus in self.tests:
-            found = self._losses(entry, corpus, fit)
-            labels = _labels(own.name, own.compresses, entry.ratio, corpus)
-            losses = found | {"perplexity": exp_nll(found["nll"])}
+            row = self._losses(entry, corpus, fit)
+            labels = _labels(method.name, method.compresses, entry.ratio, corpus)
+            losses = row | {"perplexity": exp_nll(row["nll"])}
             yield labels | losses
         for task in self.tasks:
-            found = self._accuracies(entry, task, fit)
-            labels = _labels(own.name, own.compresses, entry.ratio, task)
-            yield labels | found | _metrics(task, found.pop("metrics"))
+            row = self._accuracies(entry, task, fit)
+            labels = _labels(method.name, method.compresses, entry.ratio, task)
+            yield labels | row | _metrics(task, row.pop("metrics"))
 
     def _losses(
         self, entry: Entry, corpus: str, fit: Callable[[], Compression]
@@ -242,21 +242,21 @@ class _Run:
         }
 
         def compute() -> dict[str, Any]:
-            state, made = weights_state(model), fit()
-            with made.apply(model):
-                found = measure()
-            saved = made.savings(model)
+            state, compression = weights_state(model), fit()
+            with compression.apply(model):
+                measured = measure()
+            saved = compression.savings(model)
             check_unchanged(model, state)
             return {
-                "achieved_ratio": made.achieved_ratio,
-                **found,
+                "achieved_ratio": compression.achieved_ratio,
+                **measured,
                 "parameters": saved.parameters[1],
                 "bytes": saved.bytes[1],
                 "routed_flops": saved.routed_flops[1],
             }
 
-        found: dict[str, Any] = cache.cached_json("methods", key, compute)
-        return found
+        row: dict[str, Any] = cache.cached_json("methods", key, compute)
+        return row
 
     def _fitted(self, entry: Entry) -> Compression:
         also = self._watched(entry.label)
@@ -292,13 +292,13 @@ def _metrics(task: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         SpecError: it is a group of several tasks.
     """
-    found: dict[str, Any] = {"n_items": rows[0]["n"]}
+    columns: dict[str, Any] = {"n_items": rows[0]["n"]}
     for row in rows:
-        if row["metric"] in found:
+        if row["metric"] in columns:
             raise SpecError(
                 f"{task} is a group with several values of {row['metric']}, expected "
                 "a single task: name its tasks one by one"
             )
-        found[row["metric"]] = row["value"]
-        found[f"{row['metric']}_stderr"] = row["stderr"]
-    return found
+        columns[row["metric"]] = row["value"]
+        columns[f"{row['metric']}_stderr"] = row["stderr"]
+    return columns

@@ -51,7 +51,7 @@ class Shared:
     @property
     def layout(self) -> "Layout":
         """The shapes, without the values."""
-        return Layout(tuple(tuple(own.shape) for own in self.tensors), self.of)
+        return Layout(tuple(tuple(tensor.shape) for tensor in self.tensors), self.of)
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class Composition:
     gate: Projection | None = None
     """W_gate (I, D), in families with a gate."""
     skipping: Thresholds = ()
-    """Below which a token's lesser experts are skipped; empty: none is."""
+    """Thresholds below which a token's lesser experts are skipped; empty: none is."""
 
     @property
     def projections(self) -> dict[str, Projection]:
-        """By name: `gate` where there is one, `up` and `down`."""
+        """The projections by name: `gate` where there is one, `up` and `down`."""
         gate = {} if self.gate is None else {"gate": self.gate}
         return gate | {"up": self.up, "down": self.down}
 
@@ -108,13 +108,13 @@ class Composition:
     def plan(self) -> "Plan":
         """The layouts of all parts."""
         return {
-            name: {part: getattr(own, part).layout for part in PARTS}
-            for name, own in self.projections.items()
+            name: {part: getattr(projection, part).layout for part in PARTS}
+            for name, projection in self.projections.items()
         }
 
 
 Plan = Mapping[str, Mapping[str, Layout]]
-"""By projection and part, the layout of its tensors."""
+"""The layout of the tensors of each projection and part."""
 
 
 def n_parameters(plan: Plan) -> int:
@@ -203,9 +203,9 @@ def _ends(
             f"beside the factors {left} and {right}, expected (k,) of (out, k), and "
             "factors"
         )
-    out = {own[0] for own in (dense, left, bias) if own is not None}
+    out = {shape[0] for shape in (dense, left, bias) if shape is not None}
     whole = right if some else dense
-    into = {own[1] for own in (whole, right) if own is not None}
+    into = {shape[1] for shape in (whole, right) if shape is not None}
     return out, into
 
 
@@ -213,7 +213,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Plain JSON data, without parts that no expert has."""
     return {
         name: {
-            part: {"shapes": [list(own) for own in layout.shapes], "of": [*layout.of]}
+            part: {"shapes": [list(s) for s in layout.shapes], "of": [*layout.of]}
             for part, layout in parts.items()
             if layout.of
         }
@@ -266,10 +266,10 @@ class ComposedProjection(nn.Module):
 
     def part(self, part: str, expert: int) -> torch.Tensor | None:
         """A tensor of an expert; None if it has none."""
-        of = self.of[part]
-        if not of or of[expert] == ABSENT:
+        indices = self.of[part]
+        if not indices or indices[expert] == ABSENT:
             return None
-        tensor: torch.Tensor = getattr(self, part)[of[expert]]
+        tensor: torch.Tensor = getattr(self, part)[indices[expert]]
         return tensor
 
     def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor | None:
@@ -294,7 +294,7 @@ class ComposedExperts(nn.Module):
     family: Any
     """The family's own module without weights: activation, gating and norm."""
     heapr_composed = True
-    """By which others know them."""
+    """The mark by which other code knows them."""
 
     def __init__(self, module: Any, plan: Plan, skipping: Thresholds = ()) -> None:
         """Allocate the tensors of `plan` in place of the weights of `module`."""
@@ -343,11 +343,11 @@ class ComposedExperts(nn.Module):
     @torch.no_grad()
     def fill(self, composition: Composition) -> "ComposedExperts":
         """Copy the values of `composition`, of the same plan; returns itself."""
-        for name, own in composition.projections.items():
+        for name, source in composition.projections.items():
             target = self.get_submodule(f"composed_{name}")
             for part in PARTS:
                 pairs = zip(
-                    getattr(target, part), getattr(own, part).tensors, strict=True
+                    getattr(target, part), getattr(source, part).tensors, strict=True
                 )
                 for parameter, value in pairs:
                     parameter.copy_(value)

@@ -55,7 +55,7 @@ class ComposedConfig(QuantizationConfigMixin):
         self.format_version = format_version or least
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """The configuration as plain data."""
         return {
             "quant_method": COMPOSED,
             "format_version": self.format_version,
@@ -125,13 +125,13 @@ def put_experts(model: nn.Module, path: str, plan: "Plan") -> "ComposedExperts":
     n_experts = stock.down_proj.shape[0]
     d_expert = stock.down_proj.shape[2 if stock.is_transposed else 1]
     composed.check_plan(plan, n_experts, d_expert, gated=stock.has_gate)
-    made = composed.ComposedExperts(stock, plan)
+    experts = composed.ComposedExperts(stock, plan)
     parent, _, name = path.rpartition(".")
     block: Any = model.get_submodule(parent)
-    setattr(block, name, made)
+    setattr(block, name, experts)
     # Some families would initialise the parameters that were replaced.
     block._is_hf_initialized = True
-    return made
+    return experts
 
 
 def _skip(model: nn.Module, skipping: Mapping[str, list[float]]) -> None:
@@ -172,8 +172,8 @@ def attach_composed(model: Any, n_kept: Mapping[str, int]) -> None:
     from heapr_lab.methods.composed_experts import composed_experts, plan_to_dict
 
     modules = composed_experts(model)
-    plans = {k: plan_to_dict(own.plan) for k, own in modules.items()}
-    skipping = {k: list(own.skipping) for k, own in modules.items() if own.skipping}
+    plans = {k: plan_to_dict(m.plan) for k, m in modules.items()}
+    skipping = {k: list(m.skipping) for k, m in modules.items() if m.skipping}
     quantizer = ComposedQuantizer(ComposedConfig(plans, dict(n_kept), skipping))
     model.hf_quantizer = quantizer
     model.config.quantization_config = quantizer.quantization_config

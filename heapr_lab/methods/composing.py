@@ -28,7 +28,7 @@ from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.modes import copied
 
 Compositions = Mapping[int, Composition]
-"""By layer, the experts in place of its own."""
+"""The experts that each layer gets in place of its own."""
 _REMEDY = "replace the experts of the dense model"
 
 
@@ -43,7 +43,7 @@ def dense_composition(
     """Experts that are dense matrices.
 
     Args:
-        matrices: of each different expert, what `ExpertsLayer.expert` returns.
+        matrices: what `ExpertsLayer.expert` returns for each different expert.
         of: for each expert the index among them; by default each has its own.
     """
     index = of or tuple(range(len(matrices)))
@@ -77,8 +77,8 @@ def composing(
     with contextlib.ExitStack() as contexts:
         if kept is not None:
             contexts.enter_context(dropping(model, kept))
-        for layer, made in _made(model, compositions):
-            contexts.enter_context(_swapped(model, layer.name, made))
+        for layer, module in _made(model, compositions):
+            contexts.enter_context(_swapped(model, layer.name, module))
         yield model
 
 
@@ -110,14 +110,14 @@ def compose_experts(
     refuse_disturbed(model, remedy=_REMEDY)
     if kept is None:
         memo: dict[int, object] = {
-            id(layer.module): made for layer, made in _made(model, compositions)
+            id(layer.module): module for layer, module in _made(model, compositions)
         }
         twin = copied(model, memo)
     else:
         twin = drop_experts(model, kept)
-        for layer, made in _made(twin, compositions):
+        for layer, module in _made(twin, compositions):
             parent, _, name = layer.name.rpartition(".")
-            twin.get_submodule(parent)._modules[name] = made
+            twin.get_submodule(parent)._modules[name] = module
     twin.__dict__["heapr_composed_layers"] = tuple(compositions)
     return twin
 
@@ -140,10 +140,10 @@ def _made(
             f"there are experts for the layers {unknown}, the model's MoE layers are "
             f"{list(layers)}: they were made for another model"
         )
-    for own in compositions.values():
-        if own.skipping:
-            check_thresholds(own.skipping, experts_per_token(model))
-    return [(layers[k], experts_of(layers[k], own)) for k, own in compositions.items()]
+    for composition in compositions.values():
+        if composition.skipping:
+            check_thresholds(composition.skipping, experts_per_token(model))
+    return [(layers[k], experts_of(layers[k], c)) for k, c in compositions.items()]
 
 
 @torch.no_grad()
@@ -166,8 +166,8 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
     twin = ExpertsLayer(layer.layer, layer.name, module)
     for expert in range(layer.n_experts):
         for name, tensor in twin.expert(expert).items():
-            own = composition.projections[name.removesuffix("_bias")]
-            part = own.bias if name.endswith("_bias") else own.dense
+            projection = composition.projections[name.removesuffix("_bias")]
+            part = projection.bias if name.endswith("_bias") else projection.dense
             tensor.copy_(part.tensors[expert])  # a view into the module
     return module
 

@@ -25,7 +25,7 @@ from heapr_lab.repr_html import card_html
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """By which method, and with which settings, a compression was made."""
+    """The method and the settings with which a compression was made."""
 
     method: str
     """Its name in the registry."""
@@ -47,9 +47,9 @@ class Savings:
     """Sizes of a model before and after compression."""
 
     parameters: tuple[int, int]
-    """Of the whole model, before and after."""
+    """Parameters of the whole model, before and after."""
     bytes: tuple[int, int]
-    """Of these parameters, in the dtype in which the model is loaded."""
+    """Bytes of these parameters, in the dtype in which the model is loaded."""
     routed_flops: tuple[float, float]
     """Operations of the routed experts for a mean token. With fewer experts a token is
     still routed to as many of them: only removing atoms, or skipping, changes it."""
@@ -137,7 +137,7 @@ class AtomCompression(Compression):
         return 1 - kept / total if kept < total else 0.0
 
     def apply(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """As `masking`: only this thread's forwards change.
+        """A context like `masking`: only this thread's forwards change.
 
         Raises:
             SpecError: it was fitted to another model.
@@ -145,7 +145,7 @@ class AtomCompression(Compression):
         return masking(model, self.keep, self.down_projs)
 
     def materialise(self, model: nn.Module) -> nn.Module:
-        """As `prune`.
+        """The copy that `prune` makes.
 
         Raises:
             SpecError: it was fitted to another model.
@@ -153,7 +153,7 @@ class AtomCompression(Compression):
         return prune(model, self.keep, down_projs=self.down_projs)
 
     def savings(self, model: nn.Module) -> Savings:
-        """Counted with the routing of the calibration text, if it was measured."""
+        """Sizes, counted with the calibration text's routing, if it was measured."""
         dense, tokens = describe(model), self.made.tokens
         after = dense.parameters(self.keep)
         return Savings(
@@ -166,7 +166,7 @@ class AtomCompression(Compression):
         )
 
     def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
-        """As `save_pruned`, which takes `options`.
+        """Write the pruned model by `save_pruned`, which takes `options`.
 
         Raises:
             SpecError: the folder is not empty, or it was fitted to another model.
@@ -183,7 +183,7 @@ class ExpertDropping(Compression):
     kept: KeptExperts
     """By layer, the numbers of the kept experts, ascending."""
     atoms: Mapping[int, tuple[int, int, int]]
-    """By layer: experts, atoms of each, parameters of one atom."""
+    """Experts, atoms of each, and parameters of one atom, by layer."""
 
     @property
     def achieved_ratio(self) -> float:
@@ -195,7 +195,7 @@ class ExpertDropping(Compression):
         return 1 - kept / total if kept < total else 0.0
 
     def apply(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """As `dropping`: `model` changes in all threads until the context ends.
+        """A context like `dropping`: `model` changes in all threads until it ends.
 
         Raises:
             SpecError: it was fitted to another model, or a mask is active.
@@ -204,7 +204,7 @@ class ExpertDropping(Compression):
         return dropping(model, self.kept)
 
     def materialise(self, model: nn.Module) -> nn.Module:
-        """As `drop_experts`.
+        """The copy that `drop_experts` makes.
 
         Raises:
             SpecError: it was fitted to another model, or a mask is active.
@@ -213,7 +213,7 @@ class ExpertDropping(Compression):
         return drop_experts(model, self.kept)
 
     def savings(self, model: nn.Module) -> Savings:
-        """Counted on the model without the experts."""
+        """Sizes, counted on the model without the experts."""
         dense = describe(model)
         with self.apply(model):
             small = describe(model)
@@ -230,18 +230,18 @@ class ExpertComposition(Compression):
 
     made: Made
     compositions: Compositions
-    """By layer, the experts in place of its own; other layers are unchanged."""
+    """New experts by layer, in place of its own; other layers are unchanged."""
     shapes: Mapping[int, LayerShape]
     """The sizes of the dense model's layers."""
     kept: KeptExperts | None = None
     """By layer, the experts that are left, in the order of its composition; None if all
     are, with the whole router."""
     skipped: Mapping[int, float] = field(default_factory=dict)
-    """By layer that skips experts, the share of its tokens' experts that are. It is
+    """The share of its tokens' experts that a layer skips, for layers that do. It is
     counted on the calibration text, in the same model before anything is skipped."""
 
     def apply(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """As `composing`: `model` changes in all threads until the context ends.
+        """A context like `composing`: `model` changes in all threads until it ends.
 
         Raises:
             SpecError: it was fitted to another model, or a mask is active.
@@ -250,7 +250,7 @@ class ExpertComposition(Compression):
         return composing(model, self.compositions, self.kept)
 
     def materialise(self, model: nn.Module) -> nn.Module:
-        """As `compose_experts`.
+        """The copy that `compose_experts` makes.
 
         Raises:
             SpecError: it was fitted to another model, or a mask is active.
@@ -264,7 +264,7 @@ class ExpertComposition(Compression):
 
         A matrix that experts share is counted once.
         """
-        total = sum(own.n_atoms * own.atom_parameters for own in self.shapes.values())
+        total = sum(s.n_atoms * s.atom_parameters for s in self.shapes.values())
         left = sum(self._stored(layer) for layer in self.shapes)
         return 1 - left / total
 
@@ -272,14 +272,14 @@ class ExpertComposition(Compression):
         """Numbers stored for the atoms of a layer, without output biases."""
         if layer in self.compositions:
             plan = self.compositions[layer].plan
-            down = {part: own for part, own in plan["down"].items() if part != "bias"}
+            down = {k: layout for k, layout in plan["down"].items() if k != "bias"}
             return n_parameters({**plan, "down": down})
         shape = self.shapes[layer]
         n_experts = shape.n_experts if self.kept is None else len(self.kept[layer])
         return n_experts * shape.d_inter * shape.atom_parameters
 
     def savings(self, model: nn.Module) -> Savings:
-        """Counted on the model with the other experts.
+        """Sizes, counted on the model with the other experts.
 
         Operations of experts that are left when others are dropped are for equal
         shares of the tokens. Of a layer that skips experts, the measured share
@@ -288,7 +288,7 @@ class ExpertComposition(Compression):
         dense = describe(model)
         tokens = None if self.kept is not None else self.made.tokens
         with self.apply(model):
-            after = sum(own.numel() for own in model.parameters())
+            after = sum(parameter.numel() for parameter in model.parameters())
         before = dense.routed_flops_per_token(None, tokens)
         return Savings(
             (dense.n_parameters, after),
@@ -303,18 +303,18 @@ class ExpertComposition(Compression):
             if layer not in self.compositions:
                 total += shape.top_k * shape.d_inter * shape.atom_flops
                 continue
-            plan, own = self.compositions[layer].plan, shares[layer]
-            n_experts = len(own) if self.kept is None else len(self.kept[layer])
+            plan, routing = self.compositions[layer].plan, shares[layer]
+            n_experts = len(routing) if self.kept is None else len(self.kept[layer])
             flops = [flops_of(plan, expert) for expert in range(n_experts)]
-            mean = np.mean(flops) if self.kept is not None else own @ flops
+            mean = np.mean(flops) if self.kept is not None else routing @ flops
             total += shape.top_k * (1 - self.skipped.get(layer, 0.0)) * float(mean)
         return total
 
 
 def _facts(made: Made, options: dict[str, Any]) -> dict[str, Any]:
     """The facts among `options`, taken out of them, and how the model was made."""
-    own = {"method": made.method, "compression": made.to_dict()}
-    return own | dict(options.pop("facts", None) or {})
+    facts = {"method": made.method, "compression": made.to_dict()}
+    return facts | dict(options.pop("facts", None) or {})
 
 
 def _bytes(size: float, before: int, after: int) -> tuple[int, int]:

@@ -42,13 +42,13 @@ def squared_gradients(request: Request) -> dict[int, Stacks]:
     """The sum over windows of the squared gradient of a window's loss, by layer."""
     sums: dict[int, Stacks] = {}
 
-    def add(found: WeightGradients) -> None:
-        own = found.layer.apart(found.up_rows, axis=1) | {"down": found.down}
+    def add(grads: WeightGradients) -> None:
+        stacks = grads.layer.apart(grads.up_rows, axis=1) | {"down": grads.down}
         squares = {
-            name: g.to(accumulating_dtype(g)).square() for name, g in own.items()
+            name: g.to(accumulating_dtype(g)).square() for name, g in stacks.items()
         }
-        before = sums.get(found.layer.layer, dict.fromkeys(squares, 0))
-        sums[found.layer.layer] = {k: before[k] + new for k, new in squares.items()}
+        before = sums.get(grads.layer.layer, dict.fromkeys(squares, 0))
+        sums[grads.layer.layer] = {k: before[k] + new for k, new in squares.items()}
 
     calibration = request.calibration
     visit_gradients(request.model, calibration, add, progress=request.progress)
@@ -70,7 +70,7 @@ def base_of(
 
 
 def _d2_moe(request: Request) -> ExpertComposition:
-    """The same ranks for all differences of a layer.
+    """A compression with the same ranks for all differences of a layer.
 
     Raises:
         SpecError: base_ratio is not in [0, 1).
@@ -81,20 +81,20 @@ def _d2_moe(request: Request) -> ExpertComposition:
     removed = exact_ratio(request.options["base_ratio"], name="base_ratio")
     shapes = request.measured.architecture.layers
     ranks = {
-        k: ranks_of(own, request.ratio, layer=k, shared=_base_numbers(own, removed))
-        for k, own in shapes.items()
+        k: ranks_of(shape, request.ratio, layer=k, shared=_base_numbers(shape, removed))
+        for k, shape in shapes.items()
     }
     moments = request.measured.collected(MOMENTS, request.progress)
     fisher = request.measured.once(
         "squared gradients", lambda: squared_gradients(request)
     )
-    made = {
-        own.layer: _composed(
-            own, fisher[own.layer], moments[own.layer], ranks[own.layer], removed
+    compositions = {
+        moe.layer: _composed(
+            moe, fisher[moe.layer], moments[moe.layer], ranks[moe.layer], removed
         )
-        for own in find_experts(request.model)
+        for moe in find_experts(request.model)
     }
-    return compression_of(request, made)
+    return compression_of(request, compositions)
 
 
 def n_columns(n_inputs: int, removed: Fraction) -> int:
@@ -121,18 +121,18 @@ def _composed(
     removed: Fraction,
 ) -> Composition:
     """The experts of a layer: a base for each projection, and their differences."""
-    made = {}
+    projections = {}
     for name, rank in ranks.items():
         stack = matrices(layer, name)
         base = base_of(stack, fisher[name], moments.tokens).to(stack.dtype)
         apart = truncated(stack.double() - base.double(), rank, moments.of(name))
         dense, columns = _thinned(base, moments.of(name), removed)
-        own, of = factored(layer, apart), (0,) * layer.n_experts
-        shared = {"dense": Shared((dense,), of)}
+        projection, index = factored(layer, apart), (0,) * layer.n_experts
+        shared = {"dense": Shared((dense,), index)}
         if columns is not None:
-            shared["columns"] = Shared((columns,), of)
-        made[name] = dataclasses.replace(own, **shared)
-    return composition(layer, made)
+            shared["columns"] = Shared((columns,), index)
+        projections[name] = dataclasses.replace(projection, **shared)
+    return composition(layer, projections)
 
 
 def _thinned(

@@ -76,11 +76,11 @@ def drop_experts(model: nn.Module, kept: KeptExperts) -> nn.Module:
     names = {id(module): name for name, module in model.named_modules()}
     for axis in axes:
         for module, name in axis.counts:
-            own = twin.get_submodule(names[id(module)])
-            setattr(own, name, len(kept[axis.layer.layer]))
-    numbers = {len(own) for own in kept.values()}
+            target = twin.get_submodule(names[id(module)])
+            setattr(target, name, len(kept[axis.layer.layer]))
+    numbers = {len(experts) for experts in kept.values()}
     twin.__dict__["heapr_experts_in_config"] = _set_config(twin, axes, numbers)
-    twin.__dict__["heapr_experts"] = {k: tuple(own) for k, own in kept.items()}
+    twin.__dict__["heapr_experts"] = {k: tuple(experts) for k, experts in kept.items()}
     twin.__dict__["heapr_n_experts"] = {
         axis.layer.name: len(kept[axis.layer.layer]) for axis in axes
     }
@@ -100,17 +100,17 @@ def _check(model: nn.Module, axes: list[ExpertAxis], kept: KeptExperts) -> None:
             f"layers are {layers}: they were chosen for another model"
         )
     shapes = describe(model).layers
-    for layer, own in kept.items():
+    for layer, experts in kept.items():
         n_experts, top_k = shapes[layer].n_experts, shapes[layer].top_k
-        if list(own) != sorted({*own} & {*range(n_experts)}):
+        if list(experts) != sorted({*experts} & {*range(n_experts)}):
             raise SpecError(
-                f"the kept experts of layer {layer} are {list(own)}, expected "
+                f"the kept experts of layer {layer} are {list(experts)}, expected "
                 f"different numbers from 0 to {n_experts - 1}, ascending"
             )
-        if len(own) < top_k:
+        if len(experts) < top_k:
             raise SpecError(
-                f"layer {layer} would keep {len(own)} experts, but tokens are routed "
-                f"to {top_k} of them: keep at least {top_k}"
+                f"layer {layer} would keep {len(experts)} experts, but tokens are "
+                f"routed to {top_k} of them: keep at least {top_k}"
             )
 
 
@@ -141,19 +141,19 @@ def _counts_in_config(model: Any, before: int, kept: int) -> set[str] | None:
     names for the number, each of which may be read when it is loaded: they change with
     it. None if there is no such name.
     """
-    shapes = {name: tuple(own.shape) for name, own in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     plain = model.config.get_text_config()
-    others = {name for name in COUNTS if getattr(plain, name, None) == before}
+    names = {name for name in COUNTS if getattr(plain, name, None) == before}
     for name, value in plain.to_dict().items():
         if value != before or isinstance(value, bool) or "experts" not in name:
             continue
         config = copy.deepcopy(model.config)
-        _set_counts(config, {name} | others, kept)
+        _set_counts(config, {name} | names, kept)
         with torch.device("meta"):
             skeleton = build(config)
-        found = skeleton.state_dict().items()
-        if {own: tuple(tensor.shape) for own, tensor in found} == shapes:
-            return {name} | others
+        tensors = skeleton.state_dict().items()
+        if {key: tuple(tensor.shape) for key, tensor in tensors} == shapes:
+            return {name} | names
     return None
 
 

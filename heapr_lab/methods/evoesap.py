@@ -34,7 +34,7 @@ _SEARCH = {"survivors": 4, "most_moves": 1, "largest_move": 2}
 """Options: plans that survive, and of a new plan, how often experts are moved between
 two layers, and how many at most."""
 _ATTEMPTS = 32
-"""To move experts, of which some would leave a layer too few."""
+"""Attempts to move experts, of which some would leave a layer too few."""
 
 Plan = tuple[int, ...]
 """How many experts each layer loses."""
@@ -64,7 +64,7 @@ def kept_without(
 ) -> dict[int, tuple[int, ...]]:
     """The experts of each layer without the first of its order, ascending."""
     pairs = zip(order.items(), numbers, strict=True)
-    return {k: tuple(sorted(own[number:])) for (k, own), number in pairs}
+    return {k: tuple(sorted(experts[number:])) for (k, experts), number in pairs}
 
 
 def _evoesap(request: Request) -> ExpertDropping:
@@ -134,7 +134,7 @@ def first_plans(
     even, *others = shapes(len(most))
     shares = [even, drawn(), *others]
     shares += [drawn() for _ in range(number - len(shares))]
-    return [apportioned(own.tolist(), total, most) for own in shares[:number]]
+    return [apportioned(share.tolist(), total, most) for share in shares[:number]]
 
 
 def shapes(n_layers: int) -> list[np.ndarray]:
@@ -176,8 +176,8 @@ def moved(
     new, times = list(plan), options["most_moves"]
     left = min(rng.randint(1, times), rng.randint(1, times))
     for _ in range(_ATTEMPTS):
-        sources = [k for k, own in enumerate(new) if own]
-        targets = [k for k, own in enumerate(new) if own < most[k]]
+        sources = [k for k, lost in enumerate(new) if lost]
+        targets = [k for k, lost in enumerate(new) if lost < most[k]]
         if not (left and sources and targets):
             break
         source, target = rng.choice(sources), rng.choice(targets)

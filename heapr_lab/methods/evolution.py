@@ -55,7 +55,7 @@ def evolved(
         starts: keys of the first candidates, (population, N), each in [0, 1].
     """
     remembered = functools.cache(cost)
-    found = differential_evolution(
+    optimum = differential_evolution(
         lambda keys: remembered(decode(keys)),
         [(0.0, 1.0)] * starts.shape[1],
         init=starts,
@@ -64,7 +64,7 @@ def evolved(
         tol=0.0,
         rng=request.seed,
     )
-    return decode(found.x)
+    return decode(optimum.x)
 
 
 def random_keys(request: Request, first: np.ndarray) -> np.ndarray:
@@ -120,13 +120,13 @@ class Rejection:
             ]
 
     def __call__(self) -> float:
-        """Of the model as it is now, which must have the dense model's head."""
+        """The share for the current model, which must have the dense model's head."""
         accepted = 0.0
         with evaluating(self._model):
-            for dense, own in zip(self._dense, self._states(), strict=True):
+            for dense, states in zip(self._dense, self._states(), strict=True):
                 for log_p, log_q in zip(
                     iter_log_probs(self._model, dense),
-                    iter_log_probs(self._model, own),
+                    iter_log_probs(self._model, states),
                     strict=True,
                 ):
                     accepted += float(torch.minimum(log_p, log_q).double().exp().sum())
@@ -145,10 +145,10 @@ def apportioned(
         (2, 2, 1)
     """
     shares = total * (np.asarray(weights, dtype=float) / (sum(weights) or 1.0))
-    given = np.minimum(shares.astype(int), most)
-    order = np.argsort(given - shares, kind="stable")
-    for place in itertools.chain(order, itertools.cycle(range(len(given)))):
-        if given.sum() == total:
+    units = np.minimum(shares.astype(int), most)
+    order = np.argsort(units - shares, kind="stable")
+    for place in itertools.chain(order, itertools.cycle(range(len(units)))):
+        if units.sum() == total:
             break
-        given[place] += given[place] < most[place]
-    return tuple(given.tolist())
+        units[place] += units[place] < most[place]
+    return tuple(units.tolist())

@@ -23,7 +23,7 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 if they equal it; of a router that is a linear layer also `out_features`."""
 _GROUPS = ("num_group", "n_group", "n_groups", "num_expert_group", "num_expert_groups")
 _SHARED = "shared"
-"""In the name of each module beside the routed experts that every token uses."""
+"""A word in the names of modules beside the routed experts that every token uses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class ExpertAxis:
     """The module whose weight (E, D) gives the logits."""
 
     def of_router(self) -> "ExpertAxis":
-        """The same of the router alone; narrowed, it routes to fewer experts."""
+        """The axis of the router alone; narrowed, it routes to fewer experts."""
         tensors, counts = (
             tuple(pair for pair in pairs if pair[0] is self.router)
             for pairs in (self.tensors, self.counts)
@@ -76,9 +76,9 @@ class ExpertAxis:
 
     def _set(self, tensors: Sequence[torch.Tensor], n_experts: int) -> None:
         for (module, name), tensor in zip(self.tensors, tensors, strict=True):
-            own: Any = module._parameters
-            own = own if name in own else module._buffers
-            own[name] = tensor
+            table: Any = module._parameters
+            table = table if name in table else module._buffers
+            table[name] = tensor
         for module, name in self.counts:
             setattr(module, name, n_experts)
 
@@ -104,13 +104,13 @@ def find_expert_axes(model: nn.Module, *, values: bool = True) -> list[ExpertAxi
             router is not beside the experts, or weights are not in memory.
         SpecError: the model is streamed.
     """
-    return [expert_axis(model, own, values=values) for own in find_experts(model)]
+    return [expert_axis(model, layer, values=values) for layer in find_experts(model)]
 
 
 def expert_axis(
     model: nn.Module, layer: ExpertsLayer, *, values: bool = True
 ) -> ExpertAxis:
-    """The same of one layer of `model`.
+    """The same for one layer of `model`.
 
     Raises:
         LayoutError: experts cannot be dropped from it exactly.
@@ -138,8 +138,8 @@ def expert_axis(
         for module, name in tensors
         if module is not layer.module and getattr(module, name).dim() == 2
     ]
-    own = {name for module, name in tensors if module is layer.module}
-    others = sorted({name for name, _ in _tensors_of(layer.module)} - own)
+    names = {name for module, name in tensors if module is layer.module}
+    others = sorted({name for name, _ in _tensors_of(layer.module)} - names)
     if len(routers) != 1 or others:
         raise LayoutError(
             f"{path} has {len(routers)} router weights with one row for each of its "

@@ -27,7 +27,7 @@ _ROUTED_TOKENS = (
 )
 
 Scores = Callable[[pd.DataFrame, Request], np.ndarray]
-"""From the rows of `expert_statistics` to one score for each."""
+"""Maps the rows of `expert_statistics` to one score for each."""
 
 
 def n_dropped(shape: LayerShape, ratio: Fraction, *, layer: int) -> int:
@@ -68,8 +68,8 @@ def _by(scores: Scores) -> Callable[[Request], ExpertDropping]:
         values = scores(frame, request)
         kept = {}
         for layer, number in numbers.items():
-            own = values[frame["layer"].to_numpy() == layer]
-            kept[layer] = tuple(np.flatnonzero(~lowest(own, number)).tolist())
+            in_layer = values[frame["layer"].to_numpy() == layer]
+            kept[layer] = tuple(np.flatnonzero(~lowest(in_layer, number)).tolist())
         return dropping_of(request, kept)
 
     return rule
@@ -92,10 +92,10 @@ def _per_token(name: str) -> Scores:
 
 
 def means(frame: pd.DataFrame, name: str) -> np.ndarray:
-    """A column over the tokens routed to each expert, (rows of `frame`,)."""
+    """A column divided by the tokens routed to each expert, (rows of `frame`,)."""
     tokens = np.maximum(frame["tokens"].to_numpy(), 1)
-    found: np.ndarray = frame[name].to_numpy(dtype=np.float64) / tokens
-    return found
+    mean: np.ndarray = frame[name].to_numpy(dtype=np.float64) / tokens
+    return mean
 
 
 def reap_scores(frame: pd.DataFrame) -> np.ndarray:
@@ -106,14 +106,14 @@ def reap_scores(frame: pd.DataFrame) -> np.ndarray:
 def super_experts(frame: pd.DataFrame, *, n_layers: int) -> np.ndarray:
     """Which experts have extreme outputs, bool (rows of `frame`,).
 
-    Those in the first three quarters of the `n_layers` decoder layers with a peak above
-    the 99.5 % quantile of all peaks and above a tenth of the largest.
+    They are in the first three quarters of the `n_layers` decoder layers, with a peak
+    above the 99.5 % quantile of all peaks and above a tenth of the largest.
     """
     peaks = frame["peak"].to_numpy()
     least = max(np.quantile(peaks, _SUPER_QUANTILE), _SUPER_SHARE * peaks.max())
     early = frame["layer"].to_numpy() < float(_EARLY * n_layers)
-    found: np.ndarray = early & (peaks > least)
-    return found
+    mask: np.ndarray = early & (peaks > least)
+    return mask
 
 
 def _n_layers(request: Request) -> int:

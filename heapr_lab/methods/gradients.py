@@ -31,9 +31,9 @@ class WeightGradients:
 
     layer: ExpertsLayer
     up_rows: torch.Tensor
-    """By the input projections, (E, 2I, D) or (E, I, D), as `ExpertsLayer.up_rows`."""
+    """Input-projection gradient, (E, 2I, D) or (E, I, D), as `ExpertsLayer.up_rows`."""
     down: torch.Tensor
-    """By W_down, (E, D, I), as `ExpertsLayer.down`."""
+    """Gradient of W_down, (E, D, I), as `ExpertsLayer.down`."""
 
 
 Visit = Callable[[WeightGradients], None]
@@ -70,7 +70,7 @@ def visit_gradients(
     check_fits(model, calibration.ids)
     report = progress or no_report
     layers = find_experts(model)
-    parameters = [own for layer in layers for own in layer.projections]
+    parameters = [parameter for layer in layers for parameter in layer.projections]
     with (
         _without_gradients(parameters),
         differentiating(model, parameters),
@@ -118,7 +118,7 @@ class _Visitor:
             self._waiting.clear()
 
     def _check_finite(self) -> None:
-        if not all(torch.isfinite(own).all() for own in self._waiting.values()):
+        if not all(torch.isfinite(grad).all() for grad in self._waiting.values()):
             raise HeaprLabError(
                 f"non-finite gradients in layer {self._layer.layer}: use bfloat16 or "
                 "float32 weights, or check the calibration windows"
@@ -144,9 +144,9 @@ def _visited(layers: Sequence[ExpertsLayer], visit: Visit) -> Iterator[list[_Vis
     """Show the gradients of `layers` to `visit`, once both of a layer are known."""
     visitors = [_Visitor(layer, visit) for layer in layers]
     hooks = [
-        own.register_post_accumulate_grad_hook(functools.partial(visitor.take, name))
+        weight.register_post_accumulate_grad_hook(functools.partial(visitor.take, name))
         for visitor, layer in zip(visitors, layers, strict=True)
-        for name, own in zip(("up_rows", "down"), layer.projections, strict=True)
+        for name, weight in zip(("up_rows", "down"), layer.projections, strict=True)
     ]
     try:
         yield visitors
@@ -158,11 +158,11 @@ def _visited(layers: Sequence[ExpertsLayer], visit: Visit) -> Iterator[list[_Vis
 @contextlib.contextmanager
 def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Put the gradients that parameters have aside, and back afterwards."""
-    before = [own.grad for own in parameters]
-    for own in parameters:
-        own.grad = None
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
     try:
         yield
     finally:
-        for own, gradient in zip(parameters, before, strict=True):
-            own.grad = gradient
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

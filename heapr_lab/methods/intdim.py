@@ -19,7 +19,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
 
 Scores = dict[int, np.ndarray]
-"""By layer, the score of each atom, (E, I)."""
+"""The score of each atom, (E, I), by layer."""
 
 
 def mean_absolute_gradients(request: Request) -> Scores:
@@ -33,44 +33,44 @@ def mean_absolute_gradients(request: Request) -> Scores:
         for layer in find_experts(request.model)
     }
 
-    def add(own: WeightGradients) -> None:
-        layer = own.layer
+    def add(grads: WeightGradients) -> None:
+        layer = grads.layer
         rows = layer.by_atom(
-            own.up_rows.abs().mean(2, dtype=accumulating_dtype(own.up_rows))
+            grads.up_rows.abs().mean(2, dtype=accumulating_dtype(grads.up_rows))
         )
-        down = own.down.abs().mean(1, dtype=accumulating_dtype(own.down))  # (E, I)
-        parts = torch.cat([rows, down[..., None]], dim=-1)  # (E, I, 3), or 2
-        sums[layer.layer] += parts.mean(-1).double().cpu()
+        down = grads.down.abs().mean(1, dtype=accumulating_dtype(grads.down))  # (E, I)
+        means = torch.cat([rows, down[..., None]], dim=-1)  # (E, I, 3), or 2
+        sums[layer.layer] += means.mean(-1).double().cpu()
 
     calibration = request.calibration
     visit_gradients(request.model, calibration, add, progress=request.progress)
     n_windows = calibration.n_sequences
-    return {layer: (own / n_windows).numpy() for layer, own in sums.items()}
+    return {layer: (total / n_windows).numpy() for layer, total in sums.items()}
 
 
 def _of_experts(scores: Scores, ratio: Fraction) -> Scores:
     """The kept atoms: all but the lowest ⌊ratio · I⌋ of each expert."""
     return {
-        layer: np.stack([~lowest(row, int(ratio * own.shape[1])) for row in own])
-        for layer, own in scores.items()
+        layer: np.stack([~lowest(row, int(ratio * rows.shape[1])) for row in rows])
+        for layer, rows in scores.items()
     }
 
 
 def _of_layers(scores: Scores, ratio: Fraction) -> Scores:
     """The kept atoms: all but the lowest ⌊ratio · n⌋ of each layer."""
     return {
-        layer: ~lowest(own.ravel(), int(ratio * own.size)).reshape(own.shape)
-        for layer, own in scores.items()
+        layer: ~lowest(table.ravel(), int(ratio * table.size)).reshape(table.shape)
+        for layer, table in scores.items()
     }
 
 
 def _of_model(scores: Scores, ratio: Fraction) -> Scores:
     """The kept atoms: all but the lowest ⌊ratio · n⌋ of the model."""
-    every = np.concatenate([own.ravel() for own in scores.values()])
+    every = np.concatenate([table.ravel() for table in scores.values()])
     kept = ~lowest(every, int(ratio * every.size))
-    ends = np.cumsum([own.size for own in scores.values()])[:-1]
-    parts = zip(scores.items(), np.split(kept, ends), strict=True)
-    return {layer: part.reshape(own.shape) for (layer, own), part in parts}
+    ends = np.cumsum([table.size for table in scores.values()])[:-1]
+    pairs = zip(scores.items(), np.split(kept, ends), strict=True)
+    return {layer: mask.reshape(table.shape) for (layer, table), mask in pairs}
 
 
 def _keeping(

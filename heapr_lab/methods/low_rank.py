@@ -79,8 +79,8 @@ def _moments_of_layer(
     _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
 ) -> Moments:
     """The moments of every expert of a layer."""
-    own = [_moments(layer, calls, expert) for expert in range(layer.n_experts)]
-    return Moments(*(torch.stack(part) for part in zip(*own, strict=True)))
+    rows = [_moments(layer, calls, expert) for expert in range(layer.n_experts)]
+    return Moments(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
 def _moments(
@@ -134,7 +134,7 @@ def truncated(
     Args:
         matrix: W (…, out, in).
         rank: at most the smaller of out and in.
-        moment: of the inputs, (…, in, in); by default the identity.
+        moment: the moment of the inputs, (…, in, in); by default the identity.
     """
     wide = matrix.double()
     weighted = wide if moment is None else wide @ damped(moment)
@@ -207,12 +207,12 @@ def composition(
     layer: ExpertsLayer, projections: Mapping[str, Projection]
 ) -> Composition:
     """The experts of a layer with other matrices and their own biases."""
-    own = composition_of(layer).projections
-    parts = {
-        name: dataclasses.replace(made, bias=own[name].bias)
-        for name, made in projections.items()
+    dense = composition_of(layer).projections
+    biased = {
+        name: dataclasses.replace(projection, bias=dense[name].bias)
+        for name, projection in projections.items()
     }
-    return Composition(parts["up"], parts["down"], parts.get("gate"))
+    return Composition(biased["up"], biased["down"], biased.get("gate"))
 
 
 def compression_of(

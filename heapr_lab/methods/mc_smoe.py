@@ -51,18 +51,18 @@ def _mc_smoe(request: Request) -> ExpertComposition:
         experts = [_like(layer.expert(e), like) for e in group]
         return averaged(experts, [float(shares[layer.layer, e]) for e in group])
 
-    found = merged(request, groups, merge)
+    whole = merged(request, groups, merge)
     rank, sparse = request.options["rank"], request.options["sparse"]
-    return _of_low_rank(found, request.model, rank, sparse) if rank else found
+    return _of_low_rank(whole, request.model, rank, sparse) if rank else whole
 
 
 def _sizes(request: Request) -> dict[int, tuple[int, int]]:
-    """By layer, the numbers that an expert of its stores, before and after.
+    """How many numbers an expert of each layer stores, before and after.
 
     Raises:
         SpecError: it would not be fewer with factors of the rank.
     """
-    rank, sparse, found = request.options["rank"], request.options["sparse"], {}
+    rank, sparse, sizes = request.options["rank"], request.options["sparse"], {}
     if not 0 <= sparse <= 1 or (sparse and not rank):
         raise SpecError(
             f"sparse is {sparse} and rank {rank}: expected a share of the columns of "
@@ -79,8 +79,8 @@ def _sizes(request: Request) -> dict[int, tuple[int, int]]:
                 "smaller share of the full rank or of the columns, or rank 0 to store "
                 "whole matrices"
             )
-        found[layer] = before, after
-    return found
+        sizes[layer] = before, after
+    return sizes
 
 
 def _stored(shape: LayerShape, rank: float, sparse: float) -> int:
@@ -96,7 +96,7 @@ def _stored(shape: LayerShape, rank: float, sparse: float) -> int:
 def _dominant_of(
     request: Request, frame: pd.DataFrame, sizes: dict[int, tuple[int, int]]
 ) -> dict[int, list[int]]:
-    """By layer, as many dominant experts as the ratio leaves.
+    """The dominant experts of each layer, as many as the ratio leaves.
 
     Raises:
         SpecError: there would be fewer than layers, or they store too little even if
@@ -104,7 +104,7 @@ def _dominant_of(
     """
     total = sum(sizes[layer][0] for layer in frame["layer"])
     budget = math.ceil((1 - request.ratio) * total)
-    stored = by_dominance(frame)["layer"].map({k: own[1] for k, own in sizes.items()})
+    stored = by_dominance(frame)["layer"].map({k: size[1] for k, size in sizes.items()})
     sums = stored.cumsum().to_numpy()
     number, n_layers = int(np.searchsorted(sums, budget)) + 1, len(sizes)
     if number > len(frame):
@@ -135,7 +135,7 @@ def by_dominance(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def dominant(frame: pd.DataFrame, number: int) -> dict[int, list[int]]:
-    """By layer, the experts that others join, `number` in all.
+    """The experts of each layer that others join, `number` in all.
 
     They are the most used of each layer, and of the others those of the largest shares.
 
@@ -143,8 +143,8 @@ def dominant(frame: pd.DataFrame, number: int) -> dict[int, list[int]]:
         frame: columns layer and expert, the most used first.
         number: how many, at least one for each layer.
     """
-    found = by_dominance(frame).head(number)
-    return {int(k): own.tolist() for k, own in found.groupby("layer")["expert"]}
+    rows = by_dominance(frame).head(number)
+    return {int(k): experts.tolist() for k, experts in rows.groupby("layer")["expert"]}
 
 
 # --- low rank ---------------------------------------------------------------------
@@ -156,25 +156,25 @@ def rank_of(share: float, *sizes: int) -> int:
 
 
 def _of_low_rank(
-    found: ExpertComposition, model: nn.Module, rank: float, sparse: float
+    whole: ExpertComposition, model: nn.Module, rank: float, sparse: float
 ) -> ExpertComposition:
     """The same with the largest singular values of every matrix, and some columns."""
     compositions = {}
     for layer in find_experts(model):
-        own = found.compositions.get(layer.layer) or composition_of(layer)
-        parts = {
-            name: _factors(part, rank, sparse) for name, part in own.projections.items()
+        dense = whole.compositions.get(layer.layer) or composition_of(layer)
+        factors = {
+            name: _factors(p, rank, sparse) for name, p in dense.projections.items()
         }
-        experts = Composition(parts["up"], parts["down"], parts.get("gate"))
+        experts = Composition(factors["up"], factors["down"], factors.get("gate"))
         compositions[layer.layer] = experts
-    return dataclasses.replace(found, compositions=compositions)
+    return dataclasses.replace(whole, compositions=compositions)
 
 
 def _factors(whole: Projection, rank: float, sparse: float) -> Projection:
     """Factors of dense matrices, and the largest columns of what these leave."""
-    made = [_split(own, rank, sparse) for own in whole.dense.tensors]
+    splits = [_split(matrix, rank, sparse) for matrix in whole.dense.tensors]
     dense, columns, left, right = (
-        Shared(tuple(own), whole.dense.of) for own in zip(*made, strict=True)
+        Shared(tuple(tensors), whole.dense.of) for tensors in zip(*splits, strict=True)
     )
     if not columns.tensors[0].numel():
         dense = columns = Shared()
@@ -185,9 +185,9 @@ def _split(matrix: torch.Tensor, rank: float, sparse: float) -> list[torch.Tenso
     """Columns, which they are, and the two factors of a matrix (out, in)."""
     left, right = truncated(matrix, rank_of(rank, *matrix.shape))
     number, even = int(sparse * matrix.shape[1]), torch.ones_like(right[0])
-    own, columns = largest_columns(matrix.double() - left @ right, even, number)
+    columns, index = largest_columns(matrix.double() - left @ right, even, number)
     kind = matrix.dtype
-    return [own.to(kind), columns, left.to(kind), right.to(kind)]
+    return [columns.to(kind), index, left.to(kind), right.to(kind)]
 
 
 # --- groups -----------------------------------------------------------------------

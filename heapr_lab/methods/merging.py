@@ -92,16 +92,16 @@ def _summed_outputs(
     total = torch.zeros(1, dtype=torch.float64)
     start = 0
     for part in calls.batches():
-        own = run(layer, expert, part.hidden_states)
-        own = own.to(torch.promote_types(own.dtype, torch.float32))
-        some = weights[:, start : start + len(own)].to(own)
-        total, start = total + (some @ own).double().cpu(), start + len(own)
+        rows = run(layer, expert, part.hidden_states)
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        some = weights[:, start : start + len(rows)].to(rows)
+        total, start = total + (some @ rows).double().cpu(), start + len(rows)
     if normed:
         return total
-    found = total @ layer.down[expert].double().cpu().T
+    sums = total @ layer.down[expert].double().cpu().T
     if layer.down_bias is not None:
-        found += weights.sum(1, keepdim=True) * layer.down_bias[expert].double().cpu()
-    return found
+        sums += weights.sum(1, keepdim=True) * layer.down_bias[expert].double().cpu()
+    return sums
 
 
 def router_logits(
@@ -125,8 +125,8 @@ def _logit_cosines(
     if logits is None:
         return None
     units = logits / logits.norm(dim=0).clamp_min(torch.finfo(logits.dtype).tiny)
-    found: np.ndarray = (units.T @ units).cpu().numpy()
-    return found
+    cosines: np.ndarray = (units.T @ units).cpu().numpy()
+    return cosines
 
 
 MEAN_OUTPUTS = Collector("mean outputs on all tokens", _mean_outputs)
@@ -142,15 +142,15 @@ def logit_cosines(request: Request) -> dict[int, np.ndarray]:
     Raises:
         LayoutError: a layer's router cannot be run on the experts' inputs.
     """
-    found = request.measured.collected(LOGIT_COSINES, request.progress)
-    for layer, own in found.items():
-        if own is None:
+    cosines = request.measured.collected(LOGIT_COSINES, request.progress)
+    for layer, table in cosines.items():
+        if table is None:
             raise LayoutError(
                 f"the router of layer {layer} does not give, from the inputs of the "
                 f"experts, the experts that tokens were routed to: {request.method} "
                 "needs its logits; use hc-smoe or sub-moe-like"
             )
-    return found
+    return cosines
 
 
 def ranked(request: Request) -> pd.DataFrame:
@@ -163,7 +163,7 @@ def ranked(request: Request) -> pd.DataFrame:
     frame = request.measured.experts(request.progress)
     shares = expert_shares(frame, request.measured.architecture.layers)
     norms = [
-        sum(own.double().sum(1).cpu() for own in layer.squared_norms().values())
+        sum(squares.double().sum(1).cpu() for squares in layer.squared_norms().values())
         for layer in find_experts(request.model)
     ]
     frame = frame.assign(
@@ -186,7 +186,7 @@ def groups_of(labels: Sequence[int]) -> Groups:
     """The experts with equal labels, each group ascending, in order of its first."""
     numbers = list(labels)
     return [
-        [expert for expert, own in enumerate(numbers) if own == label]
+        [expert for expert, number in enumerate(numbers) if number == label]
         for label in dict.fromkeys(numbers)
     ]
 
@@ -204,11 +204,11 @@ def merged(
     """
     compositions = {}
     for layer in find_experts(request.model):
-        own = groups[layer.layer]
-        if len(own) < layer.n_experts:
-            matrices = [merge_group(layer, group, merge) for group in own]
-            of = {expert: i for i, group in enumerate(own) for expert in group}
-            index = tuple(of[expert] for expert in range(layer.n_experts))
+        partition = groups[layer.layer]
+        if len(partition) < layer.n_experts:
+            matrices = [merge_group(layer, group, merge) for group in partition]
+            place = {expert: i for i, group in enumerate(partition) for expert in group}
+            index = tuple(place[expert] for expert in range(layer.n_experts))
             compositions[layer.layer] = dense_composition(matrices, index)
     shapes = request.measured.architecture.layers
     return ExpertComposition(request.made, compositions, shapes)
@@ -236,17 +236,17 @@ def refuse_streamed_merge(request: Request) -> None:
 def averaged(matrices: Sequence[Matrices], weights: Sequence[float]) -> Matrices:
     """The weighted mean of experts, matrix by matrix; the plain one if all weigh 0."""
     total = sum(weights)
-    parts = [w / total if total else 1 / len(weights) for w in weights]
+    shares = [w / total if total else 1 / len(weights) for w in weights]
     return {
-        name: _weighted([own[name] for own in matrices], parts) for name in matrices[0]
+        name: _weighted([m[name] for m in matrices], shares) for name in matrices[0]
     }
 
 
-def _weighted(tensors: Sequence[torch.Tensor], parts: Sequence[float]) -> torch.Tensor:
+def _weighted(tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     total = torch.zeros_like(tensors[0], dtype=wide)
-    for tensor, part in zip(tensors, parts, strict=True):
-        total += part * tensor.to(wide)
+    for tensor, share in zip(tensors, shares, strict=True):
+        total += share * tensor.to(wide)
     return total.to(tensors[0].dtype)
 
 
@@ -256,21 +256,21 @@ def atoms_of(matrices: Matrices) -> torch.Tensor:
     They are its rows of W_gate and W_up, their biases, and its column of W_down.
     """
     down = {"down": matrices["down"].T}
-    rows = {name: own for name, own in matrices.items() if not name.startswith("down")}
-    parts = [own if own.dim() == 2 else own[:, None] for own in (rows | down).values()]
-    return torch.cat([part.double() for part in parts], dim=1)
+    rows = {name: w for name, w in matrices.items() if not name.startswith("down")}
+    blocks = [w if w.dim() == 2 else w[:, None] for w in (rows | down).values()]
+    return torch.cat([block.double() for block in blocks], dim=1)
 
 
 def aligned(matrices: Matrices, costs: torch.Tensor) -> Matrices:
     """The same expert, with its atoms in the order of the least summed cost.
 
     Args:
-        matrices: of the expert.
-        costs: of its atom j in place i, (I, I).
+        matrices: the matrices of the expert.
+        costs: the cost of its atom j in place i, (I, I).
     """
     places = linear_sum_assignment(costs.cpu().numpy())[1]
     order = torch.from_numpy(places).to(matrices["up"].device)
-    return {name: _permuted(name, own, order) for name, own in matrices.items()}
+    return {name: _permuted(name, tensor, order) for name, tensor in matrices.items()}
 
 
 def _permuted(name: str, tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ KINDS = ("atoms", "experts", "merging", "low rank", "weights")
 
 _NAME = re.compile("[a-z0-9]+(-[a-z0-9]+)*")
 _ARGUMENTS = {"model", "calibration", "ratio", "seed", "progress", "shared"}
-"""Of `Method.fit`."""
+"""The arguments of `Method.fit`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +129,11 @@ class Method:
             model: the dense model.
             calibration: windows of the text to fit to.
             ratio: the share of the routed experts' parameters to remove, in [0, 1).
-            seed: of the random numbers of methods that draw some.
+            seed: the seed of the random numbers of methods that draw some.
             progress: called with (done, total) while text is read.
             shared: measurements of the same model and windows, which methods that are
                 fitted one after the other have in common.
-            **options: of the method, in place of its defaults.
+            **options: the options of the method, in place of its defaults.
 
         Raises:
             SpecError: the ratio or an option is invalid or infeasible, `shared` is of
@@ -159,15 +159,15 @@ class Method:
             SpecError: nothing, as a rule of another package may.
         """
         try:
-            found = self.rule(request)
+            compression = self.rule(request)
         except SystemExit as error:
             raise SpecError(f"method {self.name!r} wanted to end Python") from error
-        if not isinstance(found, Compression):
+        if not isinstance(compression, Compression):
             raise SpecError(
-                f"method {self.name!r} returned {type(found).__name__}, expected a "
-                "heapr_lab.methods.compression.Compression"
+                f"method {self.name!r} returned {type(compression).__name__}, expected "
+                "a heapr_lab.methods.compression.Compression"
             )
-        return found
+        return compression
 
     def _repr_html_(self) -> str:
         facts = {

@@ -41,20 +41,20 @@ _BY_DROPPING = Fraction(1, 2)
 """Share of the ratio that is removed as whole experts."""
 
 Order = Mapping[int, tuple[int, ...]]
-"""By layer, its experts from the lowest REAP score."""
+"""The experts of each layer, from the lowest REAP score."""
 
 
 def rises(request: Request, order: Order, ids: torch.Tensor) -> np.ndarray:
     """How much the loss rises when one layer loses half of what it may, (layers,)."""
     shapes, model = request.measured.architecture.layers, request.model
-    dense, found = loss(model, ids), []
-    for layer, own in order.items():
+    dense, rise = loss(model, ids), []
+    for layer, experts in order.items():
         spare = shapes[layer].n_experts - shapes[layer].top_k
         kept = {k: tuple(range(s.n_experts)) for k, s in shapes.items()}
-        kept[layer] = tuple(sorted(own[(spare + 1) // 2 :]))
+        kept[layer] = tuple(sorted(experts[(spare + 1) // 2 :]))
         with dropping(model, kept):
-            found.append(max(loss(model, ids) - dense, 0.0))
-    return np.array(found)
+            rise.append(max(loss(model, ids) - dense, 0.0))
+    return np.array(rise)
 
 
 def _numbers(request: Request, order: Order) -> dict[int, int]:
@@ -90,7 +90,7 @@ def _kept(request: Request, order: Order) -> dict[int, Subset]:
     """The experts that each layer keeps, by the change of its output."""
     axes = {axis.layer.layer: axis for axis in find_expert_axes(request.model)}
     numbers = _numbers(request, order)
-    kept = {k: tuple(range(len(own))) for k, own in order.items()}
+    kept = {k: tuple(range(len(experts))) for k, experts in order.items()}
     if not any(numbers.values()):
         return kept
     for layer, calls in iter_expert_calls(request.model, request.calibration.ids):
@@ -119,8 +119,8 @@ def ranks(values: list[np.ndarray], units: int, most: int) -> list[int]:
     """
     order = sorted(
         (place > 0, -float(value), number)
-        for number, own in enumerate(values)
-        for place, value in enumerate(own[:most])
+        for number, row in enumerate(values)
+        for place, value in enumerate(row[:most])
     )
     chosen = [number for _, _, number in order[:units]]
     return [chosen.count(number) for number in range(len(values))]
@@ -134,30 +134,30 @@ def low_rank(
     Args:
         layer: the dense layer.
         kept: its experts that are left.
-        importance: of each expert, (E,), a factor of its singular values.
+        importance: how much each expert matters, (E,), a factor of its singular values.
         units: singular values that are left in all.
     """
-    own = composition_of(layer)
+    dense = composition_of(layer)
     most = (layer.d_expert * layer.d_inter - 1) // (layer.d_expert + layer.d_inter)
-    found = {
+    factors = {
         (name, e): _svd(p.dense.tensors[e])
         for e in kept
-        for name, p in own.projections.items()
+        for name, p in dense.projections.items()
     }
-    values = [s.cpu().numpy() * importance[e] for (_, e), (_, s, _) in found.items()]
-    rank = dict(zip(found, ranks(values, units, most), strict=True))
+    values = [s.cpu().numpy() * importance[e] for (_, e), (_, s, _) in factors.items()]
+    rank = dict(zip(factors, ranks(values, units, most), strict=True))
 
     def projection(name: str, p: Projection) -> Projection:
         left, right = [], []
         for e in kept:
-            (u, s, v), r = found[name, e], rank[name, e]
+            (u, s, v), r = factors[name, e], rank[name, e]
             left.append((u[:, :r] * s[:r]).to(layer.dtype))
             right.append(v[:r].to(layer.dtype))
         bias = Shared.own([p.bias.tensors[e] for e in kept]) if p.bias.of else Shared()
         return Projection(left=Shared.own(left), right=Shared.own(right), bias=bias)
 
-    made = {name: projection(name, p) for name, p in own.projections.items()}
-    return Composition(made["up"], made["down"], made.get("gate"))
+    projections = {name: projection(name, p) for name, p in dense.projections.items()}
+    return Composition(projections["up"], projections["down"], projections.get("gate"))
 
 
 def _svd(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -195,12 +195,12 @@ def _moe_i2(request: Request) -> ExpertComposition:
     scores, layers = reap_scores(frame), frame["layer"].to_numpy()
     kept = _kept(request, ranked(request))
     units = _units(request, kept)
-    made = {
-        k: low_rank(own, kept[k], scores[layers == k], units[k])
-        for own in find_experts(request.model)
-        for k in (own.layer,)
+    compositions = {
+        k: low_rank(layer, kept[k], scores[layers == k], units[k])
+        for layer in find_experts(request.model)
+        for k in (layer.layer,)
     }
-    return ExpertComposition(request.made, made, shapes, kept)
+    return ExpertComposition(request.made, compositions, shapes, kept)
 
 
 MOE_I2 = Method(

@@ -37,15 +37,15 @@ class SparseWeights(ExpertComposition):
         """Entries of the experts' matrices that are 0."""
         return sum(
             int((tensor == 0).sum())
-            for made in self.compositions.values()
-            for own in made.projections.values()
-            for tensor in own.dense.tensors
+            for composition in self.compositions.values()
+            for projection in composition.projections.values()
+            for tensor in projection.dense.tensors
         )
 
     @property
     def achieved_ratio(self) -> float:
         """The share of the experts' parameters that is 0."""
-        total = sum(own.n_atoms * own.atom_parameters for own in self.shapes.values())
+        total = sum(s.n_atoms * s.atom_parameters for s in self.shapes.values())
         return self.n_zeros / total
 
     def savings(self, model: nn.Module) -> Savings:
@@ -75,9 +75,9 @@ class _Squares:
         """Add one call; h (n, I) is sorted by expert."""
         x, weights = self._inputs[rows], p.double().square()
         for sums, values in ((self.x, x), (self.h, h)):
-            parts = zip(values.split(tokens), weights.split(tokens), strict=True)
-            for expert, (own, weight) in enumerate(parts):
-                sums[expert] += weight @ own.double().square()
+            pairs = zip(values.split(tokens), weights.split(tokens), strict=True)
+            for expert, (inputs, weight) in enumerate(pairs):
+                sums[expert] += weight @ inputs.double().square()
 
 
 def _squares_of_layer(
@@ -90,13 +90,13 @@ def _squares_of_layer(
         with observed([layer], [seen]):
             layer.module(part.hidden_states, part.top_k_index, part.top_k_weights)
         total = [
-            sums + own.cpu() for sums, own in zip(total, (seen.x, seen.h), strict=True)
+            old + new.cpu() for old, new in zip(total, (seen.x, seen.h), strict=True)
         ]
     return total[0], total[1]
 
 
 WEIGHTED_INPUTS = Collector("weighted inputs", _squares_of_layer)
-"""Of each layer Σ (p · x)² (E, D) and Σ (p · h)² (E, I), in float64."""
+"""Σ (p · x)² (E, D) and Σ (p · h)² (E, I) of each layer, in float64."""
 
 
 def removed(
@@ -127,7 +127,7 @@ def _sparse(
     layer: ExpertsLayer, squares: tuple[torch.Tensor, torch.Tensor], request: Request
 ) -> Composition:
     """The layer's experts without the weights of the lowest scores."""
-    own, pattern = composition_of(layer), PATTERNS[request.options["pattern"]]
+    dense, pattern = composition_of(layer), PATTERNS[request.options["pattern"]]
 
     def tensors(part: Shared, sums: torch.Tensor) -> Iterator[torch.Tensor]:
         for weight, row in zip(part.tensors, sums.to(layer.device), strict=True):
@@ -139,8 +139,8 @@ def _sparse(
         return replace(p, dense=Shared.own([*tensors(p.dense, sums)]))
 
     x, h = squares
-    gate = own.gate and projection(own.gate, x)
-    return Composition(projection(own.up, x), projection(own.down, h), gate)
+    gate = dense.gate and projection(dense.gate, x)
+    return Composition(projection(dense.up, x), projection(dense.down, h), gate)
 
 
 def _moe_pruner(request: Request) -> SparseWeights:
@@ -162,11 +162,11 @@ def _moe_pruner(request: Request) -> SparseWeights:
             f"{float(request.ratio):g}: give ratio 0.5 or pattern=unstructured"
         )
     squares = request.measured.collected(WEIGHTED_INPUTS, request.progress)
-    made = {
-        own.layer: _sparse(own, squares[own.layer], request)
-        for own in find_experts(request.model)
+    compositions = {
+        layer.layer: _sparse(layer, squares[layer.layer], request)
+        for layer in find_experts(request.model)
     }
-    return SparseWeights(request.made, made, shapes)
+    return SparseWeights(request.made, compositions, shapes)
 
 
 MOE_PRUNER = Method(

@@ -75,14 +75,14 @@ def chosen(
     As few as can lose `ratio` of all parameters if each loses at most `most` of its
     own; all layers if these are too few.
     """
-    sizes = {k: own.n_atoms * own.atom_parameters for k, own in shapes.items()}
-    gone, found, size = ratio * sum(sizes.values()), list[int](), 0
+    sizes = {k: shape.n_atoms * shape.atom_parameters for k, shape in shapes.items()}
+    gone, layers, size = ratio * sum(sizes.values()), list[int](), 0
     for layer in sorted(sensitivities, key=lambda k: sensitivities[k]):
         if size * most >= gone:
             break
-        found.append(layer)
+        layers.append(layer)
         size += sizes[layer]
-    return found, gone / size
+    return layers, gone / size
 
 
 # --- how large --------------------------------------------------------------------
@@ -93,9 +93,9 @@ class Sizes:
     """What one projection of a layer is stored as."""
 
     decomposed: int
-    """Experts that share V; the others are dense."""
+    """The number of experts that share V; the others are dense."""
     lefts: int
-    """Different U."""
+    """The number of different U."""
     rank: int
 
     def numbers(self, n_experts: int, out: int, into: int) -> int:
@@ -129,7 +129,7 @@ def sizes_of(budget: Fraction, n_experts: int, out: int, into: int) -> Sizes:
 def _layer_sizes(
     layer: ExpertsLayer, budget: Fraction
 ) -> Iterator[tuple[str, Sizes, Fraction]]:
-    """Of each projection its name, its sizes, and the budget that is left after it.
+    """The name and the sizes of each projection, and the budget left after it.
 
     Raises:
         SpecError: not even one rank fits.
@@ -138,15 +138,15 @@ def _layer_sizes(
     for i, name in enumerate(names):
         ends = (layer.d_expert, layer.d_inter)
         out, into = ends if name == "down" else ends[::-1]
-        own = sizes_of(left / (len(names) - i), layer.n_experts, out, into)
-        if own.decomposed and not own.rank:
+        sizes = sizes_of(left / (len(names) - i), layer.n_experts, out, into)
+        if sizes.decomposed and not sizes.rank:
             raise SpecError(
                 f"the experts of layer {layer.layer} have room for {int(budget)} "
                 "numbers, expected at least one rank for each projection: choose a "
                 "lower ratio"
             )
-        left -= own.numbers(layer.n_experts, out, into)
-        yield name, own, left
+        left -= sizes.numbers(layer.n_experts, out, into)
+        yield name, sizes, left
 
 
 # --- what is stored ---------------------------------------------------------------
@@ -159,7 +159,7 @@ def shared_right(
 
     Args:
         stack: the matrices.
-        moment: of their inputs, (E, in, in).
+        moment: the moments of their inputs, (E, in, in).
         order: the experts, those with the most tokens first; the first stay dense.
         sizes: how many are dense, of what rank V is, and how many U there are.
     """
@@ -193,11 +193,11 @@ def _fitted(
 
 def _nearest(lefts: torch.Tensor, inner: torch.Tensor, n_kept: int) -> list[int]:
     """For each expert the one of the first U that changes its outputs least."""
-    found = list(range(n_kept))
-    for own, metric in zip(lefts[n_kept:], inner[n_kept:], strict=True):
-        apart = lefts[:n_kept] - own  # (n_kept, out, rank)
-        found.append(int(((apart @ metric) * apart).sum((1, 2)).argmin()))
-    return found
+    places = list(range(n_kept))
+    for left, metric in zip(lefts[n_kept:], inner[n_kept:], strict=True):
+        apart = lefts[:n_kept] - left  # (n_kept, out, rank)
+        places.append(int(((apart @ metric) * apart).sum((1, 2)).argmin()))
+    return places
 
 
 def _placed(
@@ -209,10 +209,10 @@ def _placed(
     """Tensors of some experts only."""
     if not tensors:
         return Shared()
-    of = [ABSENT] * n_experts
+    places = [ABSENT] * n_experts
     for expert, number in zip(experts, index, strict=True):
-        of[expert] = number
-    return Shared(tuple(tensors), tuple(of))
+        places[expert] = number
+    return Shared(tuple(tensors), tuple(places))
 
 
 # --- the method -------------------------------------------------------------------
@@ -225,15 +225,15 @@ def _moe_svd(request: Request) -> ExpertComposition:
     if not request.ratio:
         return compression_of(request)
     shapes = request.measured.architecture.layers
-    layers = {own.layer: own for own in find_experts(request.model)}
+    layers = {layer.layer: layer for layer in find_experts(request.model)}
     moments = request.measured.collected(MOMENTS, request.progress)
-    scores = {k: sensitivity(own, moments[k]) for k, own in layers.items()}
+    scores = {k: sensitivity(layer, moments[k]) for k, layer in layers.items()}
     numbers, ratio = chosen(scores, shapes, request.ratio, most)
-    made, left = {}, Fraction(0)
+    compositions, left = {}, Fraction(0)
     for number in numbers:
         budget = left + _budget(shapes[number], ratio)
-        made[number], left = _composed(layers[number], moments[number], budget)
-    return compression_of(request, made)
+        compositions[number], left = _composed(layers[number], moments[number], budget)
+    return compression_of(request, compositions)
 
 
 def _most(request: Request) -> Fraction:
@@ -258,12 +258,12 @@ def _composed(
     layer: ExpertsLayer, moments: Moments, budget: Fraction
 ) -> tuple[Composition, Fraction]:
     """The experts of a layer, and what is left of the budget."""
-    made, left, order = {}, budget, moments.most_routed
+    projections, left, order = {}, budget, moments.most_routed
     for name, sizes, remaining in _layer_sizes(layer, budget):
         stack = matrices(layer, name)
-        made[name] = shared_right(stack, moments.of(name), order, sizes)
+        projections[name] = shared_right(stack, moments.of(name), order, sizes)
         left = remaining
-    return composition(layer, made), left
+    return composition(layer, projections), left
 
 
 MOE_SVD = Method(

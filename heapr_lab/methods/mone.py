@@ -52,8 +52,8 @@ def _moments_of_layer(
     _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
 ) -> OutputMoments:
     """The moments of a layer; each expert is run twice on its tokens."""
-    found = [_moments(layer, calls, expert) for expert in range(layer.n_experts)]
-    routing, variance, mean = zip(*found, strict=True)
+    rows = [_moments(layer, calls, expert) for expert in range(layer.n_experts)]
+    routing, variance, mean = zip(*rows, strict=True)
     variances = torch.stack(variance).numpy()
     shares = np.array(routing) / len(calls.output)
     return OutputMoments(shares, variances, torch.stack(mean))
@@ -85,7 +85,7 @@ def with_constants(
 
     Shapes: gone bool (E,); values (E, D).
     """
-    own = composition_of(layer)
+    experts = composition_of(layer)
     kept = np.flatnonzero(~gone).tolist()
     of = [kept.index(e) if e in kept else -1 for e in range(len(gone))]
 
@@ -98,18 +98,18 @@ def with_constants(
         return Projection(narrowed(p.dense), bias=narrowed(p.bias))
 
     outputs = {
-        e: values[e].to(own.down.dense.tensors[0])
+        e: values[e].to(experts.down.dense.tensors[0])
         if gone[e]
-        else own.down.bias.tensors[e]
+        else experts.down.bias.tensors[e]
         for e in range(len(gone))
-        if gone[e] or own.down.bias.of
+        if gone[e] or experts.down.bias.of
     }
     places = {e: i for i, e in enumerate(outputs)}
     bias = Shared(
         tuple(outputs.values()), tuple(places.get(e, -1) for e in range(len(gone)))
     )
-    down = Projection(narrowed(own.down.dense), bias=bias)
-    return Composition(narrow(own.up), down, own.gate and narrow(own.gate))
+    down = Projection(narrowed(experts.down.dense), bias=bias)
+    return Composition(narrow(experts.up), down, experts.gate and narrow(experts.gate))
 
 
 def _gone(request: Request, scores: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -117,9 +117,9 @@ def _gone(request: Request, scores: dict[int, np.ndarray]) -> dict[int, np.ndarr
     if request.options["scope"] == "layer":
         return {k: lowest(s, int(request.ratio * len(s))) for k, s in scores.items()}
     every = np.concatenate([*scores.values()])
-    found = lowest(every, int(request.ratio * len(every)))
-    ends = np.cumsum([len(own) for own in scores.values()])[:-1]
-    return dict(zip(scores, np.split(found, ends), strict=True))
+    mask = lowest(every, int(request.ratio * len(every)))
+    ends = np.cumsum([len(row) for row in scores.values()])[:-1]
+    return dict(zip(scores, np.split(mask, ends), strict=True))
 
 
 def _mone(request: Request) -> ExpertComposition:
@@ -142,13 +142,13 @@ def _mone(request: Request) -> ExpertComposition:
                 f"{layer.name} normalises the output of each expert, so that none can "
                 "be replaced by its mean: use reap, which drops experts"
             )
-    found = request.measured.collected(OUTPUT_MOMENTS, request.progress)
-    scores = {k: own.scores(request.options["score"]) for k, own in found.items()}
+    moments = request.measured.collected(OUTPUT_MOMENTS, request.progress)
+    scores = {k: stats.scores(request.options["score"]) for k, stats in moments.items()}
     gone = _gone(request, scores)
     made = {
-        own.layer: with_constants(own, gone[own.layer], found[own.layer].mean)
-        for own in layers
-        if gone[own.layer].any()
+        layer.layer: with_constants(layer, gone[layer.layer], moments[layer.layer].mean)
+        for layer in layers
+        if gone[layer.layer].any()
     }
     return ExpertComposition(request.made, made, request.measured.architecture.layers)
 

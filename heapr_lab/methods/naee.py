@@ -142,13 +142,13 @@ def _naee(request: Request) -> Compression:
 def _with_skipping(request: Request, kept: Mapping[int, Subset]) -> ExpertComposition:
     """The experts of `kept`, some of which each token skips."""
     thresholds, shares = _measured(request, kept)
-    made = {}
+    compositions = {}
     for layer in find_experts(request.model):
         number = layer.layer
-        own = dense_composition([layer.expert(e) for e in kept[number]])
-        made[number] = replace(own, skipping=thresholds[number])
+        experts = dense_composition([layer.expert(e) for e in kept[number]])
+        compositions[number] = replace(experts, skipping=thresholds[number])
     shapes = request.measured.architecture.layers
-    return ExpertComposition(request.made, made, shapes, kept, shares)
+    return ExpertComposition(request.made, compositions, shapes, kept, shares)
 
 
 def _measured(

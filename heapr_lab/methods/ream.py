@@ -42,7 +42,7 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
 _N_COMPONENTS = 64
-"""Of an atom's weights, by which it is aligned."""
+"""The number of components of an atom's weights by which it is aligned."""
 _LARGEST_RAISED = 0.5
 """The most that the saliency 0 of an expert is raised to."""
 
@@ -55,18 +55,18 @@ GatedNorms = tuple[torch.Tensor, torch.Tensor]
 def _gated_norms(
     model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
 ) -> GatedNorms | None:
-    """None where the router's logits cannot be computed from the experts' inputs."""
+    """`GatedNorms`; None if the experts' inputs do not give the router's logits."""
     logits = router_logits(model, layer, calls)
     if logits is None:
         return None
     p, index = logits.softmax(1).topk(calls.top_k_index.shape[1])
     probable = replace(calls, top_k_index=index, top_k_weights=p)
     wide = torch.promote_types(layer.dtype, torch.float32)
-    found = p.square().to(wide)
+    norms = p.square().to(wide)
     for expert in range(layer.n_experts):
         outputs = [f for f, _ in routed_outputs(layer, probable, expert)]
-        found[index == expert] *= torch.cat(outputs).to(wide).norm(dim=1)
-    return index.short().cpu(), found.cpu()
+        norms[index == expert] *= torch.cat(outputs).to(wide).norm(dim=1)
+    return index.short().cpu(), norms.cpu()
 
 
 GATED_NORMS = Collector("gated norms of the most probable", _gated_norms)
@@ -77,7 +77,7 @@ def saliency(norms: GatedNorms, batch: torch.Tensor, n_experts: int) -> np.ndarr
     """The saliency of each expert, (E,).
 
     Args:
-        norms: of each token and its most probable experts.
+        norms: the norms of each token and its most probable experts.
         batch: the number of the batch that each token is in, (T,).
         n_experts: E.
     """
@@ -87,8 +87,8 @@ def saliency(norms: GatedNorms, batch: torch.Tensor, n_experts: int) -> np.ndarr
     counts = np.bincount(places, minlength=size)
     sums = np.bincount(places, values.flatten().numpy(), minlength=size)
     means = (sums / np.maximum(counts, 1)).reshape(-1, n_experts)
-    found: np.ndarray = means.mean(0)
-    return found
+    scores: np.ndarray = means.mean(0)
+    return scores
 
 
 def _batches(request: Request) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _ream(request: Request) -> ExpertComposition:
     """The salient experts of each layer stay, and are merged with those near them."""
     find_expert_axes(request.model)  # refused before any text is read
     shapes = request.measured.architecture.layers
-    numbers = {k: _n_kept(request, layer=k, shape=own) for k, own in shapes.items()}
+    numbers = {k: _n_kept(request, layer=k, shape=shape) for k, shape in shapes.items()}
     batches, near = _batches(request), _similarities(request)
     norms = request.measured.collected(GATED_NORMS, request.progress)
     kept, compositions = {}, {}
@@ -173,14 +173,14 @@ def similarity(outputs: torch.Tensor, cosines: np.ndarray) -> np.ndarray:
 
     Args:
         outputs: the mean of each expert's output times its routing probability, (E, D).
-        cosines: of the logits' columns, (E, E).
+        cosines: the cosines of the logits' columns, (E, E).
     """
     units = normalize(outputs, dim=1).numpy()
     distances = np.sqrt(np.maximum(2 - 2 * cosines, 0))
     np.fill_diagonal(distances, 0)
     most = distances.max() or 1.0
-    found: np.ndarray = ((1 + units @ units.T) / 2 + 1 - distances / most) / 2
-    return found
+    mean: np.ndarray = ((1 + units @ units.T) / 2 + 1 - distances / most) / 2
+    return mean
 
 
 def gathered(
@@ -207,28 +207,28 @@ def gathered(
 def components(atoms: Sequence[torch.Tensor]) -> torch.Tensor:
     """What atoms are aligned by, rows of length 1, (E, I, at most 64).
 
-    Of the atoms' weights, each of length 1, the largest principal components, times
+    The largest principal components of the atoms' weights, each of length 1, times
     their singular values: the authors' randomised decomposition, with their seed.
 
     Args:
-        atoms: of each expert, (I, F).
+        atoms: the atoms of each expert, (I, F).
     """
-    rows = normalize(torch.cat([own.float().cpu() for own in atoms]), dim=1)
+    rows = normalize(torch.cat([weights.float().cpu() for weights in atoms]), dim=1)
     rows = rows - rows.mean(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         _, s, v = torch.pca_lowrank(rows, q=min(_N_COMPONENTS, *rows.shape))
     placed = normalize(rows @ (v * s), dim=1)
-    found: torch.Tensor = placed.unflatten(0, (len(atoms), -1))
-    return found
+    places: torch.Tensor = placed.unflatten(0, (len(atoms), -1))
+    return places
 
 
 def _by_saliency(scores: np.ndarray, places: torch.Tensor) -> Merge:
     """Merges a group, aligned to its first expert, weighted by the scores (E,).
 
     Args:
-        scores: of the experts.
-        places: of their atoms, as `components`.
+        scores: the scores of the experts.
+        places: the rows of their atoms, from `components`.
     """
 
     def merge(layer: ExpertsLayer, group: Sequence[int]) -> Matrices:

@@ -87,8 +87,8 @@ def find(name: str) -> Method:
 
 def _place(entry: EntryPoint) -> str:
     """What an entry is called in messages: its distribution, name and object."""
-    of = "a package without a name" if entry.dist is None else entry.dist.name
-    return f"{of} ({entry.name} = {entry.value})"
+    package = "a package without a name" if entry.dist is None else entry.dist.name
+    return f"{package} ({entry.name} = {entry.value})"
 
 
 def _loaded(entry: EntryPoint) -> Method:

@@ -87,7 +87,7 @@ def save_compressed(
             "architecture": (model.config.architectures or [None])[0],
             "stock": stock,
             "experts_kept": None if kept is None else _plain(kept),
-            "skips_experts": any(own.skipping for own in composed.values()),
+            "skips_experts": any(experts.skipping for experts in composed.values()),
             "tokenizer": save_tokenizer(partial, tokenizer, base=base),
             **dict(facts or {}),
             "sha256": checksums_in(partial),
@@ -142,9 +142,9 @@ def _what(manifest: Mapping[str, Any]) -> str:
     kept = manifest["experts_kept"]
     if kept is None:
         return "Routed experts have other weights; all else is unchanged."
-    numbers = sorted({len(own) for own in kept.values()})
-    said = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    numbers = sorted({len(experts) for experts in kept.values()})
+    count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     return (
-        f"Each of the {len(kept)} MoE layers has {said} of its experts, with their "
+        f"Each of the {len(kept)} MoE layers has {count} of its experts, with their "
         "rows of the router."
     )

@@ -45,7 +45,7 @@ class LayerFound:
     """What is measured of one layer, in float64."""
 
     saliency: np.ndarray
-    """(E, I)."""
+    """The saliency of each atom, (E, I)."""
     attribution: np.ndarray
     """By how much the layer's loss falls with each expert's output, (E,)."""
     loss: float
@@ -122,7 +122,7 @@ def measured(request: Request) -> dict[int, LayerFound]:
     Raises:
         LayoutError: the model's decoder layers cannot be run one by one.
     """
-    report, found = request.progress or no_report, {}
+    report, stats = request.progress or no_report, {}
     layers = {layer.layer: layer for layer in find_experts(request.model)}
     windows = list(request.calibration.ids.split(1))
     with differentiating(request.model):
@@ -134,9 +134,9 @@ def measured(request: Request) -> dict[int, LayerFound]:
                 if sums is not None:
                     sums.add(*_scaled(walk, layers[number], index, inputs[index]))
             if sums is not None:
-                found[number] = sums.found()
+                stats[number] = sums.found()
             report(number + 1, walk.n_layers)
-    return found
+    return stats
 
 
 def _scaled(
@@ -191,8 +191,8 @@ def thresholds(saliency: np.ndarray, weight: float) -> np.ndarray:
 
     Shapes: saliency (n,), from the largest to the smallest; result (n,), ascending.
     """
-    own = saliency if saliency.sum() > 0 else np.ones(len(saliency))
-    sums = own.cumsum()
+    sizes = saliency if saliency.sum() > 0 else np.ones(len(saliency))
+    sums = sizes.cumsum()
     before: np.ndarray = np.concatenate([[0.0], sums[:-1]]) / sums[-1]
     before /= max(weight, _LEAST_WEIGHT)
     return before
@@ -209,27 +209,27 @@ def covering(
     Shapes: each of `groups` (n,), saliencies from the largest to the smallest.
     """
     pairs = zip(groups, weights, strict=True)
-    limits = np.concatenate([thresholds(own, weight) for own, weight in pairs])
+    limits = np.concatenate([thresholds(group, weight) for group, weight in pairs])
     order = np.lexsort((-np.concatenate(list(groups)), limits))
-    numbers = np.repeat(np.arange(len(groups)), [len(own) for own in groups])
+    numbers = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     kept = np.bincount(numbers[order[:n_kept]], minlength=len(groups))
     return [int(count) for count in kept]
 
 
-def of_experts(own: LayerFound, n_kept: int, *, least: int) -> np.ndarray:
+def of_experts(layer: LayerFound, n_kept: int, *, least: int) -> np.ndarray:
     """The atoms that a layer keeps, bool (E, I), `n_kept` in all.
 
     Experts that would keep fewer than `least` lose all, the smallest first, as long as
     the others have room.
     """
-    n_experts, d_inter = own.saliency.shape
-    order = np.argsort(-own.saliency, axis=1, kind="stable")
-    ranked = np.take_along_axis(own.saliency, order, axis=1)
-    weights = np.sqrt(own.attribution.clip(0))
+    n_experts, d_inter = layer.saliency.shape
+    order = np.argsort(-layer.saliency, axis=1, kind="stable")
+    ranked = np.take_along_axis(layer.saliency, order, axis=1)
+    weights = np.sqrt(layer.attribution.clip(0))
     if weights.sum() > 0:
         weights = weights / weights.sum()
     # An expert without a positive attribution has no saliency to cover.
-    covered = ranked * (own.attribution > 0)[:, None]
+    covered = ranked * (layer.attribution > 0)[:, None]
     counts = np.array(covering(list(covered), weights, n_kept))
     room = n_experts - math.ceil(n_kept / d_inter)  # experts that may lose all
     small = np.flatnonzero(counts < least)
@@ -244,16 +244,16 @@ def of_experts(own: LayerFound, n_kept: int, *, least: int) -> np.ndarray:
 
 def _slimming(request: Request) -> AtomCompression:
     """The atoms that cover the saliency of each expert up to its budget."""
-    found = request.measured.once("moe-slimming", lambda: measured(request))
-    every = [np.sort(own.saliency.ravel())[::-1] for own in found.values()]
-    n_atoms = sum(own.size for own in every)
+    stats = request.measured.once("moe-slimming", lambda: measured(request))
+    flat = [np.sort(layer.saliency.ravel())[::-1] for layer in stats.values()]
+    n_atoms = sum(row.size for row in flat)
     n_kept = n_atoms - int(request.ratio * n_atoms)
-    budgets = covering(every, smoothed([own.loss for own in found.values()]), n_kept)
+    budgets = covering(flat, smoothed([layer.loss for layer in stats.values()]), n_kept)
     keep = {}
-    for (layer, own), budget in zip(found.items(), budgets, strict=True):
-        share = min(1.0, own.saliency.shape[1] / _WIDTH)
+    for (k, layer), budget in zip(stats.items(), budgets, strict=True):
+        share = min(1.0, layer.saliency.shape[1] / _WIDTH)
         least = round(request.options["min_per_expert"] * share)
-        keep[layer] = of_experts(own, budget, least=least)
+        keep[k] = of_experts(layer, budget, least=least)
     return compression_of(request, KeepMask(keep, request.made.to_dict()))
 
 

@@ -41,8 +41,8 @@ def _output_cosines(
         wide = torch.promote_types(x.dtype, torch.float32)
         units = normalize(torch.stack(outputs).to(wide), dim=2).flatten(1)  # (E, n D)
         total += (units @ units.T).double().cpu()
-    found: np.ndarray = total.numpy() / len(calls.hidden_states)
-    return found
+    cosines: np.ndarray = total.numpy() / len(calls.hidden_states)
+    return cosines
 
 
 OUTPUT_COSINES = Collector("cosines of outputs on all tokens", _output_cosines)
@@ -57,10 +57,10 @@ def _sub_moe(request: Request) -> ExpertComposition:
     rng, groups = np.random.default_rng(request.seed), {}
     order = ranked(request).groupby("layer")["expert"].agg(list)
     for layer, shape in request.measured.architecture.layers.items():
-        own = order[layer]  # so that the numbers of experts do not matter
-        near = cosines[layer][np.ix_(own, own)]
-        found = k_means(near, n_groups(shape, request.ratio), rng)
-        labels = {own[e]: i for i, group in enumerate(found) for e in group}
+        experts = order[layer]  # so that the numbers of experts do not matter
+        near = cosines[layer][np.ix_(experts, experts)]
+        clusters = k_means(near, n_groups(shape, request.ratio), rng)
+        labels = {experts[e]: i for i, group in enumerate(clusters) for e in group}
         groups[layer] = groups_of([labels[e] for e in range(shape.n_experts)])
     return merged_by_frequency(request, groups)
 
@@ -92,14 +92,14 @@ def k_means(cosines: np.ndarray, number: int, rng: np.random.Generator) -> Group
 
 def seeds(cosines: np.ndarray, number: int, rng: np.random.Generator) -> list[int]:
     """The first centres of k-means++: each drawn by its squared distance to those."""
-    found = [int(rng.integers(len(cosines)))]
-    while len(found) < number:
-        far = np.maximum(1 - cosines[:, found].max(1), 0)
-        far[found] = 0
+    centres = [int(rng.integers(len(cosines)))]
+    while len(centres) < number:
+        far = np.maximum(1 - cosines[:, centres].max(1), 0)
+        far[centres] = 0
         if not far.any():
-            far = np.isin(np.arange(len(far)), found, invert=True).astype(float)
-        found.append(int(rng.choice(len(far), p=far / far.sum())))
-    return found
+            far = np.isin(np.arange(len(far)), centres, invert=True).astype(float)
+        centres.append(int(rng.choice(len(far), p=far / far.sum())))
+    return centres
 
 
 SUB_MOE = Method(

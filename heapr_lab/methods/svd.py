@@ -26,15 +26,15 @@ def _svd(request: Request) -> ExpertComposition:
     if not request.ratio:
         return compression_of(request)
     shapes = request.measured.architecture.layers
-    ranks = {k: ranks_of(own, request.ratio, layer=k) for k, own in shapes.items()}
+    ranks = {k: ranks_of(shape, request.ratio, layer=k) for k, shape in shapes.items()}
     moments: Mapping[int, Moments] = {}
     if request.options["whiten"]:
         moments = request.measured.collected(MOMENTS, request.progress)
-    made = {
-        own.layer: _composition(own, ranks[own.layer], moments.get(own.layer))
-        for own in find_experts(request.model)
+    compositions = {
+        layer.layer: _composition(layer, ranks[layer.layer], moments.get(layer.layer))
+        for layer in find_experts(request.model)
     }
-    return compression_of(request, made)
+    return compression_of(request, compositions)
 
 
 def _composition(

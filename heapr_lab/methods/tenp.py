@@ -1,6 +1,6 @@
 """TENP: important experts stay whole, more of them in deeper layers; others lose atoms.
 
-Of the output y = W_down h of an expert, atom k writes h_k w_k, whose projection on y
+In the output y = W_down h of an expert, atom k writes h_k w_k, whose projection on y
 has the length h_k · ⟨w_k, y⟩ / ‖y‖, negative where it opposes y. The scores of atoms
 are its means over the tokens routed to the expert; the score of an expert is
 Σ p · ‖y‖ · (1 − cos(x, y)), large where it changes the direction of its input x.
@@ -30,14 +30,14 @@ _DEEPEST = 2.0
 """Whole experts of the deepest layer, for each one of the first layer."""
 
 Scores = tuple[np.ndarray, np.ndarray]
-"""Of the experts of a layer, (E,), and of their atoms, (E, I), in float64."""
+"""The scores of a layer's experts, (E,), and of their atoms, (E, I), in float64."""
 
 
 def _scores_of_layer(
     _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
 ) -> Scores:
-    found = [_scores(layer, calls, expert) for expert in range(layer.n_experts)]
-    importance, projections = (torch.stack(own) for own in zip(*found, strict=True))
+    pairs = [_scores(layer, calls, expert) for expert in range(layer.n_experts)]
+    importance, projections = (torch.stack(field) for field in zip(*pairs, strict=True))
     return importance.cpu().numpy(), projections.cpu().numpy()
 
 
@@ -88,19 +88,19 @@ def _tenp(request: Request) -> AtomCompression:
         raise SpecError(f"whole is {whole!r}, expected a share in [0, 1)")
     scores = request.measured.collected(PROJECTIONS, request.progress)
     numbers = numbers_of_whole(
-        {layer: len(own) for layer, (own, _) in scores.items()}, whole * float(kept)
+        {layer: len(row) for layer, (row, _) in scores.items()}, whole * float(kept)
     )
     narrow = {
-        layer: lowest(own, len(own) - numbers[layer])
-        for layer, (own, _) in scores.items()
+        layer: lowest(row, len(row) - numbers[layer])
+        for layer, (row, _) in scores.items()
     }
     n_atoms = sum(atoms.size for _, atoms in scores.values())
-    left = sum(int(own.sum()) * scores[k][1].shape[1] for k, own in narrow.items())
+    left = sum(int(mask.sum()) * scores[k][1].shape[1] for k, mask in narrow.items())
     share = request.ratio * n_atoms / left
     keep = {}
     for layer, (_, atoms) in scores.items():
         gone = int(share * atoms.shape[1])
-        keep[layer] = np.stack([~lowest(own, gone) for own in atoms])
+        keep[layer] = np.stack([~lowest(row, gone) for row in atoms])
         keep[layer][~narrow[layer]] = True
     return compression_of(request, KeepMask(keep, request.made.to_dict()))
 

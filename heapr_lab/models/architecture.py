@@ -221,13 +221,13 @@ class Architecture:
         Raises:
             SpecError: it belongs to another model.
         """
-        found = {layer: keep.by_layer(layer).shape for layer in keep.layers}
+        shapes = {layer: keep.by_layer(layer).shape for layer in keep.layers}
         expected = {k: (s.n_experts, s.d_inter) for k, s in self.layers.items()}
-        for layer in sorted(found.keys() | expected.keys()):
-            if found.get(layer) != expected.get(layer):
+        for layer in sorted(shapes.keys() | expected.keys()):
+            if shapes.get(layer) != expected.get(layer):
                 raise SpecError(
                     f"the mask is for another model: in layer {layer} it has (experts, "
-                    f"atoms) {found.get(layer)}, the model {expected.get(layer)}"
+                    f"atoms) {shapes.get(layer)}, the model {expected.get(layer)}"
                 )
 
 
@@ -247,13 +247,13 @@ def expert_shares(
     counts = rows["tokens"].to_numpy(dtype=np.float64)
     shares = {}
     for layer, shape in layers.items():
-        own = slice(*np.searchsorted(numbers, [layer, layer + 1]))
-        if not np.array_equal(experts[own], np.arange(shape.n_experts)):
+        span = slice(*np.searchsorted(numbers, [layer, layer + 1]))
+        if not np.array_equal(experts[span], np.arange(shape.n_experts)):
             raise SpecError(
-                f"tokens has {len(experts[own])} rows for layer {layer}, expected one "
+                f"tokens has {len(experts[span])} rows for layer {layer}, expected one "
                 f"for each of its {shape.n_experts} experts; give "
                 "ImportanceTable.expert_tokens()"
             )
-        total = counts[own].sum()
-        shares[layer] = counts[own] / total if total > 0 else equal[layer]
+        total = counts[span].sum()
+        shares[layer] = counts[span] / total if total > 0 else equal[layer]
     return shares

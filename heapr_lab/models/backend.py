@@ -51,7 +51,7 @@ class GradientPass(Protocol):
     """A pass with gradients over windows of tokens, which can be resumed."""
 
     ids: torch.Tensor
-    """Of all windows, (n_windows, L)."""
+    """Token ids of all windows, (n_windows, L)."""
     batch_size: int
     done: int
     """Windows that are measured, in this process or an earlier one."""
@@ -66,7 +66,7 @@ class GradientPass(Protocol):
 
     @property
     def probes(self) -> Mapping[int, Any]:
-        """By layer, what has its sums."""
+        """What has the sums of each layer, by layer."""
 
     @property
     def progress(self) -> Progress:
@@ -153,7 +153,7 @@ class Backend(Protocol):
             model: the pruned model.
             experts: by layer, the name of the module of its experts, and what makes
                 its tensors from those of `model`.
-            change: of all other tensors.
+            change: the change of all other tensors.
         """
 
     def write(
@@ -171,22 +171,22 @@ class InMemory:
     runs_whole = True
 
     def device(self, weight: torch.Tensor) -> torch.device:
-        """Its own."""
+        """The weight's device."""
         return weight.device
 
     def dtype(self, weight: torch.Tensor) -> torch.dtype:
-        """Its own."""
+        """The weight's type."""
         return weight.dtype
 
     def loaded(self, module: Any) -> Any:
-        """`module`."""
+        """`module` itself."""
         return module
 
     def require_loaded(self, *, remedy: str) -> None:
-        """They are."""
+        """Nothing to check: all weights are in memory."""
 
     def state(self, model: nn.Module) -> str:
-        """Of addresses, torch's counts of writes, and first values.
+        """A digest of addresses, torch's counts of writes, and first values.
 
         The first value of each row and column shows most writes through `.data`, which
         torch does not count.
@@ -205,7 +205,7 @@ class InMemory:
         return sha.hexdigest()
 
     def fingerprint(self, model: nn.Module) -> str:
-        """Of every parameter and stored buffer, with its name and shape.
+        """A digest of every parameter and stored buffer, with its name and shape.
 
         Raises:
             LayoutError: weights are offloaded.
@@ -223,7 +223,7 @@ class InMemory:
         return sha.hexdigest()
 
     def at_once(self, model: nn.Module, n: int) -> int:  # noqa: ARG002
-        """As many."""
+        """`n` itself."""
         return n
 
     def final_states(
@@ -232,7 +232,7 @@ class InMemory:
         batches: Sequence[torch.Tensor],
         run: States,
     ) -> list[torch.Tensor]:
-        """By a forward pass for each."""
+        """What `run` gives, by a forward pass for each batch."""
         return [run(ids) for ids in batches]
 
     def backward(
@@ -257,13 +257,13 @@ class InMemory:
         self, model: nn.Module, memo: dict[int, Any], new: Sequence[NewModule]
     ) -> nn.Module:
         """A deep copy in which each replaced module is already "copied": to its new."""
-        memo |= {id(own.module): own.made() for own in new}
+        memo |= {id(replacement.module): replacement.made() for replacement in new}
         return copy.deepcopy(model, memo)
 
     def replaced(self, model: nn.Module, new: Sequence[NewModule]) -> nn.Module:
-        """Itself, one module after the other."""
-        for own in new:
-            put(model, own.name, own.made())
+        """The model itself, changed one module after the other."""
+        for replacement in new:
+            put(model, replacement.name, replacement.made())
         return model
 
     @torch.no_grad()
@@ -275,11 +275,11 @@ class InMemory:
         change: Change,
     ) -> Any:
         """`new`, which shares all weights but the experts'."""
-        state = {name: change(name, own) for name, own in model.state_dict().items()}
-        for stem, made in experts.values():
+        state = {k: change(k, tensor) for k, tensor in model.state_dict().items()}
+        for stem, tensors in experts.values():
             for name, _ in model.get_submodule(stem).named_parameters(recurse=False):
                 del state[f"{stem}.{name}"]
-            state |= {f"{stem}.{name}": own for name, own in made().items()}
+            state |= {f"{stem}.{name}": tensor for name, tensor in tensors().items()}
         new.load_state_dict(state, assign=True)
         new.tie_weights()
         return new
@@ -292,7 +292,7 @@ class InMemory:
         max_shard_size: str,
         progress: Progress,  # noqa: ARG002
     ) -> dict[str, str]:
-        """By `save_pretrained`."""
+        """Write them by `save_pretrained`."""
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return {}
 
@@ -302,8 +302,8 @@ _IN_MEMORY = InMemory()
 
 def backend_of(module: nn.Module) -> Backend:
     """The backend of a model, or of a module of it."""
-    found: Backend = module.__dict__.get(_KEY, _IN_MEMORY)
-    return found
+    backend: Backend = module.__dict__.get(_KEY, _IN_MEMORY)
+    return backend
 
 
 def register(model: nn.Module, backend: Backend) -> None:

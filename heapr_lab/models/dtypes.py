@@ -17,7 +17,7 @@ _NVFP4 = {
     "compressed-tensors": "nvfp4-pack-quantized",
     NVFP4: "",
 }
-"""Its layouts, by what writes it; that of transformers itself is not known."""
+"""Layouts of NVFP4, by what writes it; that of transformers itself is not known."""
 
 
 def check_dtype(name: str) -> None:
@@ -40,10 +40,10 @@ def format_of(settings: Mapping[str, Any]) -> str:
     if method not in _NVFP4:
         return method
     groups = (settings.get("config_groups") or {}).values()
-    found = {own.get("format") for own in groups}
-    found |= {settings.get("quant_algo"), settings.get("format")}
-    found |= {"with transforms"} if settings.get("transform_config") else set()
-    layouts = sorted(map(str, found - {None}))
+    formats = {group.get("format") for group in groups}
+    formats |= {settings.get("quant_algo"), settings.get("format")}
+    formats |= {"with transforms"} if settings.get("transform_config") else set()
+    layouts = sorted(map(str, formats - {None}))
     if layouts == [_NVFP4[method]]:
         return NVFP4
     return f"{method} ({', '.join(layouts)})"
@@ -54,7 +54,7 @@ def check_format(source: object, kind: str | None) -> None:
 
     Args:
         source: the folder that they are in, or another name of the model.
-        kind: the format; None of weights that are not quantised.
+        kind: the format; None for weights that are not quantised.
 
     Raises:
         SpecError: they are not.
@@ -71,12 +71,12 @@ def blocks_fit(block: Sequence[int] | None, width: int | None) -> bool:
     """Whether experts that all have `width` atoms are whole blocks of FP8 weights.
 
     Args:
-        block: rows and columns of a block; None of weights that have none.
-        width: None of experts whose widths differ.
+        block: rows and columns of a block; None for weights that have none.
+        width: None for experts whose widths differ.
     """
     if not block or not width:
         return False
-    return not any(width % own for own in block)
+    return not any(width % size for size in block)
 
 
 def stays_float32(model: Any, name: str) -> bool:

@@ -140,11 +140,11 @@ class ExpertsLayer:
         `gate` (I, D) with a gate, `up` (I, D), `down` (D, I), and with biases
         `gate_bias` (I,), `up_bias` (I,), `down_bias` (D,).
         """
-        found = self.apart(self.up_rows[expert]) | {"down": self.down[expert]}
+        tensors = self.apart(self.up_rows[expert]) | {"down": self.down[expert]}
         if self.up_bias is not None and self.down_bias is not None:
             biases = self.apart(self.up_bias[expert]) | {"down": self.down_bias[expert]}
-            found |= {f"{name}_bias": own for name, own in biases.items()}
-        return {name: tensor.detach() for name, tensor in found.items()}
+            tensors |= {f"{name}_bias": bias for name, bias in biases.items()}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def apart(self, rows: torch.Tensor, axis: int = 0) -> dict[str, torch.Tensor]:
         """Values of the rows of `up_rows`, those of W_gate and of W_up apart; views.
@@ -154,7 +154,7 @@ class ExpertsLayer:
         """
         names = ("gate", "up") if self.gated else ("up",)
         parts = self.by_atom(rows.movedim(axis, -1)).unbind(-1)
-        return {k: own.movedim(-1, axis) for k, own in zip(names, parts, strict=True)}
+        return {k: part.movedim(-1, axis) for k, part in zip(names, parts, strict=True)}
 
     def by_atom(self, rows: torch.Tensor) -> torch.Tensor:
         """Values of the rows of `up_rows`, as gate and up of each atom.
@@ -164,12 +164,12 @@ class ExpertsLayer:
         """
         if not self.gated:
             return rows[..., None]
-        found: torch.Tensor
+        pairs: torch.Tensor
         if self.module.is_concatenated:
-            found = rows.unflatten(-1, (2, -1)).transpose(-1, -2)
+            pairs = rows.unflatten(-1, (2, -1)).transpose(-1, -2)
         else:
-            found = rows.unflatten(-1, (-1, 2))
-        return found
+            pairs = rows.unflatten(-1, (-1, 2))
+        return pairs
 
     @torch.no_grad()
     def squared_norms(self) -> dict[str, torch.Tensor]:
@@ -192,7 +192,7 @@ class ExpertsLayer:
 def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     """Every MoE layer of `model` that can be measured, masked and sliced exactly.
 
-    Those of a multimodal wrapper are in its language model.
+    The layers of a multimodal wrapper are in its language model.
 
     Raises:
         LayoutError: there is none, or one of them cannot be treated exactly (it is
@@ -203,11 +203,11 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     refuse_by_name(getattr(model, "config", None))
     _refuse_offloaded(model)
     _refuse_unfused(model)
-    found = list(_decorated(text_modules(model)))
-    _refuse_outside(model, {name for name, _ in found})
+    modules = list(_decorated(text_modules(model)))
+    _refuse_outside(model, {name for name, _ in modules})
     layers = [
         ExpertsLayer(_layer_number(name, index), name, module)
-        for index, (name, module) in enumerate(found)
+        for index, (name, module) in enumerate(modules)
     ]
     if not layers:
         raise LayoutError(
@@ -270,10 +270,10 @@ def _refuse_offloaded(model: nn.Module) -> None:
         LayoutError: some do, by hooks of accelerate's.
     """
     for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
+        for key, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta and hasattr(module, "_hf_hook"):
                 raise LayoutError(
-                    f"{name}.{own} is offloaded, so it cannot be measured or sliced: "
+                    f"{name}.{key} is offloaded, so it cannot be measured or sliced: "
                     "load the model with stream=True, or on devices that hold it whole"
                 )
 
@@ -371,8 +371,8 @@ def checked_norms(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
     Raises:
         LayoutError: a weight is not finite (expert and atom are named).
     """
-    found = layer.squared_norms()
-    for name, norms in found.items():
+    squares = layer.squared_norms()
+    for name, norms in squares.items():
         broken = (~torch.isfinite(norms)).nonzero().tolist()
         if broken:
             raise LayoutError(
@@ -380,7 +380,7 @@ def checked_norms(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
                 f"infinite, first in {name.removesuffix('_sq')} of (expert, atom) "
                 f"{tuple(broken[0])}; load the checkpoint again, or from its source"
             )
-    return found
+    return squares
 
 
 def describe(model: Any) -> Architecture:
@@ -443,7 +443,7 @@ def _layer_shape(model: Any, layer: ExpertsLayer) -> LayerShape:
 
 
 def experts_per_token(model: Any) -> int:
-    """To how many routed experts a token goes, as the configuration says.
+    """The number of routed experts of a token, as the configuration says.
 
     Raises:
         LayoutError: it does not.
@@ -477,7 +477,7 @@ def _attention_width(model: Any) -> int:
 
 def _n_heads(model: Any, attention: Any) -> int:
     """Heads of an attention module, which can differ between layers."""
-    own: int = getattr(attention, "num_heads", 0)
-    if own:
-        return own
+    n_heads: int = getattr(attention, "num_heads", 0)
+    if n_heads:
+        return n_heads
     return getattr(model.config.get_text_config(), "num_attention_heads", 0)

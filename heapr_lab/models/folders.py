@@ -67,13 +67,13 @@ def read_config(source: str | Path) -> Any:
     """
     folder = Path(source)
     if folder.is_dir():
-        found = _read_object(folder / "config.json")
-        if not isinstance(found.get("model_type"), str):
+        settings = _read_object(folder / "config.json")
+        if not isinstance(settings.get("model_type"), str):
             raise SpecError(
                 f"{folder / 'config.json'} names no model_type: expected the "
                 "configuration of a transformers model; download it again"
             )
-        _check_depth(found, names_in(folder), folder)
+        _check_depth(settings, names_in(folder), folder)
     with _named(source, "config.json"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     inner = config.get_text_config()
@@ -124,7 +124,7 @@ def is_native(config: Any) -> bool:
 def _auto_class(config: Any) -> Any:
     """The class of transformers that builds the whole model of a configuration.
 
-    Of some wrappers, which have a vision tower, say, around a language model,
+    For some wrappers, which have a vision tower, say, around a language model,
     `AutoModelForCausalLM` would build the language model alone.
     """
     known = AutoModelForMultimodalLM._model_mapping
@@ -202,10 +202,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 def quantisation(config: Any) -> str | None:
     """The name of the format of quantised, or of pruned, weights; else None."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
         return None
-    return format_of(found if isinstance(found, dict) else found.to_dict())
+    return format_of(settings if isinstance(settings, dict) else settings.to_dict())
 
 
 def read_generation(folder: Path) -> Any:
@@ -217,9 +217,9 @@ def read_generation(folder: Path) -> Any:
     path = folder / "generation_config.json"
     if not path.is_file():
         return None
-    found = _read_object(path)
+    settings = _read_object(path)
     with _named(folder, path.name):
-        return GenerationConfig.from_dict(found)
+        return GenerationConfig.from_dict(settings)
 
 
 def refuse_format(folder: Path | str, config: Any) -> None:
@@ -261,15 +261,15 @@ def read_weights(source: str | Path, **options: Any) -> Any:
             trust_remote_code=False,
             **options,
         )
-    model, found = loaded
+    model, info = loaded
     if kind is not None and not hasattr(model, "hf_quantizer"):
         model._weight_conversions = None  # with which it would be quantised when saved
     try:
         check_no_missing_weights(
             model,
-            missing=found["missing_keys"],
-            mismatched={name for name, *_ in found["mismatched_keys"]},
-            unexpected=found["unexpected_keys"],
+            missing=info["missing_keys"],
+            mismatched={name for name, *_ in info["mismatched_keys"]},
+            unexpected=info["unexpected_keys"],
         )
     except ValueError as error:
         raise SpecError(f"{source}: {error}") from error
@@ -284,12 +284,12 @@ def _check_depth(config: dict[str, Any], names: Collection[str], folder: Path) -
     Raises:
         SpecError: the files have fewer layers.
     """
-    own = config.get("text_config")
-    asked = (own if isinstance(own, dict) else config).get("num_hidden_layers")
+    inner = config.get("text_config")
+    depth = (inner if isinstance(inner, dict) else config).get("num_hidden_layers")
     numbers = [int(match[1]) for match in map(_LAYER.search, names) if match]
-    if isinstance(asked, int) and numbers and asked > 1 + max(numbers):
+    if isinstance(depth, int) and numbers and depth > 1 + max(numbers):
         raise SpecError(
-            f"{folder / 'config.json'} says num_hidden_layers {asked}, but the files "
+            f"{folder / 'config.json'} says num_hidden_layers {depth}, but the files "
             f"of weights have {1 + max(numbers)} layers: the checkpoint is incomplete, "
             "or config.json belongs to another model; download both again"
         )
@@ -302,19 +302,19 @@ def _read_object(path: Path) -> dict[str, Any]:
         SpecError: there is no such file, or it is not a JSON object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise SpecError(_cannot(path.parent, f"it has no {path.name}")) from error
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(
             f"{path} cannot be read as JSON ({error}): it is damaged; download it again"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise SpecError(
-            f"{path} holds a {type(found).__name__}, expected a JSON object: it is "
+            f"{path} holds a {type(content).__name__}, expected a JSON object: it is "
             "damaged or another kind of file; download it again"
         )
-    return found
+    return content
 
 
 @contextlib.contextmanager

@@ -87,10 +87,10 @@ def scattered_linear(
     (E,), those of `rows_of_experts`; results (n_tokens, D) and (n,), of which the norms
     have no gradient.
     """
-    made: tuple[torch.Tensor, torch.Tensor] = _ScatteredLinear.apply(
+    outputs: tuple[torch.Tensor, torch.Tensor] = _ScatteredLinear.apply(
         h, weight, p, rows, tokens.tolist(), n_tokens
     )
-    return made
+    return outputs
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -107,8 +107,8 @@ class _GatheredLinear(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, rows)
         ctx.tokens, ctx.n_tokens, ctx.dtype = tokens, len(x), x.dtype
         out = x.new_empty(len(rows), weight.shape[1], dtype=weight.dtype)
-        for w, own, y in _by_expert(tokens, weight, rows, out):
-            torch.mm(x.index_select(0, own).to(w.dtype), w.T, out=y)
+        for w, index, y in _by_expert(tokens, weight, rows, out):
+            torch.mm(x.index_select(0, index).to(w.dtype), w.T, out=y)
         return out
 
     @staticmethod
@@ -121,13 +121,13 @@ class _GatheredLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             shape = ctx.n_tokens, weight.shape[2]
             total = grad.new_zeros(shape, dtype=accumulating_dtype(grad))
-            for w, own, g in _by_expert(ctx.tokens, weight, rows, grad):
-                total.index_add_(0, own, (g @ w).to(total.dtype))
+            for w, index, g in _by_expert(ctx.tokens, weight, rows, grad):
+                total.index_add_(0, index, (g @ w).to(total.dtype))
             grad_x = total.to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
-            for w, own, g in _by_expert(ctx.tokens, grad_weight, rows, grad):
-                torch.mm(g.T, x.index_select(0, own).to(w.dtype), out=w)
+            for w, index, g in _by_expert(ctx.tokens, grad_weight, rows, grad):
+                torch.mm(g.T, x.index_select(0, index).to(w.dtype), out=w)
         return grad_x, grad_weight, None, None
 
 
@@ -149,10 +149,10 @@ class _ScatteredLinear(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, p.dtype)
         total = h.new_zeros(n_tokens, weight.shape[1], dtype=wide)
         norms = h.new_empty(len(h), dtype=accumulating_dtype(weight))
-        for w, x, q, own, sizes in _by_expert(tokens, weight, h, p, rows, norms):
+        for w, x, q, index, sizes in _by_expert(tokens, weight, h, p, rows, norms):
             y = x.to(w.dtype) @ w.T
             torch.linalg.vector_norm(y, dim=1, dtype=norms.dtype, out=sizes)
-            total.index_add_(0, own, (y * q[:, None]).to(wide))
+            total.index_add_(0, index, (y * q[:, None]).to(wide))
         ctx.mark_non_differentiable(norms)
         return total, norms
 
@@ -164,15 +164,15 @@ class _ScatteredLinear(torch.autograd.Function):
         h, weight, p, rows = ctx.saved_tensors
         grad_h, grad_p = torch.empty_like(h), torch.empty_like(p)
         inputs = _by_expert(ctx.tokens, weight, h, p, rows, grad_h, grad_p)
-        for w, x, q, own, back_x, back_q in inputs:
-            back = grad.index_select(0, own).to(w.dtype) @ w
+        for w, x, q, index, back_x, back_q in inputs:
+            back = grad.index_select(0, index).to(w.dtype) @ w
             back_q.copy_((back * x).sum(1, dtype=accumulating_dtype(back)))
             torch.mul(back, q[:, None], out=back_x)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
-            for w, x, q, own in _by_expert(ctx.tokens, grad_weight, h, p, rows):
-                g = grad.index_select(0, own) * q[:, None]
+            for w, x, q, index in _by_expert(ctx.tokens, grad_weight, h, p, rows):
+                g = grad.index_select(0, index) * q[:, None]
                 torch.mm(g.T.to(w.dtype), x.to(w.dtype), out=w)
         return grad_h, grad_weight, grad_p, None, None, None
 

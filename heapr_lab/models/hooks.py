@@ -64,7 +64,7 @@ _Counted = Callable[[torch.Tensor], None]
 _counted: ContextVar[Mapping[int, _Counted]] = ContextVar("counted", default=_NONE)
 _switch_lock = threading.Lock()
 _switched: dict[int, tuple[int, str | None]] = {}
-"""By the id of each switched config: modules that need it, previous implementation."""
+"""Number of users and previous implementation of each switched config, by id."""
 
 
 class Probe:
@@ -157,12 +157,12 @@ def masked(
     """
     outer = _edits.get()
     mine = {}
-    for layer, keep, given in zip(
+    for layer, keep, replacement in zip(
         layers, keeps, down_projs or [None] * len(layers), strict=True
     ):
         before = outer.get(id(layer.module))
         kept = keep.to(layer.device, layer.dtype)
-        down = given if callable(given) else _like(layer, given)
+        down = replacement if callable(replacement) else _like(layer, replacement)
         if before is not None:
             kept = kept * before.keep
             down = before.down if down is None else down
@@ -211,7 +211,7 @@ def observed(
     They are those of the dense model, even inside a context that masks it.
     """
     pairs = zip(layers, observers, strict=True)
-    watching = _observers.set({id(layer.module): own for layer, own in pairs})
+    watching = _observers.set({id(layer.module): observer for layer, observer in pairs})
     dense = _edits.set(_NONE)
     try:
         with switching(layers):

@@ -70,8 +70,8 @@ def weights_state(model: nn.Module) -> str:
 
     It is meaningless in another process.
     """
-    own = hashlib.sha256(repr(architecture_identity(model)).encode()).hexdigest()
-    return own + backend_of(model).state(model)
+    digest = hashlib.sha256(repr(architecture_identity(model)).encode()).hexdigest()
+    return digest + backend_of(model).state(model)
 
 
 def check_unchanged(model: nn.Module, state: str) -> None:

@@ -72,15 +72,15 @@ def token_nll(
     chunk = chunk_tokens or _chunk_tokens(model)
     head = _head(model)
     parts: list[torch.Tensor] = []
-    for rows, wanted in zip(
+    for rows, labels in zip(
         states.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True
     ):
         if torch.is_grad_enabled() and n_tokens > chunk:
             part = checkpoint(
-                _nll, head, rows, wanted, use_reentrant=False, preserve_rng_state=False
+                _nll, head, rows, labels, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            part = _nll(head, rows, wanted)
+            part = _nll(head, rows, labels)
         parts.append(part)
     nll: torch.Tensor = torch.cat(parts).unflatten(0, targets.shape)
     _check_finite(nll)
@@ -164,15 +164,15 @@ def _beyond(model: nn.Module, length: int, limit: int) -> None:
     Raises:
         SpecError: the model has a learned embedding for each position.
     """
-    said = f"windows of {length} tokens are longer than the {limit} positions that "
+    text = f"windows of {length} tokens are longer than the {limit} positions that "
     if any(
         isinstance(module, nn.Embedding) and _POSITIONS.search(name)
         for name, module in model.named_modules()
     ):
-        raise SpecError(f"{said}the model has learned; give seq_len={limit} or less")
+        raise SpecError(f"{text}the model has learned; give seq_len={limit} or less")
     if model not in _warned:
         _warned.add(model)
-        logger.warning("%s%s was made for", said, type(model).__name__)
+        logger.warning("%s%s was made for", text, type(model).__name__)
 
 
 def input_device(model: Any) -> torch.device:

@@ -55,7 +55,7 @@ def load_model(
             run; `auto` does so where the scores of one window need more than 75 % of
             the free memory, and logs the numbers, and where weights are quantised in
             FP8, MXFP4 or NVFP4. It loads a pruned checkpoint.
-        host_memory: of a streamed model, for the states of its layers, in bytes or as
+        host_memory: memory for the states of a streamed model's layers, in bytes or as
             "16GB"; those beyond it go to files in the cache's folder. By default half
             of what is free.
         seq_len: tokens of the windows that scores are measured on, for `auto`.
@@ -172,9 +172,9 @@ def _resolve(name_or_path: str | Path) -> str:
     dense = dense_of(name)
     if dense is not None:
         source = model_folder(dense)
-        own = source if Path(dense).is_dir() else Path(dense)
-        made = registry.find("dense models as MoEs")
-        return str(made(source, name=own.resolve().name))
+        path = source if Path(dense).is_dir() else Path(dense)
+        convert = registry.find("dense models as MoEs")
+        return str(convert(source, name=path.resolve().name))
     named = folder_of(name)
     if named is not None:
         return str(named)
@@ -188,5 +188,5 @@ def _dtype(dtype: str | torch.dtype, *, on_gpu: bool) -> str | torch.dtype:
         return "auto" if on_gpu else torch.float32
     name = str(dtype).removeprefix("torch.")
     check_dtype(name)
-    found: torch.dtype = getattr(torch, name)
-    return found
+    kind: torch.dtype = getattr(torch, name)
+    return kind

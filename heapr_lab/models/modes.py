@@ -159,8 +159,8 @@ def _taking_turns(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _requiring(model: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-    # Of a streamed model none does: its weights would stay in memory with the list.
-    required = [own for own in model.parameters() if own.requires_grad]
+    # No weight of a streamed model does: they would stay in memory with the list.
+    required = [p for p in model.parameters() if p.requires_grad]
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)

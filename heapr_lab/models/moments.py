@@ -93,8 +93,8 @@ def one_by_one(
     for expert, count in enumerate(tokens.tolist()):
         if count:
             rows = slice(start, start + count)
-            own = [*sums[:, expert], *maxima[:, expert]]
-            out = dict(zip(SUMS + MAXIMA, own, strict=True))
+            views = [*sums[:, expert], *maxima[:, expert]]
+            out = dict(zip(SUMS + MAXIMA, views, strict=True))
             _measure(h[rows].to(p.dtype), g[rows].to(p.dtype), p[rows], out)
             start += count
     return sums, maxima
@@ -102,7 +102,7 @@ def one_by_one(
 
 def _totals_cpu(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The sum over each expert's rows of x (n,), (E,)."""
-    return torch.stack([own.sum() for own in x.split(tokens.tolist())])
+    return torch.stack([rows.sum() for rows in x.split(tokens.tolist())])
 
 
 def _measure(

@@ -15,7 +15,7 @@ LAB = "lab"
 """Name of the bundled model."""
 
 AS_MOE = "as-moe:"
-"""Before the name of a dense model: it is opened as a MoE with one expert a layer."""
+"""Prefix of a dense model's name: it is opened as a MoE with one expert a layer."""
 
 _FOLDERS: dict[str, Callable[[], Path]] = {}
 
@@ -58,10 +58,10 @@ def local_folder(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        path = try_to_load_from_cache(name, "config.json")
     except ValueError:  # neither a folder nor a hub id
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def dense_of(name: str) -> str | None:

@@ -33,9 +33,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "heapr"
 FORMAT_VERSION = 1
-"""Of what is written; 2 and 3 were those of what is in `_GONE`."""
+"""The version that is written; 2 and 3 were those of what is in `_GONE`."""
 _GONE = {"output_bias": "output biases", "quantised": "weights that are integers"}
-"""What experts had in checkpoints of before, by the field that says so."""
+"""What experts had in earlier checkpoints, by the field that says so."""
 CODE_NAME = "modeling_heapr"
 """Name of the copy of this file in a checkpoint."""
 
@@ -134,10 +134,10 @@ def routed_sum(
     # nothing as large as all routed rows is ever allocated.
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     total = torch.zeros_like(hidden_states, dtype=wide)
-    for expert, own in enumerate(routed):
-        if len(own):
-            out = run(expert, hidden_states[own]) * p[expert]
-            total.index_add_(0, own, out.to(wide))
+    for expert, tokens in enumerate(routed):
+        if len(tokens):
+            out = run(expert, hidden_states[tokens]) * p[expert]
+            total.index_add_(0, tokens, out.to(wide))
     return total.to(hidden_states.dtype)
 
 
@@ -185,13 +185,13 @@ _FEW_ROWS = 2
 
 
 def _slow_dtypes() -> set[torch.dtype]:
-    """Those of half precision for which this CPU has no instructions."""
+    """The half-precision types for which this CPU has no instructions."""
     checks = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",
     }
-    found = {dtype: getattr(torch.ops.mkldnn, at, None) for dtype, at in checks.items()}
-    return {dtype for dtype, check in found.items() if check and not check()}
+    ops = {dtype: getattr(torch.ops.mkldnn, at, None) for dtype, at in checks.items()}
+    return {dtype for dtype, check in ops.items() if check and not check()}
 
 
 _SLOW_ON_CPU = _slow_dtypes()
@@ -263,10 +263,10 @@ class Pack(ConversionOps):
         Raises:
             ValueError: a tensor is missing or has another width than config.json says.
         """
-        found = [input_dict.pop(name, []) for name in source_patterns]
-        for name, tensors in zip(source_patterns, found, strict=True):
+        sources = [input_dict.pop(name, []) for name in source_patterns]
+        for name, tensors in zip(source_patterns, sources, strict=True):
             self._check(name, tensors)
-        parts = [self._joined(own) for own in zip(*found, strict=True)]
+        parts = [self._joined(pieces) for pieces in zip(*sources, strict=True)]
         return {target_patterns[0]: torch.cat(parts)}
 
     def _check(self, name: str, tensors: list[torch.Tensor]) -> None:
@@ -281,14 +281,14 @@ class Pack(ConversionOps):
                 "file of the checkpoint is missing, or belongs to another checkpoint"
             )
 
-    def _joined(self, own: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _joined(self, pieces: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if self.kind == BIAS:
-            return own[0][None]
+            return pieces[0][None]
         if self.kind == COLUMNS:
-            return own[0].T
+            return pieces[0].T
         if self.interleaved:
-            return torch.stack(own, dim=1).flatten(0, 1)
-        return torch.cat(own)
+            return torch.stack(pieces, dim=1).flatten(0, 1)
+        return torch.cat(pieces)
 
     @property
     def reverse_op(self) -> "Pack":
@@ -315,13 +315,13 @@ class Unpack(Pack):
         packed = packed[0] if isinstance(packed, list) else packed
         n_parts = len(target_patterns)
         sizes = [1 if self.kind == BIAS else n_parts * w for w in self.widths]
-        found = {}
+        tensors = {}
         for expert, rows in enumerate(packed.split(sizes)):
             for name, tensor in zip(
                 target_patterns, self._parts(rows, n_parts), strict=True
             ):
-                found[name.replace("*", str(expert))] = tensor.contiguous()
-        return found
+                tensors[name.replace("*", str(expert))] = tensor.contiguous()
+        return tensors
 
     def _parts(self, rows: torch.Tensor, n_parts: int) -> tuple[torch.Tensor, ...]:
         if self.kind == BIAS:
@@ -368,14 +368,14 @@ def expert_conversions(
         op = Pack(module.heapr_widths, kind, interleaved=interleaved)
         return WeightConverter(sources, f"{here}.{target}", [op])
 
-    found = [packed(rows, "up_rows", ROWS), packed(columns, "down_columns", COLUMNS)]
+    rules = [packed(rows, "up_rows", ROWS), packed(columns, "down_columns", COLUMNS)]
     if module.up_bias is not None:
         biases = [name.replace(".weight", ".bias") for name in rows]
-        found.append(packed(biases, "up_bias", ROWS))
+        rules.append(packed(biases, "up_bias", ROWS))
     if module.down_bias is not None:
         bias = columns[0].replace(".weight", ".bias")
-        found.append(packed([bias], "down_bias", BIAS))
-    return found
+        rules.append(packed([bias], "down_bias", BIAS))
+    return rules
 
 
 def _own_names(family: list[Any], here: str, target: str) -> list[str] | None:
@@ -419,7 +419,7 @@ class HeaprConfig(QuantizationConfigMixin):
         self.facts = facts
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """The entry as plain data."""
         version = {"quant_method": METHOD, "format_version": self.format_version}
         return {**version, **self.facts, "widths": self.widths}
 
@@ -511,20 +511,20 @@ def check_widths(widths: Any, n_experts: dict[str, int], model: Any) -> None:
     Raises:
         ValueError: an entry is missing, superfluous or invalid.
     """
-    found = widths if isinstance(widths, dict) else {}
-    differing = sorted(found.keys() ^ n_experts.keys())
+    entries = widths if isinstance(widths, dict) else {}
+    differing = sorted(entries.keys() ^ n_experts.keys())
     if differing:
         path = differing[0]
-        said, true = ("widths", "no") if path in found else ("no widths", "such")
+        said, true = ("widths", "no") if path in entries else ("no widths", "such")
         raise ValueError(
             f"config.json has {said} of {path!r}, but {type(model).__name__} has "
             f"{true} experts there; it belongs to another model, or is damaged"
         )
-    for path, own in found.items():
-        counts = isinstance(own, list) and all(type(w) is int and w >= 0 for w in own)
-        if not counts or len(own) != n_experts[path]:
+    for path, kept in entries.items():
+        counts = isinstance(kept, list) and all(type(w) is int and w >= 0 for w in kept)
+        if not counts or len(kept) != n_experts[path]:
             raise ValueError(
-                f"config.json has the widths {str(own)[:60]} of {path!r}, expected "
+                f"config.json has the widths {str(kept)[:60]} of {path!r}, expected "
                 f"{n_experts[path]} counts of atoms: use the config.json that the "
                 "checkpoint was written with"
             )
@@ -546,15 +546,15 @@ def check_format(settings: Mapping[str, Any]) -> None:
     check_version(settings.get("format_version", FORMAT_VERSION), FORMAT_VERSION)
 
 
-def check_version(found: object, newest: int) -> None:
+def check_version(version: object, newest: int) -> None:
     """Check that a format version is one up to `newest`.
 
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(found, int) or found > newest:
+    if not isinstance(version, int) or version > newest:
         raise ValueError(
-            f"the checkpoint has format version {found!r}, this version of heapr_lab "
+            f"the checkpoint has format version {version!r}, this version of heapr_lab "
             f"reads up to {newest}: upgrade heapr_lab, or get config.json again"
         )
 
@@ -591,12 +591,12 @@ def check_no_missing_weights(
     mismatched: Collection[str] = (),
     unexpected: Collection[str] = (),
 ) -> None:
-    """Refuse weights that transformers would initialise at random or drop, and warn of.
+    """Refuse weights that transformers, with a warning, would randomise or drop.
 
     Args:
         model: the loaded model.
         missing: its parameters and buffers that are in no file.
-        mismatched: those that have another shape in the files.
+        mismatched: parameters and buffers that have another shape in the files.
         unexpected: tensors in the files that are not in the model; only those of its
             own decoder layers are refused.
 
@@ -604,20 +604,20 @@ def check_no_missing_weights(
         ValueError: there is such a weight.
     """
     stray = _of_own_layers(model, unexpected)
-    found = {
+    holes = {
         "lacks": sorted(missing),
         "has in other shapes": sorted(mismatched),
         "has, but config.json does not,": stray,
     }
-    said = [
+    texts = [
         f"{verb} {len(names)} of its weights ({', '.join(names[:3])}"
         f"{', ...' if len(names) > 3 else ''})"
-        for verb, names in found.items()
+        for verb, names in holes.items()
         if names
     ]
-    if said:
+    if texts:
         raise ValueError(
-            f"the checkpoint of this {type(model).__name__} {' and '.join(said)}: its "
+            f"the checkpoint of this {type(model).__name__} {' and '.join(texts)}: its "
             "files are incomplete, or config.json belongs to another model; download "
             "it again, or create it again"
         )
@@ -656,7 +656,7 @@ class RefusesHoles:
     """A model of transformers that cannot be loaded with weights missing."""
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        """As transformers', then refuse missing, mismatched and unexpected weights."""
+        """Adjust the keys, then refuse missing, mismatched and unexpected weights."""
         super()._adjust_missing_and_unexpected_keys(loading_info)  # type: ignore[misc]
         model: Any = self
         missing = loading_info.missing_keys
@@ -682,7 +682,7 @@ class CarriesCode(RefusesHoles):
         """Nothing to do: `save_pretrained` names the code itself."""
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """As transformers', with the code."""
+        """Save as transformers does, with the code."""
         config: Any = self.config  # type: ignore[attr-defined]
         carry_code(Path(save_directory), config, type(self).__name__)
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
@@ -721,7 +721,7 @@ def _with(mixin: Any, base: Any) -> Any:
     """`base` with `mixin` before it, unless it has that already."""
     if issubclass(base, mixin):
         return base
-    # Of the same module and name, so that transformers treats it as its own.
+    # With the same module and name, so that transformers treats it as its own.
     body = {"__module__": base.__module__, "__doc__": base.__doc__}
     return type(base.__name__, (mixin, base), body)
 

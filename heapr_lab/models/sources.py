@@ -30,7 +30,7 @@ class Source:
         return self.n_bytes / n_parameters
 
     def bytes_per_kept(self, n_parameters: int, width: int | None) -> float:
-        """The same of what is written of it when it is pruned to a width, if it is one.
+        """The same for what is written when it is pruned to a width, if it is one.
 
         Dequantised weights are written in bfloat16, if not in FP8.
         """
@@ -39,7 +39,7 @@ class Source:
         return self.bytes_per_parameter(n_parameters)
 
     def is_dequantised(self, width: int | None) -> bool:
-        """Whether that is written in floats, and was quantised."""
+        """Whether what is written is in floats, and was quantised."""
         return self.dequantised_from is not None and not blocks_fit(self.block, width)
 
     @property

@@ -33,11 +33,11 @@ def block_sums(tensor: torch.Tensor) -> bytes:
     words, shift = _words(tensor.detach())
     n_whole = len(words) // BLOCK * BLOCK
     sums = sums_on_cpu if words.device.type == "cpu" else sums_on_device
-    found = sums(words[:n_whole].view(-1, BLOCK))
+    totals = sums(words[:n_whole].view(-1, BLOCK))
     if n_whole < len(words):  # the last block is padded with zeros
         last = F.pad(words[n_whole:], (0, BLOCK - len(words) + n_whole))
-        found = np.concatenate([found, sums(last[None])])
-    return bytes((found << shift).astype("<i8").tobytes())
+        totals = np.concatenate([totals, sums(last[None])])
+    return bytes((totals << shift).astype("<i8").tobytes())
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -57,21 +57,21 @@ def sums_on_cpu(blocks: torch.Tensor) -> np.ndarray:
     Shapes: blocks (n_blocks, B).
     """
     words = blocks.numpy()
-    found = np.empty(len(words), np.int64)
+    sums = np.empty(len(words), np.int64)
     wide = np.empty((min(_AT_ONCE, len(words)), BLOCK), np.int64)
     for start in range(0, len(words), _AT_ONCE):
         part = words[start : start + _AT_ONCE]
         products = np.multiply(part, multipliers(), out=wide[: len(part)])
-        products.sum(1, out=found[start : start + len(part)])
-    return found
+        products.sum(1, out=sums[start : start + len(part)])
+    return sums
 
 
 def sums_on_device(blocks: torch.Tensor) -> np.ndarray:
     """As `sums_on_cpu`, on the blocks' device; only the sums leave it."""
     places = torch.from_numpy(multipliers()).to(blocks.device)
     parts = [(part.long() * places).sum(1) for part in blocks.split(_AT_ONCE)]
-    found: np.ndarray = torch.cat(parts).cpu().numpy()
-    return found
+    sums: np.ndarray = torch.cat(parts).cpu().numpy()
+    return sums
 
 
 @functools.cache

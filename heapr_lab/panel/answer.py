@@ -1,4 +1,4 @@
-"""The answer: four numbers, of the dense and of the pruned model, and what each is of.
+"""The answer: four numbers for the dense and the pruned model, and what each is of.
 
 They are parameters, bytes on disk, perplexity and accuracy. Each has its change, with
 its standard error where it was measured, and says whether it was measured, or is of
@@ -24,7 +24,7 @@ _STEPS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _NOT_YET = "not measured yet: Evaluate"
 _BOX = "display:inline-block;vertical-align:top;margin:0 28px 0 0;line-height:1.35"
 Row: TypeAlias = tuple[str, str, str, str]
-"""What is counted, of the dense model, of the pruned one, and the share saved."""
+"""What is counted, for the dense model and the pruned one, and the share saved."""
 _HEADS: Row = ("", "dense", "pruned", "saved")
 _LARGE = "font-size:1.35em;font-variant-numeric:tabular-nums"
 
@@ -34,13 +34,13 @@ class Answer(NamedTuple):
 
     name: str
     values: str
-    """Of the dense and of the pruned model; empty if not known."""
+    """The values of the dense and of the pruned model; empty if not known."""
     change: str
-    """With its standard error, if it has one."""
+    """The change, with its standard error if it has one."""
     of: str
-    """What it is of; its first word may be `MEASURED`."""
+    """What the number is of; its first word may be `MEASURED`."""
     stale: bool = False
-    """Whether it is of other settings than those that are chosen."""
+    """Whether the number is of other settings than those that are chosen."""
 
 
 def answers(session: PruningSession) -> list[Answer]:
@@ -48,9 +48,9 @@ def answers(session: PruningSession) -> list[Answer]:
     return [*_sizes(session), _perplexity(session), _accuracy(session)]
 
 
-def answers_html(found: list[Answer]) -> str:
+def answers_html(answers: list[Answer]) -> str:
     """The numbers in a row, which a screen reader reads aloud when they change."""
-    boxes = "".join(map(_box, found))
+    boxes = "".join(map(_box, answers))
     return f'<div role="status" aria-label="what pruning saves and costs">{boxes}</div>'
 
 
@@ -69,14 +69,14 @@ def compact(number: float, unit: str = "") -> str:
     return f"{number:.0f} {unit}".strip()
 
 
-def _box(one: Answer) -> str:
+def _box(answer: Answer) -> str:
     lines = [
-        f"<small>{html.escape(one.name)}</small>",
-        f'<span style="{_LARGE}">{html.escape(one.values or "–")}</span>',
-        html.escape(one.change),
-        f"<small>{_with_badge(one.of)}</small>",
+        f"<small>{html.escape(answer.name)}</small>",
+        f'<span style="{_LARGE}">{html.escape(answer.values or "–")}</span>',
+        html.escape(answer.change),
+        f"<small>{_with_badge(answer.of)}</small>",
     ]
-    grey = f' class="{STALE}"' if one.stale else ""
+    grey = f' class="{STALE}"' if answer.stale else ""
     return f'<div{grey} style="{_BOX}">{"<br>".join(lines)}</div>'
 
 
@@ -117,7 +117,7 @@ def _saved(before: float, after: float) -> str:
 
 
 def _perplexity(session: PruningSession) -> Answer:
-    """Measured, else the nearest that was measured."""
+    """The measured perplexity, else the nearest that was measured."""
     measured = session.measured()
     if len(measured):
         return _loss(measured.iloc[0], "measured")
@@ -131,37 +131,37 @@ def _missing(name: str, session: PruningSession) -> Answer:
     return Answer(name, "", "", _NOT_YET if session.workbench else "needs a model")
 
 
-def _loss(row: pd.Series, of: str, *, stale: bool = False) -> Answer:
+def _loss(row: pd.Series, label: str, *, stale: bool = False) -> Answer:
     change = f"{row.delta_nll:+.3f} {PER_TOKEN}{_error(row.stderr, '.3f')}"
-    span, where = _span(*_perplexities(row)), f"{of} on {row.dataset}"
+    span, where = _span(*_perplexities(row)), f"{label} on {row.dataset}"
     return Answer("perplexity", span, change, where, stale)
 
 
 def _perplexities(row: pd.Series) -> list[str]:
-    """Of the dense and of the pruned model."""
+    """The perplexities of the dense and of the pruned model."""
     with np.errstate(over="ignore"):
         return [f"{np.exp(nll):,.1f}" for nll in (row.nll - row.delta_nll, row.nll)]
 
 
 def _accuracy(session: PruningSession) -> Answer:
-    """The mean over tasks, of what is chosen or else of the nearest measured."""
+    """The mean over tasks, for what is chosen or else for the nearest measured."""
     last = _nearest(session, "accuracy")
     if last is None:
         return _missing("accuracy", session)
     shown, chosen = (last.selection, last.weights), _chosen(session)
     points = session.points[session.points["accuracy"].notna()]
-    own = session.points_for(*shown).dropna(subset="accuracy").set_index("dataset")
-    dense = points[points["estimator"].eq("dense")].set_index("dataset").loc[own.index]
-    before, after = (100 * one["accuracy"].mean() for one in (dense, own))
-    error = 100 * np.hypot(dense["stderr"], own["stderr"]) / len(own)
+    rows = session.points_for(*shown).dropna(subset="accuracy").set_index("dataset")
+    dense = points[points["estimator"].eq("dense")].set_index("dataset").loc[rows.index]
+    before, after = (100 * frame["accuracy"].mean() for frame in (dense, rows))
+    error = 100 * np.hypot(dense["stderr"], rows["stderr"]) / len(rows)
     spread = float(np.sqrt((error.astype(float) ** 2).sum()))
-    on = own.index[0] if len(own) == 1 else f"{len(own)} tasks"
-    of = "" if shown == chosen else f" {_settings(session, last)}"
+    on = rows.index[0] if len(rows) == 1 else f"{len(rows)} tasks"
+    setting = "" if shown == chosen else f" {_settings(session, last)}"
     return Answer(
         "accuracy [%]",
         _span(f"{before:.1f}", f"{after:.1f}"),
         f"{after - before:+.1f}{_error(spread, '.1f')}",
-        f"measured{of} on {on}",
+        f"measured{setting} on {on}",
         shown != chosen,
     )
 
@@ -185,7 +185,7 @@ def _nearest(session: PruningSession, column: str) -> pd.Series | None:
 
 
 def _settings(session: PruningSession, row: pd.Series) -> str:
-    """What a point that is not of the current settings is of, as short as possible."""
+    """The settings of a point, if not the current ones, as short as possible."""
     if row.selection == session.selection:
         return f"{row.weights}, not yet {session.recipe.text},"
     same_rules = setting_text(row.selection, row.weights) == setting_text(
@@ -196,8 +196,8 @@ def _settings(session: PruningSession, row: pd.Series) -> str:
 
 
 def _error(stderr: object, form: str) -> str:
-    found = float(stderr) if stderr is not None else math.nan  # type: ignore[arg-type]
-    return f" ± {found:{form}}" if math.isfinite(found) else ""
+    error = float(stderr) if stderr is not None else math.nan  # type: ignore[arg-type]
+    return f" ± {error:{form}}" if math.isfinite(error) else ""
 
 
 # --- all numbers ----------------------------------------------------------------------
@@ -266,10 +266,10 @@ def _table_row(name: str, *cells: str) -> str:
 
 
 def layers_frame(session: PruningSession) -> pd.DataFrame:
-    """The numbers of the picture, a row for each layer: pruned share, widths, traffic.
+    """The numbers of the picture, a row for each layer: pruned share, widths, load.
 
     Columns: layer, removed (share of its atoms), width of its narrowest, mean and
-    widest expert, number of experts without atoms, and the traffic of its busiest
+    widest expert, number of experts without atoms, and the load of its busiest
     expert relative to an even share.
     """
     keep = session.keep

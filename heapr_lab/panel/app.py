@@ -50,7 +50,7 @@ def panel_source(
         profile: as `open_workbench`.
         device: as `open_workbench`.
         dtype: as `open_workbench`.
-        folder: to which the names of the files that the panel writes are relative.
+        folder: the names of the files that the panel writes are relative to it.
 
     Raises:
         SpecError: there is no such table, model or profile.
@@ -98,7 +98,7 @@ def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
 
     Args:
         code: Python, run for each page that is opened.
-        port: of `HOST`; 0 chooses a free one.
+        port: the port of `HOST`; 0 chooses a free one.
         on_ready: called with the address and its token once the server answers.
 
     Raises:

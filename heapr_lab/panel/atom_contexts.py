@@ -27,11 +27,11 @@ def find_contexts(
     """The tokens that activate an atom or an expert most, also as HTML.
 
     Args:
-        bench: of the dense model.
-        calibration: whose windows are searched.
+        bench: the workbench of the dense model.
+        calibration: its windows are searched.
         place: layer, expert and atom; without an atom it is the whole expert.
         report: is told of each window.
-        said: what else to say of it, after its place.
+        said: what else to say about it, after its place.
 
     Returns:
         The frame of `activations.top_contexts`, and the same for people.
@@ -43,7 +43,7 @@ def find_contexts(
 
     report(0, 1, "reading the corpus")
     windows = bench.calibration_set(calibration)
-    found = top_contexts(
+    contexts = top_contexts(
         bench.model,
         windows,
         tokenizer=bench.tokenizer,
@@ -56,9 +56,9 @@ def find_contexts(
         f"{place_text(place).capitalize()}: {said}. Searched: {windows.n_sequences} "
         f"windows of {windows.label}."
     )
-    return found, contexts_html(found, summary=summary)
+    return contexts, contexts_html(contexts, summary=summary)
 
 
 def place_text(place: Mapping[str, int]) -> str:
-    """For example `layer 0, expert 1, atom 2`."""
+    """The place as text, for example `layer 0, expert 1, atom 2`."""
     return ", ".join(f"{name} {number}" for name, number in place.items())

@@ -19,18 +19,18 @@ _TOLERANCE = 0.01
 """Share by which more or less may be removed than was asked for, unmentioned."""
 
 _DIGITS = 9
-"""To which shares are compared, so that 0.61 is a hundredth more than 0.6."""
+"""Digits to which shares are compared, so that 0.61 is a hundredth above 0.6."""
 
 
 def cautions(session: PruningSession) -> list[str]:
-    """Those of the selection, which must be feasible."""
+    """The cautions about the selection, which must be feasible."""
     try:
         keep, chosen = session.keep, session.selection
         removed = removed_share(chosen, keep, session.savings())
     except NotKnownError:
         return []
-    said = emptied_layers(keep), emptied_experts(keep), rounded(chosen, removed)
-    return [text for text in said if text]
+    texts = emptied_layers(keep), emptied_experts(keep), rounded(chosen, removed)
+    return [text for text in texts if text]
 
 
 def cautions_html(texts: Iterable[str]) -> str:
@@ -66,7 +66,7 @@ def removed_share(
     Args:
         selection: its budget says what is counted.
         keep: its mask.
-        savings: of the mask, as `savings_of` gives them; None if they are unknown, and
+        savings: the mask's, as `savings_of` gives them; None if they are unknown, and
             then only atoms can be counted.
     """
     if selection.of == "atoms":
@@ -106,7 +106,7 @@ def judged_on_own(corpora: Iterable[str], calibration: Calibration) -> str:
     """Whether a model was only judged on the kind of text that it was calibrated on.
 
     Args:
-        corpora: those that its loss was measured on; tasks are not among them.
+        corpora: the corpora that its loss was measured on; tasks are not among them.
         calibration: what its atoms were measured on.
     """
     judged = set(corpora)

@@ -69,9 +69,9 @@ class CompareTab(ipw.VBox):
         """Lay the tab out for `session`; nothing is pinned.
 
         Args:
-            session: whose selections and model are compared.
-            corpora: on whose test splits methods can be measured, and on which the
-                current selection can be calibrated instead.
+            session: its selections and model are compared.
+            corpora: methods can be measured on their test splits, and the current
+                selection can be calibrated on them instead.
             on_pins: called when there are other pins.
             load: called to show the settings of a pin.
         """
@@ -79,7 +79,7 @@ class CompareTab(ipw.VBox):
         self.pins: list[Pin] = []
         self._before: tuple[list[Pin], list[dict[str, Any]]] = [], []
         self._numbers: dict[str, int] = {}
-        """Of the looks of the rows, by their labels."""
+        """The numbers of the looks of the rows, by their labels."""
         self.runs = MethodRuns(session, corpora=corpora, show=self._show_rows)
         self.diff = MaskDiffSection(session, corpora=corpora)
         self._build_pins()
@@ -119,8 +119,8 @@ class CompareTab(ipw.VBox):
         self.chart = picture("compared", display="none", max_width="900px")
         self.table = ipw.HTML()
         self.folder = line("folder", "comparison")
-        said = "write CSV, parquet, Markdown, LaTeX, PNG and PDF"
-        self.export_button = button("Export comparison", said, self._press_export)
+        hint = "write CSV, parquet, Markdown, LaTeX, PNG and PDF"
+        self.export_button = button("Export comparison", hint, self._press_export)
         self.clear_button.disabled = self.export_button.disabled = True
         self.exported = ipw.HTML(status(""))
 
@@ -193,8 +193,8 @@ class CompareTab(ipw.VBox):
             return
         frame = self.frame()
         self.chart.value = drawn_png(lambda: self.figure(frame))
-        found = badge() if any(map(_is_measured, frame)) else ""
-        self.message.value = status(_message(frame), before=found)
+        mark = badge() if any(map(_is_measured, frame)) else ""
+        self.message.value = status(_message(frame), before=mark)
         self.table.value = _html_table(frame)
 
     def frame(self) -> pd.DataFrame:
@@ -232,13 +232,13 @@ class CompareTab(ipw.VBox):
 
     def layers(self) -> pd.DataFrame:
         """Removed share of each layer, a row for each pin and layer; NaN if unknown."""
-        parts = []
+        frames = []
         for pin in self.pins:
             keep = self._known(pin)
             drawn = keep or KeepMask.full(self.session.table)
             ratios = drawn.layer_ratios() + (0.0 if keep else math.nan)
-            parts.append(ratios.reset_index().assign(label=pin.label))
-        return pd.concat(parts, ignore_index=True)
+            frames.append(ratios.reset_index().assign(label=pin.label))
+        return pd.concat(frames, ignore_index=True)
 
     def figure(self, frame: pd.DataFrame) -> Figure:
         """The chart of the rows of `frame`, as `figure_compared` draws it.
@@ -317,13 +317,13 @@ def _next_label(pins: list[Pin]) -> str:
 
 def _measured(points: pd.DataFrame) -> dict[str, float]:
     """Δloss and accuracy by dataset."""
-    found: dict[str, float] = {}
+    columns: dict[str, float] = {}
     for row in points.itertuples():
         if pd.notna(row.delta_nll):
-            found[f"{LOSS}{row.dataset}"] = float(row.delta_nll)
+            columns[f"{LOSS}{row.dataset}"] = float(row.delta_nll)
         if pd.notna(row.accuracy):
-            found[f"accuracy {row.dataset}"] = float(row.accuracy)
-    return found
+            columns[f"accuracy {row.dataset}"] = float(row.accuracy)
+    return columns
 
 
 def _is_measured(column: object) -> bool:
@@ -331,7 +331,7 @@ def _is_measured(column: object) -> bool:
 
 
 def _message(frame: pd.DataFrame) -> str:
-    parts = []
+    notes = []
     for row in frame.to_dict("records"):
         losses = [
             f"{name} {value:+.4f}"
@@ -342,11 +342,11 @@ def _message(frame: pd.DataFrame) -> str:
         removed = f"{row['achieved_ratio']:.1%} removed"
         if pd.isna(row["achieved_ratio"]):
             removed = "atoms not known yet"
-        parts.append(f"{row['label']}: {removed}, {text}")
+        notes.append(f"{row['label']}: {removed}, {text}")
     n_methods = int(frame["method"].notna().sum()) if "method" in frame else 0
     counted = [f"{len(frame) - n_methods} pinned"]
     counted += [f"{n_methods} of methods"] if n_methods else []
-    return f"{', '.join(counted)}. {'; '.join(parts)}."
+    return f"{', '.join(counted)}. {'; '.join(notes)}."
 
 
 def _html_table(frame: pd.DataFrame) -> str:

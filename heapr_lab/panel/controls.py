@@ -1,4 +1,4 @@
-"""The controls of the panel: of a selection, and of how its weights are made."""
+"""The controls of the panel: for a selection, and for how its weights are made."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from heapr_lab.recipes.presets import DEFAULT, METHODS
 from heapr_lab.recipes.weights import WeightRecipe
 
 _LAST_STEP: Final = 99
-_BUDGETS = {name: of for of, name in BUDGETS.items()}
+_BUDGETS = {name: key for key, name in BUDGETS.items()}
 TARGET = "target Δloss"
 """The budget whose ratio is found by measuring losses."""
 _SHOWN = (
@@ -60,7 +60,7 @@ class NumberBox(ipw.FloatText):
             value: the first number.
             least: the smallest number that is taken.
             most: the largest.
-            width: of box and label.
+            width: the width of box and label.
         """
         self.least, self.most = least, most
         super().__init__(
@@ -105,7 +105,7 @@ def said_by(*controls: ipw.Widget) -> str:
     Raises:
         SpecError: as `shown_by`.
     """
-    return ", ".join(f"{label_of(one)} {shown_by(one)}" for one in controls)
+    return ", ".join(f"{label_of(control)} {shown_by(control)}" for control in controls)
 
 
 def offer(box: ipw.Dropdown, options: Sequence[Any], *, first: int = 0) -> None:
@@ -113,7 +113,7 @@ def offer(box: ipw.Dropdown, options: Sequence[Any], *, first: int = 0) -> None:
 
     What is chosen stays if its name is among them, else it is the one at `first`.
     """
-    names = [one[0] if isinstance(one, tuple) else one for one in options]
+    names = [option[0] if isinstance(option, tuple) else option for option in options]
     with box.hold_sync():
         label = box.label
         box.options = options
@@ -153,7 +153,7 @@ class Controls(ipw.VBox):
     """The boxes and lists that set a `Selection`.
 
     Attributes:
-        slider: of the ratio, and its box `ratio`; the panel lays them out.
+        slider: the slider of the ratio, and its box `ratio`; the panel lays them out.
         rise: the largest Δloss, in nats per token, that the target allows.
     """
 
@@ -335,14 +335,14 @@ class WeightsBar(ipw.HBox):
 
     Attributes:
         weights: how they are made, a name in `WEIGHTS`; the panel lays it out.
-        own: windows that the model writes itself, in per cent of the corpus.
+        own: self-generated windows, in per cent of the corpus.
     """
 
     def __init__(self, session: PruningSession, on_change: Callable[[], None]) -> None:
         """Show masked weights, whose mask is known; a table alone has no others.
 
         Args:
-            session: whose `recipe` is set.
+            session: its `recipe` is set.
             on_change: called whenever it has changed.
         """
         self._session, self._on_change = session, on_change

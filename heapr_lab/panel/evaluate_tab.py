@@ -61,8 +61,8 @@ class EvaluateTab(ipw.VBox):
 
         Args:
             session: what is evaluated.
-            corpora: on whose test splits perplexity can be measured.
-            tasks: of the harness.
+            corpora: perplexity can be measured on their test splits.
+            tasks: the tasks of the harness.
             on_points: called in the measuring thread when there are new points.
         """
         self.session = session
@@ -128,12 +128,12 @@ class EvaluateTab(ipw.VBox):
         """Mark the last point if what is chosen now was not evaluated."""
         self.foresee()
         missing = [] if self.session.points.empty else self._not_evaluated()
-        said = (
+        text = (
             f"Out of date: the settings above were not evaluated on "
             f"{', '.join(missing)}; press Evaluate. Chart and table are of the "
             "settings that they name."
         )
-        self.note.value = status(said) if missing else ""
+        self.note.value = status(text) if missing else ""
         mark_stale(self.message, bool(missing))
 
     def _not_evaluated(self) -> list[str]:
@@ -181,10 +181,10 @@ class EvaluateTab(ipw.VBox):
         if each is None:
             return
         with contextlib.suppress(HeaprLabError):  # of which Evaluate speaks
-            asked = [*self.corpora.value], [*self.tasks.value]
+            chosen = [*self.corpora.value], [*self.tasks.value]
             models = {None, MASKED, session.recipe}
             n_windows = sum(
-                session.n_windows(*asked, session.selection, recipe or MASKED)
+                session.n_windows(*chosen, session.selection, recipe or MASKED)
                 for recipe in models
             )
             self.job.text.value = status(f"at most {duration(each * n_windows)}")
@@ -197,13 +197,13 @@ class EvaluateTab(ipw.VBox):
 
 def _differences(session: PruningSession) -> str:
     """The table of settings at the same ratio; empty where there are no two."""
-    found = differences(session)
-    if found.empty:
+    frame = differences(session)
+    if frame.empty:
         return ""
-    shown = found.assign(
-        removed=found["removed"].map("{:.1%}".format),
+    shown = frame.assign(
+        removed=frame["removed"].map("{:.1%}".format),
         difference=[
-            f"{row.difference:+.4f} ± {row.stderr:.4f}" for row in found.itertuples()
+            f"{row.difference:+.4f} ± {row.stderr:.4f}" for row in frame.itertuples()
         ],
     ).drop(columns="stderr")
     return f"<b>{_PAIRED}</b>{table_html(shown)}"
@@ -216,19 +216,19 @@ def _message(points: pd.DataFrame) -> str:
         return "Only the dense model was evaluated."
     last = pruned.iloc[-1]
     removed = f"{last.achieved_ratio:.1%} of the atomic experts removed"
-    of = setting_text(last.selection, last.weights)
-    found = (
+    setting = setting_text(last.selection, last.weights)
+    change = (
         f"Δloss on {last.dataset} {last.delta_nll:+.4f} {PER_TOKEN}, perplexity "
         f"{last.perplexity:,.2f}"
     )
     if pd.isna(last.nll):
         dense = points[points["estimator"].eq("dense")]
         before = dense["accuracy"][dense["dataset"].eq(last.dataset)].iloc[0]
-        found = (
+        change = (
             f"accuracy on {last.dataset} {before:.1%} → {last.accuracy:.1%} (standard "
             f"error {last.stderr:.1%})"
         )
-    return f"Last point, {last.weights}: {removed}, {found}. Pruned by: {of}."
+    return f"Last point, {last.weights}: {removed}, {change}. Pruned by: {setting}."
 
 
 def _table(points: pd.DataFrame) -> str:

@@ -23,7 +23,7 @@ class Part:
     bench: "Workbench"
     dataset: str
     windows: "CalibrationSet | None"
-    """Of the corpus; None of a task."""
+    """The windows of the corpus; None for a task."""
 
     @property
     def n_windows(self) -> int:
@@ -31,14 +31,14 @@ class Part:
         return _TASK_WINDOWS if self.windows is None else self.windows.n_sequences
 
     def measured(self, made: "PruningResult | None", clock: "Clock") -> dict[str, Any]:
-        """Columns of `PruningSession.points` of a pruned model, or of the dense one."""
+        """Columns of `PruningSession.points` for a pruned model, or the dense one."""
         keep, down_projs = edit_of(made)
         if self.windows is None:
             progress = clock.share_of(self.n_windows)
-            found = self.bench.task_accuracy(
+            score = self.bench.task_accuracy(
                 keep, self.dataset, down_projs=down_projs, progress=progress
             )
-            return {"accuracy": found["value"], "stderr": found["stderr"]}
+            return {"accuracy": score["value"], "stderr": score["stderr"]}
         loss = self.bench.perplexity(
             keep, self.windows, down_projs=down_projs, progress=clock.parts
         )
@@ -57,7 +57,7 @@ def measured_of(
     *,
     named: str = "dense",
 ) -> Iterator[dict[str, Any]]:
-    """What is measured of one model, a row for each corpus and task."""
+    """The measurements of one model, a row for each corpus and task."""
     for part in parts:
         clock.begin(f"{named} on {part.dataset}")
         yield {"dataset": part.dataset, **part.measured(made, clock)}
@@ -89,7 +89,7 @@ class Clock:
 
     @property
     def seconds_a_window(self) -> float | None:
-        """Of those that were measured; None if there were none."""
+        """The seconds of each window that was measured; None if there were none."""
         return self._left.seconds(self.parts.done + 1)
 
     def share_of(self, n_windows: int) -> Progress:

@@ -99,7 +99,7 @@ def kept_share(table: ImportanceTable, keep: KeepMask) -> np.ndarray:
     return share
 
 
-def traffic(table: ImportanceTable) -> np.ndarray:
+def expert_load(table: ImportanceTable) -> np.ndarray:
     """Tokens routed to each expert, relative to an even share in its layer.
 
     NaN in a layer that no token reached.
@@ -118,7 +118,7 @@ def summed(table: ImportanceTable, values: np.ndarray) -> np.ndarray:
     """The sum over the atoms of each expert.
 
     Args:
-        table: of the atoms.
+        table: the table of the atoms.
         values: one for each row of `table`, (n_atoms,).
     """
     return _grid(table, np.add.reduceat(values, first_rows(table), dtype=float))
@@ -135,7 +135,7 @@ def first_rows(table: ImportanceTable) -> np.ndarray:
 def rows_of(table: ImportanceTable, layer: int, expert: int) -> slice:
     """The rows of the atoms of one expert, which must be there."""
     shapes = table.shapes()
-    before = (count * size for own, (count, size) in shapes.items() if own < layer)
+    before = (count * size for index, (count, size) in shapes.items() if index < layer)
     size = shapes[layer][1]
     start = sum(before) + expert * size
     return slice(start, start + size)

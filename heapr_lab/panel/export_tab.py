@@ -52,7 +52,7 @@ class ExportTab(ipw.VBox):
         """Lay the tab out.
 
         Args:
-            session: whose workbench has the model.
+            session: its workbench has the model.
             bar: the switch of the weights.
         """
         self.session, self.weights, self.own = session, bar.weights, bar.own
@@ -90,10 +90,10 @@ class ExportTab(ipw.VBox):
         try:
             text = f"{self.session.named()}: {WEIGHTS[self.session.recipe.weights]}"
         except SpecError:
-            said = "Nothing can be written: these settings are infeasible."
+            note = "Nothing can be written: these settings are infeasible."
         else:
-            said = f"To be written: {text}. {_EVALUATED}"
-        self.note.value = status(said)
+            note = f"To be written: {text}. {_EVALUATED}"
+        self.note.value = status(note)
 
     def refresh_code(self, _change: Any = None) -> None:
         """Write the Python again, if it is shown."""

@@ -41,12 +41,12 @@ def _term(name: str, *, text: str, labels: Iterable[str] = (), **more: str) -> T
     return Term(name, " ".join(text.split()), **more, labels=tuple(labels))
 
 
-def _estimator(found: Estimator) -> Term:
-    first, rest = found.description[0], found.description[1:]
-    limits = " Scores are compared within a layer only." * found.within_layer
-    text = f"An estimator. {first.upper()}{rest}; in {found.unit}.{limits}"
-    paper = "HEAPr, Algorithm 1, equations 15 and 16" * (found.name == "heapr")
-    return Term(found.name, text, "method.md", paper)
+def _estimator(estimator: Estimator) -> Term:
+    first, rest = estimator.description[0], estimator.description[1:]
+    limits = " Scores are compared within a layer only." * estimator.within_layer
+    text = f"An estimator. {first.upper()}{rest}; in {estimator.unit}.{limits}"
+    paper = "HEAPr, Algorithm 1, equations 15 and 16" * (estimator.name == "heapr")
+    return Term(estimator.name, text, "method.md", paper)
 
 
 GLOSSARY = {
@@ -81,11 +81,11 @@ def search_terms(words: str) -> Iterator[tuple[str, Term]]:
         >>> [term.name for _, term in search_terms("WIDTH all layer")]
         ['per_layer']
     """
-    asked = words.casefold().split()
+    needed = words.casefold().split()
     for heading, terms in GLOSSARY.items():
         for term in terms:
             whole = " ".join((term.name, *term.labels, term.text)).casefold()
-            if all(word in whole for word in asked):
+            if all(word in whole for word in needed):
                 yield heading, term
 
 
@@ -115,11 +115,11 @@ class HelpSection(ipw.Accordion):
 
 def terms_html(words: str = "") -> str:
     """The terms that have all `words`, by heading, as HTML."""
-    parts = []
-    for heading, found in itertools.groupby(search_terms(words), lambda one: one[0]):
-        rows = "".join(map(_row, (term for _, term in found)))
-        parts.append(f"<h4>{html.escape(heading)}</h4><dl>{rows}</dl>")
-    return "".join(parts) or f'<div role="status">{_NONE}</div>'
+    sections = []
+    for heading, pairs in itertools.groupby(search_terms(words), lambda pair: pair[0]):
+        rows = "".join(map(_row, (term for _, term in pairs)))
+        sections.append(f"<h4>{html.escape(heading)}</h4><dl>{rows}</dl>")
+    return "".join(sections) or f'<div role="status">{_NONE}</div>'
 
 
 def _row(term: Term) -> str:
@@ -153,13 +153,13 @@ def add_tooltips(panel: ipw.Widget) -> None:
 def label_of(control: ipw.Widget) -> str:
     """What stands on a control; empty if it has no label."""
     text = getattr(control, "description", "")
-    found = _EXPLAINED.fullmatch(text)
-    return text if found is None else html.unescape(found[1])
+    match = _EXPLAINED.fullmatch(text)
+    return text if match is None else html.unescape(match[1])
 
 
 def _tooltip(term: Term, options: Any) -> str:
     """What a control is, and a line for each of its options that is a term."""
-    named = [one if isinstance(one, str) else one[-1] for one in options]
-    found = [(one, find_term(one)) for one in named if isinstance(one, str)]
-    lines = [f"{name}: {known.text}" for name, known in found if known is not None]
+    named = [option if isinstance(option, str) else option[-1] for option in options]
+    terms = [(name, find_term(name)) for name in named if isinstance(name, str)]
+    lines = [f"{name}: {known.text}" for name, known in terms if known is not None]
     return "\n".join([term.text, *lines])

@@ -26,10 +26,10 @@ def header_facts(session: PruningSession) -> dict[str, str]:
 
     What a table was measured on is read from the table, not from what was asked for.
     """
-    made = session.table.metadata.get("provenance") or {}
-    runs = [run.get("calibration") or {} for run in made.get("merged", [made])]
+    origin = session.table.metadata.get("provenance") or {}
+    runs = [run.get("calibration") or {} for run in origin.get("merged", [origin])]
     facts = {
-        "model": _model(session, made),
+        "model": _model(session, origin),
         "importance": _sums(session),
         "calibration": "; and ".join(map(_calibration, runs)),
         "context": _context(session, runs),
@@ -37,10 +37,10 @@ def header_facts(session: PruningSession) -> dict[str, str]:
     return facts | _computed(session)
 
 
-def _model(session: PruningSession, made: Mapping[str, Any]) -> str:
-    """Its name and size; of a table alone, the name that it was measured by."""
+def _model(session: PruningSession, origin: Mapping[str, Any]) -> str:
+    """The model's name and size; for a table alone, the name it was measured by."""
     table, bench = session.table, session.workbench
-    recorded = str(made.get("model") or _UNKNOWN)
+    recorded = str(origin.get("model") or _UNKNOWN)
     parts = [_short(recorded if bench is None else bench.name)]
     if "architecture" in table.metadata:
         parts.append(f"{table.architecture.n_parameters:,} parameters")
@@ -79,7 +79,7 @@ def _context(session: PruningSession, runs: list[Mapping[str, Any]]) -> str:
 
 
 def _computed(session: PruningSession) -> dict[str, str]:
-    """What the model computes in, and where; nothing of a table alone."""
+    """What the model computes in, and where; nothing for a table alone."""
     if session.workbench is None:
         return {}
     if not session.is_ready:
@@ -88,7 +88,7 @@ def _computed(session: PruningSession) -> dict[str, str]:
 
     model: Any = session.workbench.model
     weights = list(model.parameters())
-    places = sorted({str(one.device) for one in weights} - {"meta"})
-    streamed = ["streamed from disk"] * any(one.is_meta for one in weights)
+    places = sorted({str(weight.device) for weight in weights} - {"meta"})
+    streamed = ["streamed from disk"] * any(weight.is_meta for weight in weights)
     dtype = dtype_name(model.dtype)
     return {"dtype": dtype, "device": ", ".join(places + streamed)}

@@ -1,6 +1,6 @@
 """The tab that inspects one text: the effect of pruning on it, and its atoms.
 
-It runs `heapr_lab.evaluation` and shows the frames through `passage_html`. Importing
+It runs `heapr_lab.inspection` and shows the frames through `passage_html`. Importing
 this needs no torch.
 """
 
@@ -100,7 +100,7 @@ class InspectTab(ipw.VBox):
         Args:
             session: what is inspected; without a workbench there is only the map, and
                 the tab says that the rest needs a model.
-            pins: those that the map can show the difference to.
+            pins: the pins that the map can show the difference to.
         """
         self.session = session
         self.map = MapSection(session, pins=pins, choose=self._take_place)
@@ -181,16 +181,16 @@ class InspectTab(ipw.VBox):
 
     def _rows(self) -> list[ipw.Widget]:
         place = ipw.HBox([self.layer, self.position])
-        parts = place, self.route, self.why.explain
-        found = ipw.HBox(self._boxes), self.note, self.show_contexts
+        token = place, self.route, self.why.explain
+        atom = ipw.HBox(self._boxes), self.note, self.show_contexts
         return [
             folded("Map of the experts", self.map),
             self.text,
             folded("Continue the text", self.n_tokens, self.generate),
             folded("Where pruning hurts the text", self.compare),
             folded("Why it hurts", self.why),
-            folded("Which experts and atoms serve a token", *parts),
-            folded("Inputs that activate an atom", self.nearest, *found),
+            folded("Which experts and atoms serve a token", *token),
+            folded("Inputs that activate an atom", self.nearest, *atom),
         ]
 
     # --- what follows the selection and the controls ---------------------------------
@@ -205,7 +205,7 @@ class InspectTab(ipw.VBox):
             job.check()
         self.why.check()
         try:
-            found = nearest_the_cut(
+            nearest = nearest_the_cut(
                 self.session.table,
                 self.session.keep,
                 estimator=self.session.selection.estimator,
@@ -215,10 +215,10 @@ class InspectTab(ipw.VBox):
             self.note.value = failure(error)
             return
         self.note.value = ""
-        first = "choose an atom" if len(found) else "none: nothing is pruned"
-        atoms = found[list(KEYS)].itertuples(index=False, name=None)
+        first = "choose an atom" if len(nearest) else "none: nothing is pruned"
+        atoms = nearest[list(KEYS)].itertuples(index=False, name=None)
         options: list[tuple[str, tuple[int, ...]]] = [(first, ())]
-        for atom, score in zip(atoms, found["score"], strict=True):
+        for atom, score in zip(atoms, nearest["score"], strict=True):
             name = place_text(dict(zip(KEYS, atom, strict=True)))
             options.append((f"{name} (score {score:.3g})", atom))
         self.nearest.options = options

@@ -164,14 +164,14 @@ def take_turns(alone: Job, jobs: Iterable[Job]) -> None:
         job.blocked = lambda: _busy([alone])
 
 
-def _busy(others: Sequence[Job]) -> str:
-    running = [each.button.description for each in others if each.running]
+def _busy(jobs: Sequence[Job]) -> str:
+    running = [each.button.description for each in jobs if each.running]
     return f"wait until {running[0]} has ended, or cancel it" if running else ""
 
 
 def jobs_in(widget: ipw.Widget) -> Iterator[Job]:
     """Every job in a widget, however deep."""
-    return (found for found in widgets_in(widget) if isinstance(found, Job))
+    return (job for job in widgets_in(widget) if isinstance(job, Job))
 
 
 class Debounced:
@@ -216,9 +216,9 @@ class ResultJob(Job):
                 start; the result as HTML.
             asked: the current settings, without those of `controls`; a `HeaprLabError`
                 counts as a change.
-            controls: whose values are settings too, after the others.
-            said: above a result that is out of date.
-            **options: of `Job`.
+            controls: their values are settings too, after the others.
+            said: what stands above a result that is out of date.
+            **options: the options of `Job`.
         """
         note, view = ipw.HTML(), ipw.HTML()
         super().__init__(name, self._work, below=(note, view), **options)
@@ -250,9 +250,9 @@ class ResultJob(Job):
         super()._run()
 
     def _work(self, report: Report) -> None:
-        asked = self._settings()
-        made = self._make(report, *asked)
-        self._made_of, self._view.value = asked, made
+        settings = self._settings()
+        view = self._make(report, *settings)
+        self._made_of, self._view.value = settings, view
         self.check()
 
     def _settings(self) -> tuple[Any, ...]:

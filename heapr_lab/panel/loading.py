@@ -50,7 +50,7 @@ class Source(msgspec.Struct, frozen=True):
         return self.each
 
     def bytes_per_kept(self, _n_parameters: int, width: int | None) -> float:
-        """The same of the pruned files, whose experts have a width, if it is one."""
+        """The same for the pruned files, whose experts have a width, if it is one."""
         return self.kept if self.is_dequantised(width) else self.each
 
     def is_dequantised(self, width: int | None) -> bool:
@@ -81,8 +81,8 @@ def remember(
     if files is not None:
         n = table.architecture.n_parameters
         each, kept = files.bytes_per_parameter(n), files.bytes_per_kept(n, None)
-        of = files.n_bytes, files.dtype_name, files.dequantised_from
-        source = Source(*of, each, kept, files.block)
+        facts = files.n_bytes, files.dtype_name, files.dequantised_from
+        source = Source(*facts, each, kept, files.block)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_bytes(msgspec.json.encode(Known(stored.name, source)))
@@ -96,7 +96,7 @@ class LoadingWorkbench:
     Attributes:
         opening: how it is opened.
         profile: how much text is used.
-        name: of the model in figures and tables.
+        name: the name of the model in figures and tables.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -104,7 +104,7 @@ class LoadingWorkbench:
 
         Args:
             name: as `open_workbench` takes it.
-            **options: of `open_workbench`.
+            **options: the options of `open_workbench`.
 
         Raises:
             SpecError: there is no such profile.
@@ -233,15 +233,15 @@ def _table_path(known: Known) -> Path:
 
 
 def _folder_of(name: str) -> Path | None:
-    """The files of a model: of one that is made at first use, the newest made."""
+    """The folder of a model; of one that is made at first use, the newest."""
     if name == LAB or name not in names():
         return local_folder(name)
-    made = cache_dir().glob(f"models/*/{name}")
-    return max(made, key=lambda folder: folder.stat().st_mtime_ns, default=None)
+    folders = cache_dir().glob(f"models/*/{name}")
+    return max(folders, key=lambda folder: folder.stat().st_mtime_ns, default=None)
 
 
 def _path_of(opening: Opening, calibration: Calibration) -> Path | None:
-    """Where a table is remembered; None of a model without files here."""
+    """Where a table is remembered; None for a model without files here."""
     folder = _folder_of(opening.model)
     if folder is None:
         return None

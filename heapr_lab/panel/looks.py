@@ -36,7 +36,7 @@ _TITLES = ", ".join(
     for part in (".jupyter-widget-Collapse-header span", ".lm-TabBar-tabLabel")
 )
 _LEGIBLE = "color: var(--jp-ui-font-color1)"
-"""Those of ipywidgets are grey on grey, a contrast below 4.5."""
+"""The titles of ipywidgets are grey on grey, a contrast below 4.5."""
 _TURNED = "invert(0.88) hue-rotate(180deg)"
 _GREY = "opacity: 0.35; filter: grayscale(1)"
 MEASURED = "measured"
@@ -81,7 +81,7 @@ class AccessibleNames(anywidget.AnyWidget):
     _esm = _NAMES
 
     pictures = traitlets.Dict().tag(sync=True)
-    """By a CSS selector, the name of a picture."""
+    """The name of each picture, by a CSS selector."""
 
 
 def panel_style() -> ipw.HTML:
@@ -121,10 +121,10 @@ def button(
     primary: bool = False,
 ) -> ipw.Button:
     """A button as wide as its name, with a tooltip."""
-    made = ipw.Button(description=name, tooltip=said, layout={"width": "auto"})
-    made.button_style = "primary" if primary else ""
-    made.on_click(press)
-    return made
+    widget = ipw.Button(description=name, tooltip=said, layout={"width": "auto"})
+    widget.button_style = "primary" if primary else ""
+    widget.on_click(press)
+    return widget
 
 
 def one_of(name: str, options: Iterable[Any] = (), *, width: str) -> ipw.Dropdown:
@@ -177,8 +177,8 @@ def folded(title: str, *parts: ipw.Widget) -> ipw.Accordion:
 
 def status(text: str, *, before: str = "") -> str:
     """HTML that a screen reader reads aloud when it changes; `before` is HTML."""
-    said = f"{before} {html.escape(text)}" if before else html.escape(text)
-    return f'<div role="status" aria-live="polite">{said}</div>'
+    content = f"{before} {html.escape(text)}" if before else html.escape(text)
+    return f'<div role="status" aria-live="polite">{content}</div>'
 
 
 def alert(text: str) -> str:
@@ -191,7 +191,7 @@ def failure(error: Exception, *, what: str = "") -> str:
     """An error as an alert; an unexpected one with its type, and logged in full.
 
     Args:
-        error: of the system, it says the file and why, without a number.
+        error: one of the system says the file and why, without a number.
         what: what did not happen, which is said before it.
     """
     if isinstance(error, OSError) and error.strerror:
@@ -203,7 +203,7 @@ def failure(error: Exception, *, what: str = "") -> str:
 
 
 def table_html(frame: pd.DataFrame) -> str:
-    """`frame` with four decimals; wide ones scroll."""
+    """The frame as HTML, with four decimals; wide ones scroll."""
     columns = {name: map(_cell, frame[name]) for name in frame}
     return f'<div style="overflow-x:auto">{columns_html("", columns)}</div>'
 
@@ -227,10 +227,10 @@ def columns_html(caption: str, columns: Mapping[str, Iterable[object]]) -> str:
     )
     style = f"border-collapse:collapse;color:{INK};line-height:1.5;margin:8px 0"
     muted = f"text-align:left;color:{MUTED}"
-    said = f'<caption style="{muted}">{html.escape(caption)}</caption>'
+    title = f'<caption style="{muted}">{html.escape(caption)}</caption>'
     return (
         f'<table style="{style};font-variant-numeric:tabular-nums">'
-        f"{said if caption else ''}<thead><tr>{head}</tr></thead>"
+        f"{title if caption else ''}<thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table>"
     )
 

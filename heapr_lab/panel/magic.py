@@ -60,7 +60,7 @@ def source_of(line: str, variables: Mapping[str, Any]) -> Any:
 
     Args:
         line: one name or path, with or without quotes.
-        variables: of the notebook.
+        variables: the variables of the notebook.
 
     Raises:
         SpecError: the line is empty.

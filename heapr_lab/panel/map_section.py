@@ -3,7 +3,7 @@
 Importing this needs no torch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import ipywidgets as ipw
@@ -26,10 +26,10 @@ from heapr_lab.panel.expert_map import (
     ExpertMap,
     color_limits,
     descending,
+    expert_load,
     kept_share,
     rows_of,
     summed,
-    traffic,
 )
 from heapr_lab.panel.jobs import Report, ResultJob
 from heapr_lab.panel.looks import (
@@ -44,12 +44,14 @@ from heapr_lab.panel.session import Pin, PruningSession
 from heapr_lab.panel.session_file import Mapped
 
 KEPT: Final = "kept share"
-TRAFFIC: Final = "traffic"
+LOAD: Final = "expert load"
 MASS: Final = "score mass"
 DIFFERENCE: Final = "difference to a pin"
 NUMBERED: Final = "as numbered"
 BY_VALUE: Final = "by value"
-BY_TRAFFIC: Final = "by traffic"
+BY_LOAD: Final = "by expert load"
+_SAVED: Final = {LOAD: "traffic", BY_LOAD: "by traffic"}
+"""What is called otherwise in the files of sessions."""
 _N_BINS: Final = 40
 _WIDTH, _HEIGHT, _LINE = 440, 150, 18
 """Pixels of the bars, and of a line of text."""
@@ -78,8 +80,8 @@ class MapSection(ipw.VBox):
         """Lay the section out.
 
         Args:
-            session: whose table and mask are shown.
-            pins: those that the mask can be compared with.
+            session: its table and mask are shown.
+            pins: the pins that the mask can be compared with.
             choose: told of layer, expert, and its atom of the highest score, when an
                 expert is chosen.
         """
@@ -88,7 +90,7 @@ class MapSection(ipw.VBox):
         self._linking = False
         """Whether boxes are being set, and not by a person."""
         counted = "tokens" in session.table.frame
-        self._traffic = traffic(session.table) if counted else None
+        self._load = expert_load(session.table) if counted else None
         self._build_controls()
         self._build_views()
         rows = [
@@ -108,8 +110,8 @@ class MapSection(ipw.VBox):
     # --- layout -----------------------------------------------------------------
 
     def _build_controls(self) -> None:
-        few = [] if self._traffic is None else [TRAFFIC]
-        orders = [NUMBERED, BY_VALUE, *([BY_TRAFFIC] if few else [])]
+        few = [] if self._load is None else [LOAD]
+        orders = [NUMBERED, BY_VALUE, *([BY_LOAD] if few else [])]
         self.variable = one_of("map of", [KEPT, *few, MASS, DIFFERENCE], width="auto")
         self.order = one_of("order of experts", orders, width="auto")
         self.pin = one_of("pin of the map", [(_NOTHING_PINNED, None)], width="auto")
@@ -185,8 +187,8 @@ class MapSection(ipw.VBox):
         """
         table, variable = self.session.table, self.variable.value
         estimator = self.session.selection.estimator
-        if variable == TRAFFIC and self._traffic is not None:
-            return self._traffic, f"{TRAFFIC} [× even share]"
+        if variable == LOAD and self._load is not None:
+            return self._load, f"{LOAD} [× even share]"
         if variable == MASS:
             return self._mass, f"{MASS}, {estimator} [{unit_of(estimator)}]"
         kept = kept_share(table, self.session.keep)
@@ -202,14 +204,14 @@ class MapSection(ipw.VBox):
                 "nothing is pinned, so there is no difference: Pin, in Compare, saves "
                 "the current selection"
             )
-        found: Pin = self._pins()[self.pin.value]
-        return found
+        pin: Pin = self._pins()[self.pin.value]
+        return pin
 
     def _ordered(self, values: np.ndarray) -> np.ndarray:
         """The experts of each layer from left to right, (layers, experts)."""
         if self.order.value == NUMBERED:
             return np.broadcast_to(np.arange(values.shape[1]), values.shape)
-        by = self._traffic if self.order.value == BY_TRAFFIC else values
+        by = self._load if self.order.value == BY_LOAD else values
         return descending(values if by is None else by)
 
     # --- in a session's file ----------------------------------------------------------
@@ -220,7 +222,8 @@ class MapSection(ipw.VBox):
         shown = {
             name: shown_by(getattr(self, name)) for name in Mapped.__struct_fields__
         }
-        return Mapped(**shown | {"pin": shown["pin"] or 0})
+        named = {name: _SAVED.get(value, value) for name, value in shown.items()}
+        return Mapped(**named | {"pin": shown["pin"] or 0})
 
     def check_state(self, state: Mapped, *, n_pins: int) -> None:
         """Check that the controls can have these values, with so many pins.
@@ -228,8 +231,8 @@ class MapSection(ipw.VBox):
         Raises:
             SpecError: one cannot.
         """
-        for name in ("variable", "order", "layer", "expert"):
-            check_value(getattr(self, name), getattr(state, name))
+        for control, value in self._restored(state):
+            check_value(control, value)
         if not 0 <= state.pin <= max(0, n_pins - 1):
             raise SpecError(f"pin of the map is {state.pin}, of {n_pins} pins")
 
@@ -237,12 +240,19 @@ class MapSection(ipw.VBox):
         """Show what a session has; the atom that is looked at stays."""
         self._offer_pins()
         self._linking = True
-        self.variable.value, self.order.value = state.variable, state.order
-        self.layer.value, self.expert.value = state.layer, state.expert
+        for control, value in self._restored(state):
+            control.value = value
         if self._pins():
             self.pin.value = state.pin
         self._linking = False
         self.refresh()
+
+    def _restored(self, state: Mapped) -> Iterator[tuple[Any, Any]]:
+        """The controls whose choices do not change, with their values."""
+        shown = {saved: value for value, saved in _SAVED.items()}
+        for name in ("variable", "order", "layer", "expert"):
+            value = getattr(state, name)
+            yield getattr(self, name), shown.get(value, value)
 
     # --- the chosen expert ------------------------------------------------------------
 
@@ -279,7 +289,7 @@ class MapSection(ipw.VBox):
         return layer, expert
 
     def _scores(self, layer: int, expert: int) -> np.ndarray:
-        """Of the atoms of an expert, (I,)."""
+        """The scores of an expert's atoms, (I,)."""
         scores = self.session.table.scores(self.session.selection.estimator)
         return scores[rows_of(self.session.table, layer, expert)]
 
@@ -296,29 +306,29 @@ class MapSection(ipw.VBox):
         )
 
     def _facts(self, row: int, expert: int) -> str:
-        """Traffic and score mass of an expert, given the row of its layer."""
+        """Load and score mass of an expert, given the row of its layer."""
         mass = self._mass[row]
         rank = 1 + int((mass > mass[expert]).sum())
-        said = (
+        text = (
             f"Its scores sum to {mass[expert]:.3g}, rank {rank} of "
             f"{np.isfinite(mass).sum()} in the layer."
         )
-        if self._traffic is None:
-            return said
-        return f"Traffic {self._traffic[row, expert]:.2f} × even share. {said}"
+        if self._load is None:
+            return text
+        return f"Load {self._load[row, expert]:.2f} × even share. {text}"
 
     def _table(self, row: int, layer: int, expert: int) -> str:
         """The numbers of one layer, in the order of the map."""
         table = self.session.table
-        found = [(KEPT, kept_share(table, self.session.keep), "{:.1%}")]
-        if self._traffic is not None:
-            found.append((TRAFFIC, self._traffic, "{:.2f}"))
-        found.append((MASS, self._mass, "{:.3g}"))
+        columns = [(KEPT, kept_share(table, self.session.keep), "{:.1%}")]
+        if self._load is not None:
+            columns.append((LOAD, self._load, "{:.2f}"))
+        columns.append((MASS, self._mass, "{:.3g}"))
         if self.variable.value == DIFFERENCE:
-            found.append((DIFFERENCE, self._drawn, "{:+.1%}"))
-        text = {name: [*map(form.format, own[row])] for name, own, form in found}
+            columns.append((DIFFERENCE, self._drawn, "{:+.1%}"))
+        text = {name: [*map(form.format, grid[row])] for name, grid, form in columns}
         count, _ = table.shapes()[layer]
-        experts = [one for one in self._columns[row].tolist() if one < count]
+        experts = [number for number in self._columns[row].tolist() if number < count]
         return layer_html(layer, experts, text, chosen=expert)
 
     @property
@@ -349,23 +359,23 @@ def expert_html(
     """What is kept of an expert, and the histogram of its scores with the cut.
 
     Args:
-        name: of the expert, for people.
-        scores: of its atoms, (I,).
+        name: the name of the expert, for people.
+        scores: the scores of its atoms, (I,).
         kept: which are kept, bool (I,).
-        facts: what else to say of it.
-        unit: of the scores.
+        facts: what else to say about it.
+        unit: the unit of the scores.
     """
-    said = (
+    text = (
         f"{name}: {kept.sum():,} of {kept.size:,} atoms kept ({kept.mean():.1%}). "
         f"{facts} {_cut_text(scores, kept)}"
     )
     bins = bin_scores(scores, bins=_N_BINS)
     if bins.n_not_positive == len(scores):
-        return status(f"{said} No score is above 0, so there is no histogram.")
+        return status(f"{text} No score is above 0, so there is no histogram.")
     left_out = ""
     if bins.n_not_positive:
         left_out = f" Not drawn: {bins.n_not_positive:,} with a score of 0 or less."
-    return status(said + left_out) + _histogram(bins, scores, kept, unit)
+    return status(text + left_out) + _histogram(bins, scores, kept, unit)
 
 
 def layer_html(

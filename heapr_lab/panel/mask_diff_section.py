@@ -41,7 +41,7 @@ from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 
 _N_ATOMS: Final = 20
-"""Atoms that are shown and offered: of those that only one removes, the first."""
+"""Atoms that are shown and offered: the first of those that only one removes."""
 _CURRENT: Final = "current selection"
 _NOT_SINGLE: Final = (
     "Not only single atoms are removed here, but whole experts or steps of a width: "
@@ -85,17 +85,17 @@ class MaskDiffSection(ipw.VBox):
 
         Args:
             session: it has the current selection, the table, and the model, if any.
-            corpora: that the current selection can be calibrated on instead.
+            corpora: the current selection can be calibrated on them instead.
         """
         self.session = session
         self._corpora = corpora
         self._pins: dict[str, tuple[Selection, WeightRecipe]] = {}
         self._build_masks()
         self._build_contexts()
-        parts = [self.a, self.b, self.compare]
+        widgets = [self.a, self.b, self.compare]
         if session.workbench is not None:
-            parts += [self.atom, self.show_contexts]
-        super().__init__([ipw.HTML("<h3>What two masks remove</h3>"), *parts])
+            widgets += [self.atom, self.show_contexts]
+        super().__init__([ipw.HTML("<h3>What two masks remove</h3>"), *widgets])
         self.offer([])
         for control in (self.a, self.b):
             control.observe(self.check, names="value")
@@ -143,13 +143,13 @@ class MaskDiffSection(ipw.VBox):
 
     def _calibrations(self) -> dict[str, Calibration]:
         """The other corpora, by their names in the lists; none without a model."""
-        own = self.session.calibration
+        calibration = self.session.calibration
         if self.session.workbench is None or self.session.recipe.chooses:
             return {}
         return {
-            f"{_CURRENT}, on {corpus}": replace(own, corpus=corpus)
+            f"{_CURRENT}, on {corpus}": replace(calibration, corpus=corpus)
             for corpus in self._corpora
-            if corpus != own.corpus
+            if corpus != calibration.corpus
         }
 
     def _asked(self) -> tuple[Side, Side]:
@@ -172,8 +172,8 @@ class MaskDiffSection(ipw.VBox):
         """What else the numbers need to be understood; often empty."""
         notes = []
         if any(side.calibration is not None for side in sides):
-            own = self.session.calibration.corpus
-            notes.append(f"What names no corpus is calibrated on {own}.")
+            corpus = self.session.calibration.corpus
+            notes.append(f"What names no corpus is calibrated on {corpus}.")
         if any(
             side.selection.granularity != "atom" or side.selection.structure != "ragged"
             for side in sides
@@ -183,18 +183,18 @@ class MaskDiffSection(ipw.VBox):
 
     # --- what the buttons start -----------------------------------------------------
 
-    def _compared(self, report: Report, *asked: Side) -> str:
+    def _compared(self, report: Report, *sides: Side) -> str:
         self._forget()
-        if asked[0] == asked[1]:
+        if sides[0] == sides[1]:
             raise SpecError(
-                f"masks A and B are both {asked[0].label!r}: choose two; Pin saves the "
+                f"masks A and B are both {sides[0].label!r}: choose two; Pin saves the "
                 "current selection as another one"
             )
-        a, b = (self._mask(side, report) for side in asked)
+        a, b = (self._mask(side, report) for side in sides)
         report(0, 1, "comparing")
         alone = removed_by_one(a, b)
-        view = mask_diff_html(a, b, alone, note=self._note(asked))
-        self.sides, self.alone = (asked[0], asked[1]), alone
+        view = mask_diff_html(a, b, alone, note=self._note(sides))
+        self.sides, self.alone = (sides[0], sides[1]), alone
         self._offer_atoms(alone)
         return view
 
@@ -218,11 +218,11 @@ class MaskDiffSection(ipw.VBox):
             table = bench.importance(
                 side.calibration, estimator=side.selection.estimator
             )
-        found = ScoredMask.select(side.label, table, side.selection)
+        mask = ScoredMask.select(side.label, table, side.selection)
         if side.calibration is None:
             keep = self.session.keep_of(side.selection, side.recipe)
-            found = replace(found, keep=keep)
-        return found
+            mask = replace(mask, keep=keep)
+        return mask
 
     def _offer_atoms(self, alone: pd.DataFrame) -> None:
         """Offer the first atoms; the value of each is its row in `alone`."""
@@ -264,8 +264,8 @@ def mask_diff_html(
     Raises:
         SpecError: the masks are of different models.
     """
-    said = " ".join(filter(None, (overlap_text(a, b), note)))
-    return f"{status(said)}{_picture(a, b)}{_layers(a, b)}{_atoms(a, b, alone)}"
+    text = " ".join(filter(None, (overlap_text(a, b), note)))
+    return f"{status(text)}{_picture(a, b)}{_layers(a, b)}{_atoms(a, b, alone)}"
 
 
 def _picture(a: ScoredMask, b: ScoredMask) -> str:

@@ -26,7 +26,7 @@ class MethodRuns(ipw.VBox):
     """Methods, a ratio, corpora, and a button that fits and measures them.
 
     Attributes:
-        rows: of every method and ratio, as in `CompareTab.frame`.
+        rows: the rows of every method and ratio, as in `CompareTab.frame`.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class MethodRuns(ipw.VBox):
         """Lay it out.
 
         Args:
-            session: whose model and calibration are used.
-            corpora: on whose test splits perplexity can be measured.
+            session: its model and calibration are used.
+            corpora: perplexity can be measured on their test splits.
             show: called in the measuring thread when there are new rows.
         """
         self.session = session
@@ -107,26 +107,26 @@ class MethodRuns(ipw.VBox):
         )
 
 
-def method_rows(found: pd.DataFrame) -> list[dict[str, Any]]:
+def method_rows(results: pd.DataFrame) -> list[dict[str, Any]]:
     """For each method and ratio of `compare_methods`, a row as in `CompareTab.frame`.
 
     Savings and Δloss [nats per token] are against the dense model.
     """
     first, *others = [
-        rows for _, rows in found.groupby(["method", "ratio"], sort=False)
+        rows for _, rows in results.groupby(["method", "ratio"], sort=False)
     ]
     losses = first.set_index("dataset")["nll"]
     return [_row(first.iloc[0], rows, losses) for rows in others]
 
 
 def _row(dense: pd.Series, rows: pd.DataFrame, losses: pd.Series) -> dict[str, Any]:
-    own = rows.iloc[0]
-    reduced = {name: 1 - own[size] / dense[size] for size, name in _REDUCED.items()}
+    first = rows.iloc[0]
+    reduced = {name: 1 - first[size] / dense[size] for size, name in _REDUCED.items()}
     return {
-        "label": f"{own['method']} {100 * own['ratio']:.4g}%",
-        "method": own["method"],
-        "ratio": own["ratio"],
-        "achieved_ratio": own["achieved_ratio"],
+        "label": f"{first['method']} {100 * first['ratio']:.4g}%",
+        "method": first["method"],
+        "ratio": first["ratio"],
+        "achieved_ratio": first["achieved_ratio"],
         **reduced,
         **{
             f"Δloss {row.dataset}": row.nll - losses[row.dataset]

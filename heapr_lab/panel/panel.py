@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _CAPTION = (
     "Left: the pruned share of each layer; dashed, of all layers. Middle: each expert "
-    "in the colour of its traffic, fading to blank as its atoms are pruned. Right: all "
+    "in the colour of its load, fading to blank as its atoms are pruned. Right: all "
     "scores, of atoms or of whole experts, with the pruned ones in front; dashed, the "
     "highest pruned score."
 )
@@ -99,8 +99,8 @@ class Explorer(ipw.VBox):
 
         Args:
             session: what to show.
-            corpora: on whose test splits perplexity can be measured.
-            tasks: whose accuracy can be measured.
+            corpora: perplexity can be measured on their test splits.
+            tasks: their accuracy can be measured.
         """
         self.session = session
         self.copy = StaticCopy(self._copied)
@@ -264,16 +264,16 @@ class Explorer(ipw.VBox):
             self._show_target()
         selection = session.selection
         try:
-            said = session.describe()
+            text = session.describe()
             picture = self._picture.draw(
                 session.keep,
                 estimator=selection.estimator,
                 granularity=selection.granularity,
             )
         except NotKnownError as error:
-            said, picture = f"The atoms are {error}.", b""
+            text, picture = f"The atoms are {error}.", b""
         with self.hold_sync():
-            self.status.value = status(f"{said}{self._target_text()}")
+            self.status.value = status(f"{text}{self._target_text()}")
             self.picture.layout.display = None if picture else "none"
             self.picture.value = picture
             self.error.value = ""
@@ -400,14 +400,14 @@ def explore(
         source: a workbench, which measures the importance unless it is in the cache; a
             table, with which everything works that does not run the model; the path of
             a table's parquet file; or a model as `open_workbench` takes it.
-        corpora: on whose test splits perplexity can be measured; by default those
+        corpora: perplexity can be measured on their test splits; by default those
             available on this machine.
-        tasks: whose accuracy can be measured; by default those available here.
+        tasks: their accuracy can be measured; by default those available here.
         selection: the first one; a workbench measures what its estimator needs.
         calibration: what a workbench measures the importance on.
         session: a file that *Save session* wrote, in place of both: what it has is
             shown again.
-        **options: of `open_workbench`, where `source` is the name of a model.
+        **options: those of `open_workbench`, where `source` is the name of a model.
 
     Raises:
         SpecError: `source` is of another type, the session is not of its table, or a
@@ -424,17 +424,17 @@ def explore(
             )
         # A workbench then measures the table of the session.
         selection, calibration = Selection(0.0, saved.measured_for), saved.calibration
-    own = session_of(source, selection, calibration, **options)
-    own.choose(selection or own.selection)
-    if own.workbench is not None and corpora is None:
+    pruning = session_of(source, selection, calibration, **options)
+    pruning.choose(selection or pruning.selection)
+    if pruning.workbench is not None and corpora is None:
         corpora = available_corpora(TEST_CORPORA)[0]
-    if own.workbench is not None and tasks is None:
+    if pruning.workbench is not None and tasks is None:
         tasks = "continuation", *available_tasks()
-    made = Explorer(
-        own,
+    panel = Explorer(
+        pruning,
         corpora=("pydocs",) if corpora is None else corpora,
         tasks=("continuation",) if tasks is None else tasks,
     )
     if saved is not None:
-        made.files.restore(saved)
-    return made
+        panel.files.restore(saved)
+    return panel

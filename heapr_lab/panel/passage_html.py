@@ -1,4 +1,4 @@
-"""The inspection of one text as HTML: pure functions of the frames of `evaluation`.
+"""The inspection of one text as HTML: pure functions of the frames of `inspection`.
 
 Colours follow JupyterLab's theme, and are never the only mark. Importing this needs no
 torch.
@@ -178,9 +178,9 @@ def continuations_html(
     """The continuations of `prompt` by the dense and the pruned model, side by side.
 
     Args:
-        prompt: of both.
-        dense: of the dense model, as `passages.continue_text` has it.
-        pruned_frame: of the pruned model.
+        prompt: the prompt of both.
+        dense: that of the dense model, as `passages.continue_text` has it.
+        pruned_frame: that of the pruned model.
         pruned: says which pruned model it is.
     """
     first = _first_difference(dense, pruned_frame)
@@ -245,17 +245,17 @@ def routing_html(
     """What serves one token: experts and atoms in one layer, experts in all.
 
     Args:
-        routes: of the whole text, as `routing.routing` has them.
-        atoms: of this token and layer, as `activations.atoms_of_token` has them.
+        routes: those of the whole text, as `routing.routing` has them.
+        atoms: those of this token and layer, as `activations.atoms_of_token` has them.
         keep: the mask of the pruned model.
         layer: number of the layer.
-        position: of the token.
+        position: the position of the token.
         pruned: says which pruned model it is.
     """
-    own = routes[routes["layer"].eq(layer)]
+    rows = routes[routes["layer"].eq(layer)]
     kept = keep.by_layer(layer)
-    experts = own[own["position"].eq(position)]
-    texts = own.drop_duplicates("position")["token"].tolist()
+    experts = rows[rows["position"].eq(position)]
+    texts = rows.drop_duplicates("position")["token"].tolist()
     lost = experts["p"] @ (1 - kept[experts["expert"]].mean(1))
     text = (
         f"Layer {layer}, position {position}: {len(experts)} experts serve the token. "
@@ -295,7 +295,7 @@ def _experts_table(experts: pd.DataFrame, kept: np.ndarray) -> str:
         "expert": experts["expert"],
         "routing weight p": numbers(experts["p"], ".4f"),
         "share of its atoms kept": map(_bar, atoms.mean(1)),
-        "atoms kept": [f"{own.sum()} of {own.size}" for own in atoms],
+        "atoms kept": [f"{mask.sum()} of {mask.size}" for mask in atoms],
     }
     return columns_html("Experts that serve the token", columns)
 
@@ -320,7 +320,7 @@ def _layers_table(routes: pd.DataFrame, keep: KeepMask) -> str:
         shares = keep.by_layer(int(layer))[experts["expert"]].mean(1)
         each = zip(experts["expert"], experts["p"], shares, strict=True)
         layers.append(layer)
-        texts = (f"{one} (p {p:.2f}, {own:.0%} kept)" for one, p, own in each)
+        texts = (f"{index} (p {p:.2f}, {share:.0%} kept)" for index, p, share in each)
         served.append(", ".join(texts))
         kept.append(_bar(experts["p"] @ shares / experts["p"].sum()))
     columns = {
@@ -340,7 +340,7 @@ def companions_html(atoms: pd.DataFrame, kept: np.ndarray, *, layer: int) -> str
     Args:
         atoms: as `activations.atoms_at_tokens` has them.
         kept: whether each atom of the layer is kept, (experts, atoms).
-        layer: that they are in.
+        layer: the layer that they are in.
     """
     if atoms.empty:
         return ""

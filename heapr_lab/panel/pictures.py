@@ -31,21 +31,21 @@ from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
 from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, literal
 from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.expert_map import first_rows, traffic
+from heapr_lab.panel.expert_map import expert_load, first_rows
 from heapr_lab.panel.session import setting_text
 from heapr_lab.pruning.masks import KeepMask
 
 _DPI = 100
 _N_BINS = 80
-_TRAFFIC = LinearSegmentedColormap.from_list("", ["#0072B2", "#7A4988", "#D55E00"])
+_LOAD = LinearSegmentedColormap.from_list("", ["#0072B2", "#7A4988", "#D55E00"])
 """From idle to busy; no colour is near the white to which cells fade."""
 _IDLE = 0.93
 """Grey of cells without an expert."""
 _LEGEND_WIDTH = 44
 _N_COLORS = 7
-"""Of the style."""
+"""The number of colours in the style."""
 LOSS = "Δloss "
-"""Before the name of a corpus, in the columns of a comparison."""
+"""What stands before the name of a corpus in the columns of a comparison."""
 
 # matplotlib's caches of fonts and text are not thread-safe.
 _DRAWING = threading.RLock()
@@ -68,7 +68,7 @@ def _alone(function: Callable[P, R]) -> Callable[P, R]:
 class ChoicePicture:
     """The pruned atoms by layer (bars), by expert (cells) and by score (histogram).
 
-    A cell's colour is the traffic of its expert, relative to an even share, and fades
+    A cell's colour is the load of its expert, relative to an even share, and fades
     to white as its atoms are pruned. In the histogram pruned scores are in front.
     """
 
@@ -78,7 +78,7 @@ class ChoicePicture:
         """Draw the fixed parts.
 
         Args:
-            table: of the masks that will be shown.
+            table: the table of the masks that will be shown.
         """
         full = KeepMask.full(table)
         size = (11.0, min(6.0, 2.9 + 0.07 * max(0, len(full.layers) - 8)))
@@ -86,7 +86,7 @@ class ChoicePicture:
         bars, cells, bins = self.figure.subplots(1, 3, width_ratios=[1.0, 1.5, 1.1])
         self.table = table
         self._widest = full.widths().to_numpy(dtype=float)
-        self._colors = _traffic_colors(table, full, cells)
+        self._colors = _load_colors(table, full, cells)
         plot_layer_ratios(layer_ratios_data({0.0: full}), ax=bars)
         legend = bars.get_legend()
         assert legend is not None
@@ -116,7 +116,7 @@ class ChoicePicture:
 
         Args:
             keep: the mask.
-            estimator: of the scores.
+            estimator: the estimator of the scores.
             granularity: "atom", or "expert", whose scores are sums over its atoms.
         """
         if (estimator, granularity) != self._shown:
@@ -203,8 +203,8 @@ class _Looks:
 
 def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """The settings as text, the corpus or task, and the points by ratio."""
-    found = zip(points["selection"], points["weights"], strict=True)
-    named = points.assign(way=[setting_text(*both) for both in found])
+    pairs = zip(points["selection"], points["weights"], strict=True)
+    named = points.assign(way=[setting_text(*pair) for pair in pairs])
     named = named.astype({"achieved_ratio": float, "delta_nll": float})
     for (way, dataset), group in named.groupby(["way", "dataset"], sort=False):
         yield str(way), str(dataset), group.sort_values("achieved_ratio")
@@ -273,7 +273,7 @@ def figure_compared(
     Args:
         frame: as `CompareTab.frame`.
         layers: as `CompareTab.layers`, of the first rows; None leaves the left one out.
-        numbers: of the look of each row, by its label.
+        numbers: the number of the look of each row, by its label.
     """
     looks = {label: _look(number) for label, number in numbers.items()}
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
@@ -297,7 +297,7 @@ def _look(number: int) -> dict[str, Any]:
 
 
 def _handle(label: str, look: dict[str, Any], pinned: bool) -> Line2D:
-    """Of the legend; methods have no line, because their layers are not drawn."""
+    """An entry of the legend; methods have no line, as their layers are not drawn."""
     line = {} if pinned else {"ls": "none"}
     return Line2D([], [], label=literal(label), marker="o", ms=4, **(look | line))
 
@@ -355,15 +355,15 @@ def drawn_png(draw: Callable[[], Figure]) -> bytes:
     return _png(_pixels(canvas))
 
 
-def _traffic_colors(table: ImportanceTable, full: KeepMask, ax: Axes) -> np.ndarray:
+def _load_colors(table: ImportanceTable, full: KeepMask, ax: Axes) -> np.ndarray:
     """(layers, experts, 3): the colour of each unpruned expert."""
     missing = full.widths().isna().to_numpy()
-    busy = traffic(table) if "tokens" in table.frame else np.ones(missing.shape)
-    scale = ScalarMappable(Normalize(0, 2), _TRAFFIC)
-    colors = np.asarray(scale.to_rgba(np.nan_to_num(busy, nan=1.0)))[..., :3]
+    load = expert_load(table) if "tokens" in table.frame else np.ones(missing.shape)
+    scale = ScalarMappable(Normalize(0, 2), _LOAD)
+    colors = np.asarray(scale.to_rgba(np.nan_to_num(load, nan=1.0)))[..., :3]
     colors[missing] = _IDLE
     bar = ax.figure.colorbar(scale, ax=ax, pad=0.02, extend="max")
-    bar.set_label("traffic of the expert [× even share]")
+    bar.set_label("expert load [× even share]")
     return colors
 
 

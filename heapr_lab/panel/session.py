@@ -69,7 +69,7 @@ class Point(msgspec.Struct, frozen=True):
     n_tokens: float | None
     accuracy: float | None
     stderr: float | None
-    """Of `accuracy`, or over windows of `delta_nll`."""
+    """The standard error of `accuracy`, or over windows of `delta_nll`."""
 
 
 POINT_COLUMNS = Point.__struct_fields__
@@ -89,7 +89,7 @@ def setting_text(selection: Selection | None, weights: str) -> str:
 
 
 def _text_of(text: str, selection: Selection, weights: str) -> str:
-    """Without the estimator, if weights choose it."""
+    """The text with its weights; without the estimator, if weights choose it."""
     if weights.startswith("compress"):
         text = text.removeprefix(f"{selection.estimator}, ")
     return f"{text}, {weights}"
@@ -120,9 +120,9 @@ class PruningSession:
 
         Args:
             table: the importance of the atoms.
-            workbench: of the model that `table` was measured on; needed to evaluate.
-            calibration: that `table` was measured on; by default the workbench's.
-            file: that `table` was read from, if it was.
+            workbench: that of the model `table` was measured on; needed to evaluate.
+            calibration: what `table` was measured on; by default the workbench's.
+            file: the file `table` was read from, if it was.
         """
         self.table = table
         self.workbench = workbench
@@ -133,7 +133,7 @@ class PruningSession:
         self.windows: dict[tuple[Selection | None, str, str], tuple[float, ...]] = {}
         """Mean losses of single windows, by selection, weights and corpus."""
         self.seconds_a_window: float | None = None
-        """Of an evaluation, of the last one that was not read from the cache."""
+        """Seconds a window in the last evaluation that was not read from the cache."""
         self._selection = Selection(0.25)
         self._rejected: SpecError | None = None
         self._making, self._adding = threading.Lock(), threading.Lock()
@@ -142,7 +142,7 @@ class PruningSession:
         )
         self._chosen: dict[tuple[Selection, WeightRecipe], KeepMask] = {}
         """Masks that were chosen with the weights."""
-        # Of the selection that is shown, each is computed once.
+        # For the selection that is shown, each is computed once.
         last = functools.lru_cache(maxsize=2)
         self._ranked = last(functools.partial(select, table))
         self._last_savings = last(self.savings_of)
@@ -159,7 +159,7 @@ class PruningSession:
         from heapr_lab.evaluation.perplexity import evaluate_perplexity
 
         bench: Any = self.workbench
-        if any(one.is_meta for one in bench.model.parameters()):
+        if any(weight.is_meta for weight in bench.model.parameters()):
             return  # which are read from disk, all of them for one window
         window = bench.test_windows(corpus).ids[:1]
         for _ in range(2):  # the first one is slower
@@ -208,14 +208,14 @@ class PruningSession:
         recipe = recipe or self.recipe
         if not recipe.chooses:
             return self._ranked(selection)
-        found = self._chosen.get((recipe.asked(selection), recipe))
-        if found is None:
+        keep = self._chosen.get((recipe.asked(selection), recipe))
+        if keep is None:
             self._ranked(recipe.asked(selection))
             raise NotKnownError(
                 f"not known yet: {recipe.text} chooses the atoms itself; Evaluate does "
                 "so"
             )
-        return found
+        return keep
 
     # --- counting ---------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class PruningSession:
     def measured(self) -> pd.DataFrame:
         """The last of the `points` of exactly this mask, for each corpus.
 
-        Of `compress`, which chooses a mask of its own, those of exactly this ratio.
+        For `compress`, which chooses a mask of its own, those of exactly this ratio.
         """
         points = self._points_alike()
         if points.empty:
@@ -292,8 +292,8 @@ class PruningSession:
 
     def evaluated(self) -> set[str]:
         """The corpora and tasks with a point of the current settings."""
-        found = self.points_for(self.selection, self.recipe.text)["dataset"]
-        return {*found, *self.measured()["dataset"]}
+        datasets = self.points_for(self.selection, self.recipe.text)["dataset"]
+        return {*datasets, *self.measured()["dataset"]}
 
     def measured_losses(self, corpus: str) -> pd.Series:
         """Δloss on a corpus by ratio, ascending: the points of these settings."""
@@ -337,7 +337,7 @@ class PruningSession:
 
         Args:
             corpora: names or paths.
-            tasks: of the harness, or `continuation`.
+            tasks: tasks of the harness, or `continuation`.
             selection: by default the current one.
             recipe: by default the current one.
             report: called for each window as that of a `Job` is; an exception it raises
@@ -363,15 +363,15 @@ class PruningSession:
         clock = Clock((1 + len(recipes)) * each + sum(to_make), report)
         score = summed_scores(self.table, ranked, selection.estimator)
         point = functools.partial(_point, selection, score=score)
-        found = measured_of(parts, None, clock)
-        rows = [point(None, row, recipe=recipe) for row in found]
+        measured = measured_of(parts, None, clock)
+        rows = [point(None, row, recipe=recipe) for row in measured]
         new = self._with_differences(rows)
         for one, n_windows in zip(recipes, to_make, strict=True):
             made = self.made(selection, one, part=clock.making(n_windows))
             clock.end(n_windows)
             named = "pruned" if one == recipe else "masked"
-            found = measured_of(parts, made, clock, named=named)
-            rows += [point(made, row, recipe=one) for row in found]
+            measured = measured_of(parts, made, clock, named=named)
+            rows += [point(made, row, recipe=one) for row in measured]
             new = self._with_differences(rows)
             if one != recipe and on_masked is not None:
                 self._add(new)
@@ -381,7 +381,7 @@ class PruningSession:
         return new
 
     def _parts(self, corpora: Sequence[str], tasks: Sequence[str]) -> list[Part]:
-        """What is measured of each model.
+        """What each model is measured on.
 
         Raises:
             SpecError: there is no model, or nothing to measure it on.
@@ -404,9 +404,9 @@ class PruningSession:
         if self._last_made is not None and self._last_made[0] == (selection, recipe):
             return 0
         assert self.workbench is not None
-        asked = recipe.calibration(self.calibration)
-        n_sequences = asked.n_sequences or self.workbench.profile.n_sequences
-        return recipe.n_passes * (n_sequences + asked.n_own(n_sequences))
+        calibration = recipe.calibration(self.calibration)
+        n_sequences = calibration.n_sequences or self.workbench.profile.n_sequences
+        return recipe.n_passes * (n_sequences + calibration.n_own(n_sequences))
 
     def n_windows(
         self,
@@ -420,8 +420,8 @@ class PruningSession:
         Raises:
             SpecError: as `evaluate`.
         """
-        made = 0 if selection is None else self._windows_to_make(selection, recipe)
-        return made + sum(part.n_windows for part in self._parts(corpora, tasks))
+        making = 0 if selection is None else self._windows_to_make(selection, recipe)
+        return making + sum(part.n_windows for part in self._parts(corpora, tasks))
 
     def _with_differences(self, rows: list[dict[str, Any]]) -> pd.DataFrame:
         """Points, with the difference to the dense model of each, which comes first."""
@@ -435,14 +435,14 @@ class PruningSession:
         """Keep the losses of single windows; `stderr` of each Δloss is over them."""
         dense: dict[str, tuple[float, ...]] = {}
         for row in rows:
-            own = row.get("windows", ())
-            if not own:
+            losses = row.get("windows", ())
+            if not losses:
                 continue
-            self.windows[row["selection"], row["weights"], row["dataset"]] = own
+            self.windows[row["selection"], row["weights"], row["dataset"]] = losses
             if row["selection"] is None:  # which is first
-                dense[row["dataset"]] = own
-            elif len(dense.get(row["dataset"], ())) == len(own):
-                row["stderr"] = paired_difference(own, dense[row["dataset"]])[1]
+                dense[row["dataset"]] = losses
+            elif len(dense.get(row["dataset"], ())) == len(losses):
+                row["stderr"] = paired_difference(losses, dense[row["dataset"]])[1]
 
     def made(
         self, selection: Selection, recipe: WeightRecipe, *, part: StartPart = no_parts
@@ -464,18 +464,18 @@ class PruningSession:
         with self._making:  # a second tab waits for what the first one makes
             if self._last_made is None or self._last_made[0] != key:
                 self._last_made = None  # weights are not held beside the next ones
-                found = work(fitted, part=part)
-                self._last_made = key, found
+                pruning = work(fitted, part=part)
+                self._last_made = key, pruning
                 if recipe.chooses:
-                    self._chosen[key] = found.keep
+                    self._chosen[key] = pruning.keep
             return replace(self._last_made[1], recipe=recipe)
 
     def _add(self, new: pd.DataFrame) -> None:
-        asked = ["dataset", "selection", "weights"]
+        keys = ["dataset", "selection", "weights"]
         with self._adding:  # two tabs may measure at the same time
-            parts = [part for part in (self.points, new) if len(part)]
-            both = pd.concat(parts, ignore_index=True)
-            self.points = both.drop_duplicates(asked, keep="last", ignore_index=True)
+            frames = [frame for frame in (self.points, new) if len(frame)]
+            points = pd.concat(frames, ignore_index=True)
+            self.points = points.drop_duplicates(keys, keep="last", ignore_index=True)
 
 
 def _point(
@@ -499,5 +499,5 @@ def _point(
 
 
 def _estimator_of(made: "PruningResult", selection: Selection) -> str:
-    """The one that chose the mask; with `compress` it may be another than asked for."""
+    """The estimator that chose the mask; of `compress`, maybe not the one asked for."""
     return str(made.keep.settings.get("estimator", selection.estimator))

@@ -46,7 +46,7 @@ VARIABLE: Final = "HEAPR_LAB_RESUME"
 KIND: Final = "sessions"
 """Folder in the cache, with a folder for each table and its test data."""
 SECONDS: Final = 1.0
-"""From the last change to the file: moves must not wait for it."""
+"""Seconds from the last change to the file: moves must not wait for it."""
 MOST_KEPT: Final = 8
 """Sessions of one table; the oldest are removed."""
 
@@ -67,11 +67,11 @@ class SessionBar(ipw.VBox):
         """Lay the bar out.
 
         Args:
-            session: whose selection, calibration and points are saved.
-            controls: which show the selection.
-            comparison: whose pins are saved.
-            inspection: whose text and numbers are.
-            weights: whose recipe is saved.
+            session: its selection, calibration and points are saved.
+            controls: they show the selection.
+            comparison: its pins are saved.
+            inspection: its text and numbers are saved.
+            weights: its recipe is saved.
             refresh: called after a file was opened.
         """
         self._session, self._controls = session, controls
@@ -112,7 +112,7 @@ class SessionBar(ipw.VBox):
             SpecError: the settings are infeasible.
         """
         session = self._session
-        found = SavedSession(
+        saved = SavedSession(
             fingerprint_of(session.table),
             _measured_for(session),
             self._tests(),
@@ -128,14 +128,14 @@ class SessionBar(ipw.VBox):
         )
         if session.workbench is None and self._opened is not None:
             # What only a model can use is passed on.
-            found = msgspec.structs.replace(
-                found,
+            saved = msgspec.structs.replace(
+                saved,
                 tests=self._opened.tests,
                 texts=self._opened.texts,
                 inspected=self._opened.inspected,
                 recipe=self._opened.recipe,
             )
-        return found
+        return saved
 
     def _tests(self) -> Tests | None:
         bench = self._session.workbench
@@ -147,7 +147,7 @@ class SessionBar(ipw.VBox):
     def _texts_of(self, points: pd.DataFrame) -> dict[str, str]:
         """Hash of the test data of each corpus and task that is here.
 
-        Of one panel they stay the same, so each is computed once.
+        They stay the same in one panel, so each is computed once.
         """
         bench = self._session.workbench
         if bench is None:
@@ -204,11 +204,11 @@ class SessionBar(ipw.VBox):
         self._inspection.map.show_state(saved.map)
 
     def _check_same(self, saved: SavedSession) -> None:
-        own = fingerprint_of(self._session.table)
-        if saved.table != own:
+        table = fingerprint_of(self._session.table)
+        if saved.table != table:
             raise SpecError(
                 f"the session is of another model, calibration or table: its "
-                f"fingerprint is {saved.table[:12]}, that of the panel {own[:12]}; "
+                f"fingerprint is {saved.table[:12]}, that of the panel {table[:12]}; "
                 "open the panel with the model and the calibration it was saved with"
             )
         tests = self._tests()
@@ -244,11 +244,11 @@ class SessionBar(ipw.VBox):
         """The values for the controls of Inspect; empty without a model."""
         if self._session.workbench is None or saved.inspected is None:
             return {}
-        found = msgspec.structs.asdict(saved.inspected)
-        for name, value in found.items():
+        values = msgspec.structs.asdict(saved.inspected)
+        for name, value in values.items():
             if name not in {"text", "position"}:  # the text decides on the last one
                 check_value(getattr(self._inspection, name), value)
-        return found
+        return values
 
     # --- buttons ------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class LastSession(ipw.HBox):
         """Offer the last session.
 
         Args:
-            files: which has the state of the panel, and can show another.
+            files: it has the state of the panel, and can show another.
         """
         self._files, self._shown = files, False
         self._soon = Debounced(self.write, SECONDS)
@@ -326,8 +326,8 @@ class LastSession(ipw.HBox):
             self.path = folder / f"{uuid.uuid4().hex}.json"
             self.earlier = next(reversed(_sessions_in(folder)), None)
         self.message = ipw.HTML()
-        said = "show the pins, evaluations and settings of that session"
-        self.resume = button("Resume", said, self._press)
+        hint = "show the pins, evaluations and settings of that session"
+        self.resume = button("Resume", hint, self._press)
         layout = {"flex_flow": "row wrap", "display": "none"}
         super().__init__([self.message, self.resume], layout=layout)
         if self.earlier is not None:
@@ -375,8 +375,8 @@ class LastSession(ipw.HBox):
 
 def _sessions_in(folder: Path) -> list[Path]:
     """The files of sessions, the last one last; none that is being written."""
-    found = []
+    files = []
     for path in folder.glob("[!.]*.json"):
         with contextlib.suppress(FileNotFoundError):  # another panel removed it
-            found.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(found)]
+            files.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(files)]

@@ -57,7 +57,7 @@ class SavedSession(msgspec.Struct, frozen=True):
     """What a session file has."""
 
     table: str
-    """Of `fingerprint_of`: selections and points are of this table."""
+    """The `fingerprint_of` the table that selections and points are of."""
     measured_for: str
     """An estimator; where it needs an extra pass, the table has its scores."""
     tests: Tests | None
@@ -161,10 +161,10 @@ def read_session(path: Path | str) -> SavedSession:
     path = Path(path).expanduser()
     if not path.is_file():
         raise SpecError(f"there is no session {path}; save one in the panel")
-    found = _head(path).version
-    if found != VERSION:
+    version = _head(path).version
+    if version != VERSION:
         raise SpecError(
-            f"{path} has version {found}, expected {VERSION}: open it with the "
+            f"{path} has version {version}, expected {VERSION}: open it with the "
             "heapr_lab that saved it"
         )
     data = path.read_bytes()
@@ -184,8 +184,8 @@ def _has_more(data: Any, known: Any) -> bool:
     """
     if isinstance(data, dict) and isinstance(known, dict):
         return any(
-            name not in known or _has_more(own, known[name])
-            for name, own in data.items()
+            name not in known or _has_more(part, known[name])
+            for name, part in data.items()
         )
     if isinstance(data, list | tuple) and isinstance(known, list | tuple):
         return len(data) != len(known) or any(map(_has_more, data, known))

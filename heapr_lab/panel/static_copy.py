@@ -22,7 +22,7 @@ from heapr_lab.panel.looks import image_html
 CLASS: Final = "heapr-copy"
 """CSS class of every copy; each has another one, of its panel alone."""
 SECONDS: Final = 1.0
-"""From the last move of a control to the new copy: moves must not wait for it."""
+"""Seconds from the last move of a control to the copy: moves must not wait for it."""
 _WIDGET = "A panel, which needs a running kernel; a copy is below."
 _NOTE = "A copy of the panel without its controls; to use it, run the notebook."
 

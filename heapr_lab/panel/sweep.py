@@ -28,7 +28,7 @@ NO_MODEL = "a table without a model cannot be evaluated"
 SEARCH = "Find the ratio"
 """The button that searches."""
 _HIGHEST = 95
-"""Per cent that are tried at most."""
+"""The largest per cent that is tried."""
 _AFTER_ONE = "how long is known after one evaluation"
 
 
@@ -42,14 +42,14 @@ def read_ratios(text: str) -> tuple[float, ...]:
         >>> read_ratios("40%, 0.2; 20 %")
         (0.2, 0.4)
     """
-    found = {
+    ratios = {
         read_ratio(part) for part in text.replace(";", ",").split(",") if part.strip()
     }
-    if not found or 0.0 in found:
+    if not ratios or 0.0 in ratios:
         raise SpecError(
             f"the ratios are {text!r}, expected some above 0, such as 10%, 20%, 40%"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(ratios))
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ class Sweep:
     def missing(self, session: PruningSession) -> list["Missing"]:
         """Selections with the corpora and tasks that they have no point of."""
         points = session.points
-        own = points[points["weights"].eq(self.recipe.text)]
-        known = set(zip(own["selection"], own["dataset"], strict=True))
+        rows = points[points["weights"].eq(self.recipe.text)]
+        known = set(zip(rows["selection"], rows["dataset"], strict=True))
         parts = [
             Missing(
-                one,
-                tuple(name for name in self.corpora if (one, name) not in known),
-                tuple(name for name in self.tasks if (one, name) not in known),
+                selection,
+                tuple(name for name in self.corpora if (selection, name) not in known),
+                tuple(name for name in self.tasks if (selection, name) not in known),
             )
-            for one in dict.fromkeys(map(self.recipe.asked, self.selections))
+            for selection in dict.fromkeys(map(self.recipe.asked, self.selections))
         ]
         return [part for part in parts if part.corpora or part.tasks]
 
@@ -96,8 +96,8 @@ class Sweep:
         if each is None or not missing:
             return None
         n_windows = session.n_windows(self.corpora, self.tasks) + sum(
-            session.n_windows(one.corpora, one.tasks, one.selection, self.recipe)
-            for one in missing
+            session.n_windows(part.corpora, part.tasks, part.selection, self.recipe)
+            for part in missing
         )
         return each * n_windows
 
@@ -108,10 +108,10 @@ class Sweep:
         report: Report,
         on_points: Callable[[], None],
     ) -> int:
-        """Evaluate what is missing, and the number of selections that were.
+        """Evaluate what is missing, and return the number of selections that were.
 
         Args:
-            session: whose points are added to; of what is finished they stay if a
+            session: points are added to it; those of what is finished stay if a
                 later one fails or is cancelled.
             report: called with (done, in all, what), in selections.
             on_points: called after each selection.
@@ -189,7 +189,7 @@ class Target:
 
     corpus: str
     rise: float
-    """In nats per token."""
+    """The largest allowed increase, in nats per token."""
 
     def search(
         self,
@@ -202,7 +202,7 @@ class Target:
         """The largest ratio found, in whole per cent; its points are the session's.
 
         Args:
-            session: whose weights are evaluated; what has a point is not run again.
+            session: its weights are evaluated; what has a point is not run again.
             selection: what is pruned; its ratio is not used.
             report: called with the progress of each evaluation.
             on_points: called after each.
@@ -213,10 +213,10 @@ class Target:
         recipe = session.recipe
 
         def loss_at(ratio: float) -> float:
-            one = replace(selection, ratio=round(ratio, 2))
-            sweep = Sweep((one,), (self.corpus,), recipe=recipe)
+            tried = replace(selection, ratio=round(ratio, 2))
+            sweep = Sweep((tried,), (self.corpus,), recipe=recipe)
             sweep.run(session, report=report, on_points=on_points)
-            return session.loss_of(one, recipe, self.corpus)
+            return session.loss_of(tried, recipe, self.corpus)
 
         highest = _feasible(session.table, selection)
         return round(largest_ratio(loss_at, self.rise, highest=highest), 2)
@@ -246,16 +246,16 @@ def differences(session: PruningSession) -> pd.DataFrame:
         is compared with as text; the mean difference of their losses and its standard
         error over windows, in nats per token.
     """
-    found = []
+    table = []
     points = session.points.dropna(subset=["selection", "nll"])
     for (dataset, removed), rows in points.groupby(["dataset", "achieved_ratio"]):
         pairs = list(zip(rows["selection"], rows["weights"], strict=True))
-        first, *others = [session.windows.get((*one, dataset), ()) for one in pairs]
-        for pair, own in zip(pairs[1:], others, strict=True):
-            if len(own) == len(first) > 0:
+        first, *others = [session.windows.get((*pair, dataset), ()) for pair in pairs]
+        for pair, nll in zip(pairs[1:], others, strict=True):
+            if len(nll) == len(first) > 0:
                 texts = setting_text(*pair), setting_text(*pairs[0])
-                found.append((dataset, removed, *texts, *paired_difference(own, first)))
-    return pd.DataFrame(found, columns=list(DIFFERENCES))
+                table.append((dataset, removed, *texts, *paired_difference(nll, first)))
+    return pd.DataFrame(table, columns=list(DIFFERENCES))
 
 
 class SweepSection(ipw.VBox):
@@ -274,7 +274,7 @@ class SweepSection(ipw.VBox):
         Args:
             session: its selection is evaluated at other ratios.
             corpora: the list of the tab, of which those chosen are measured.
-            tasks: the same of tasks.
+            tasks: the same for tasks.
             on_points: called in the measuring thread when there are new points.
         """
         self.session, self._on_points = session, on_points
@@ -320,13 +320,13 @@ class SweepSection(ipw.VBox):
         )
 
     def _sweep(self, report: Report) -> None:
-        found = self._asked()
-        if not found.missing(self.session):
+        sweep = self._asked()
+        if not sweep.missing(self.session):
             raise SpecError(
                 "all of this is measured already: choose other ratios, estimators, "
                 "corpora or weights"
             )
-        found.run(self.session, report=report, on_points=self._on_points)
+        sweep.run(self.session, report=report, on_points=self._on_points)
         self.refresh()
 
 

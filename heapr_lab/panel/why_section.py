@@ -75,9 +75,9 @@ class WhySection(ipw.VBox):
 
         Args:
             session: it has the model, and the selection of the masked model.
-            text: that is inspected.
-            layer: of the chosen token.
-            position: of the chosen token.
+            text: the text that is inspected.
+            layer: the layer of the chosen token.
+            position: the position of the chosen token.
             masked: the tokens of the text, the mask of a selection, and both as text.
         """
         self.session = session
@@ -155,7 +155,7 @@ class WhySection(ipw.VBox):
 
         passage, keep, pruned = self._masked(selection)
         report(0, 3, "first order")
-        found = attribute_loss(self._model, keep, passage.ids)
+        attribution = attribute_loss(self._model, keep, passage.ids)
         report(1, 3, "the change itself")
         losses = token_losses(
             self._model,
@@ -163,10 +163,10 @@ class WhySection(ipw.VBox):
             keep=keep,
             progress=lambda done, _: report(1 + done, 3, "the change itself"),
         )
-        self.attribution = found
+        self.attribution = attribution
         view = attribution_html(
-            found.layers(),
-            found.tokens[0],
+            attribution.layers(),
+            attribution.tokens[0],
             passage.tokens,
             change=losses["delta_nll"].mean(),
             pruned=pruned,
@@ -236,7 +236,7 @@ def attribution_html(
     Args:
         layers: as `Attribution.layers` has them.
         tokens: attribution to what is removed at each token in each layer.
-        texts: of the tokens.
+        texts: the texts of the tokens.
         change: the measured Δloss, in nats per token.
         pruned: says which pruned model it is.
     """
@@ -280,7 +280,7 @@ def _map(layers: Sequence[int], tokens: np.ndarray, texts: Sequence[str]) -> str
 
 def _cells(values: np.ndarray, largest: float) -> list[str]:
     """The sum, and each value, marked by its share of `largest`."""
-    return [f"{1000 * values.sum():+.2f}", *(_cell(own, largest) for own in values)]
+    return [f"{1000 * values.sum():+.2f}", *(_cell(nats, largest) for nats in values)]
 
 
 def _cell(value: float, largest: float) -> str:
@@ -289,28 +289,28 @@ def _cell(value: float, largest: float) -> str:
     return f'<span style="{style}">{1000 * value:+.2f}</span>'
 
 
-def measured_html(found: "Restored", *, first_order: np.ndarray, pruned: str) -> str:
+def measured_html(losses: "Restored", *, first_order: np.ndarray, pruned: str) -> str:
     """What restoring each part gains and what its removal alone costs, measured.
 
     Args:
-        found: the losses.
+        losses: what was measured.
         first_order: the estimate for each row of its frame.
         pruned: says which pruned model it is.
     """
-    of_experts = "expert" in found.frame
+    of_experts = "expert" in losses.frame
     part = "expert" if of_experts else "layer"
-    where = f" in layer {found.frame['layer'].iloc[0]}" if of_experts else ""
+    where = f" in layer {losses.frame['layer'].iloc[0]}" if of_experts else ""
     text = (
-        f"Measured: Δ is {found.delta_nll:+.4f} nats per token when all is pruned. "
+        f"Measured: Δ is {losses.delta_nll:+.4f} nats per token when all is pruned. "
         f"Each {part}{where} was restored alone, and pruned alone. Parts interact, so "
         f"neither column adds up to Δ. Masked model: {pruned}."
     )
-    restored, alone = found.frame["restored_delta"], found.frame["alone_delta"]
+    restored, alone = losses.frame["restored_delta"], losses.frame["alone_delta"]
     columns = {
-        part: found.frame[part],
-        "atoms pruned": numbers(found.frame["n_removed"], ","),
+        part: losses.frame[part],
+        "atoms pruned": numbers(losses.frame["n_removed"], ","),
         _FIRST_ORDER: numbers(first_order, "+.4f"),
-        "measured: restoring it gains": numbers(found.delta_nll - restored, "+.4f"),
+        "measured: restoring it gains": numbers(losses.delta_nll - restored, "+.4f"),
         "measured: Δ with it restored": numbers(restored, "+.4f"),
         "measured: Δ with only it pruned": numbers(alone, "+.4f"),
     }
@@ -329,9 +329,9 @@ def token_html(
 
     Args:
         atoms: as `attribution.attribute_token` has them.
-        texts: of all tokens, (L,).
+        texts: the texts of all tokens, (L,).
         layer: number of the layer.
-        position: of the token.
+        position: the position of the token.
         pruned: says which pruned model it is.
     """
     total = atoms["first_order"].sum()

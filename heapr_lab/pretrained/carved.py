@@ -51,10 +51,10 @@ class Layout:
         Raises:
             SpecError: it is no such name.
         """
-        found = _LAYOUT.fullmatch(name)
-        if found is None:
+        match = _LAYOUT.fullmatch(name)
+        if match is None:
             raise SpecError(f"layout {name!r}: expected a name such as s192e21x64k16")
-        return cls(*map(int, found.groups()))
+        return cls(*map(int, match.groups()))
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class CarvedLayer:
     order: torch.Tensor
     """The neurons, those of the shared part first, then expert by expert: (d_ff,)."""
     router: torch.Tensor
-    """(n_experts, d_model)."""
+    """Weights of the router, (n_experts, d_model)."""
     bias: torch.Tensor
     """Correction of the choice of experts, (n_experts,)."""
     expert_scale: torch.Tensor
@@ -91,29 +91,29 @@ class CarvedLayer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What the file holds, by name."""
-        found = {
+        tensors = {
             "order": self.order.short(),
             "router": self.router.bfloat16(),
             "bias": self.bias.float(),
             "expert_scale": self.expert_scale.float(),
         }
-        found |= {name: weight.float() for name, weight in self.norms.items()}
+        tensors |= {name: weight.float() for name, weight in self.norms.items()}
         for name, change in self.changes.items():
-            found |= {f"{name}.packed": change.packed, f"{name}.scale": change.scale}
-        return found
+            tensors |= {f"{name}.packed": change.packed, f"{name}.scale": change.scale}
+        return tensors
 
     @classmethod
-    def read(cls, found: Mapping[str, torch.Tensor]) -> Self:
+    def read(cls, part: Mapping[str, torch.Tensor]) -> Self:
         """The layer that `tensors` described."""
-        d_model = found["router"].shape[1]
+        d_model = part["router"].shape[1]
         return cls(
-            found["order"].long(),
-            found["router"].float(),
-            found["bias"],
-            found["expert_scale"],
-            {name: found[name] for name in NORMS},
+            part["order"].long(),
+            part["router"].float(),
+            part["bias"],
+            part["expert_scale"],
+            {name: part[name] for name in NORMS},
             {
-                name: Ternary(found[f"{name}.packed"], found[f"{name}.scale"], d_model)
+                name: Ternary(part[f"{name}.packed"], part[f"{name}.scale"], d_model)
                 for name in MATRICES
             },
         )
@@ -151,9 +151,9 @@ class Carved:
         try:
             with safe_open(path, "pt") as stored:
                 layout, base = stored.metadata()[_ENTRY].split()
-                found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
             layers: dict[int, dict[str, torch.Tensor]] = {}
-            for name, tensor in found.items():
+            for name, tensor in tensors.items():
                 index, dot, rest = name.partition(".")
                 if dot:
                     layers.setdefault(int(index), {})[rest] = tensor
@@ -161,7 +161,7 @@ class Carved:
                 Layout.named(layout),
                 base,
                 tuple(CarvedLayer.read(layers[index]) for index in range(len(layers))),
-                found["norm"],
+                tensors["norm"],
             )
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise SpecError(
@@ -180,22 +180,22 @@ def as_glm4_moe(
         dense: the weights of the dense model as a Mixtral of one expert, by the names
             of its files.
         config: the configuration of that Mixtral.
-        dtype: of the model; the correction biases stay in float32.
+        dtype: that of the model; the correction biases stay in float32.
     """
     model = build(_config(carved.layout, config), dtype=dtype)
     state = {
         name: weight for name, weight in dense.items() if "block_sparse_moe" not in name
     }
     for index, layer in enumerate(carved.layers):
-        own = {
+        matrices = {
             name: dense[
                 f"model.layers.{index}.block_sparse_moe.experts.0.{theirs}.weight"
             ]
             for name, theirs in MATRICES.items()
         }
-        found = _mlp(layer, own, carved.layout)
-        found |= {f"{name}.weight": layer.norms[name] for name in NORMS}
-        for name, tensor in found.items():
+        weights = _mlp(layer, matrices, carved.layout)
+        weights |= {f"{name}.weight": layer.norms[name] for name in NORMS}
+        for name, tensor in weights.items():
             state[f"model.layers.{index}.{name}"] = tensor
     state["model.norm.weight"] = carved.norm
     if config.tie_word_embeddings:

@@ -20,7 +20,7 @@ class Ternary:
     packed: torch.Tensor
     """Five values in each byte, in the order of the matrix: (⌈n/5⌉,) uint8."""
     scale: torch.Tensor
-    """(n_rows,) float16."""
+    """The scale of each row, (n_rows,) float16."""
     n_columns: int
 
     def values(self) -> torch.Tensor:

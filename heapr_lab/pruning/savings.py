@@ -17,9 +17,9 @@ def context_length(table: ImportanceTable) -> int:
 
     It is the default context length at which operations are counted.
     """
-    made = (table.metadata.get("provenance") or {}).get("calibration") or {}
-    found = made.get("seq_len")
-    return found if isinstance(found, int) and found > 0 else DEFAULT_CONTEXT
+    calibration = (table.metadata.get("provenance") or {}).get("calibration") or {}
+    seq_len = calibration.get("seq_len")
+    return seq_len if isinstance(seq_len, int) and seq_len > 0 else DEFAULT_CONTEXT
 
 
 def at_context(seq_len: float) -> str:
@@ -50,9 +50,9 @@ def savings_of(
         table: the table `keep` was selected from; has architecture and routing.
         seq_len: tokens of context that attention is counted at; by default
             `context_length` of the table.
-        bytes_per_parameter: of the checkpoint; by default that of the
+        bytes_per_parameter: size in the checkpoint; by default that in the
             measured model, which may have been loaded in a wider dtype.
-        bytes_per_kept: of the pruned checkpoint, where it is another: weights that were
+        bytes_per_kept: size in the pruned checkpoint, if another: weights that were
             quantised are not when they are written.
     """
     model, tokens = table.architecture, table.expert_tokens()
@@ -89,7 +89,7 @@ def summed_scores(
         table: the table that scores the atoms.
         keep: the kept atoms of the same model.
         estimator: a name in `estimators.ESTIMATORS`.
-        **options: of the estimator.
+        **options: options of the estimator.
 
     Raises:
         SpecError: the mask is for another model.

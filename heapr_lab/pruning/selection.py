@@ -74,17 +74,17 @@ def select(
     shapes = table.shapes()
     ends = np.cumsum([n_experts * d_inter for n_experts, d_inter in shapes.values()])
     positions = zip(shapes, np.split(ranking.positions, ends[:-1]), strict=True)
-    rows = np.concatenate([own >= amounts[layer] for layer, own in positions])
+    rows = np.concatenate([position >= amounts[layer] for layer, position in positions])
     settings = {**selection.to_dict(), "table": table.metadata.get("spec_hash")}
     return KeepMask.from_rows(table, rows, **settings)
 
 
 # What help shows and tab completes, in place of `**fields`.
-_own, _fields = (inspect.signature(one).parameters for one in (select, Selection))
+_params, _fields = (inspect.signature(f).parameters for f in (select, Selection))
 select.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [
-        *list(_own.values())[:2],
-        *(one.replace(kind=one.KEYWORD_ONLY) for one in _fields.values()),
+        *list(_params.values())[:2],
+        *(field.replace(kind=field.KEYWORD_ONLY) for field in _fields.values()),
     ],
     return_annotation=KeepMask,
 )

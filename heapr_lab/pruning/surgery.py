@@ -19,7 +19,7 @@ from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 
 ReplacedDownProj = Mapping[int, torch.Tensor]
-"""By layer, W_down of every expert (E, D, I), in place of the model's own."""
+"""W_down of every expert (E, D, I), by layer, in place of the model's own."""
 
 
 @contextlib.contextmanager
@@ -46,8 +46,8 @@ def masking(
         ...     pruned = model(ids).logits
     """
     layers = find_experts(model)
-    own = [_replacement(model, down_projs or {}, layer.layer) for layer in layers]
-    with masked(layers, keeps_of(layers, keep), own):
+    downs = [_replacement(model, down_projs or {}, layer.layer) for layer in layers]
+    with masked(layers, keeps_of(layers, keep), downs):
         yield model
 
 
@@ -148,12 +148,12 @@ def check_table(
         SpecError: it was measured on another model.
     """
     _check_shapes(layers, table.shapes(), name="table")
-    found = (table.metadata.get("spec") or {}).get("model")
-    if found is None:
+    recorded = (table.metadata.get("spec") or {}).get("model")
+    if recorded is None:
         return
-    own = model_identity(model)
+    identity = model_identity(model)
     differ = [
-        name for name in sorted({*own, *found}) if found.get(name) != own.get(name)
+        n for n in sorted({*identity, *recorded}) if recorded.get(n) != identity.get(n)
     ]
     if differ:
         raise SpecError(
@@ -169,11 +169,11 @@ def keeps_of(layers: list[ExpertsLayer], keep: KeepMask) -> list[torch.Tensor]:
         SpecError: `keep` was made for another model.
     """
     _check_shapes(layers, keep.shapes(), name="mask")
-    return [torch.from_numpy(keep.by_layer(own.layer).copy()) for own in layers]
+    return [torch.from_numpy(keep.by_layer(layer.layer).copy()) for layer in layers]
 
 
 def _check_shapes(
-    layers: list[ExpertsLayer], found: dict[int, tuple[int, int]], *, name: str
+    layers: list[ExpertsLayer], shapes: dict[int, tuple[int, int]], *, name: str
 ) -> None:
     """Check that a mask or a table has the layers of the model, in their shapes.
 
@@ -181,15 +181,15 @@ def _check_shapes(
         SpecError: it was made for another model.
     """
     numbers = [layer.layer for layer in layers]
-    if list(found) != numbers:
+    if list(shapes) != numbers:
         raise SpecError(
-            f"the {name} is for the layers {list(found)}, the model's MoE layers are "
+            f"the {name} is for the layers {list(shapes)}, the model's MoE layers are "
             f"{numbers}: the {name} was made for another model"
         )
     for layer in layers:
         expected = (layer.n_experts, layer.d_inter)
-        if found[layer.layer] != expected:
+        if shapes[layer.layer] != expected:
             raise SpecError(
-                f"the {name} of layer {layer.layer} has shape {found[layer.layer]}, "
+                f"the {name} of layer {layer.layer} has shape {shapes[layer.layer]}, "
                 f"expected {expected}: the {name} was made for another model"
             )

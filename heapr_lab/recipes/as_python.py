@@ -47,7 +47,7 @@ def python_of_model(
         calibration: what it is measured on, and weights are fitted to.
         selection: how its atoms are selected.
         recipe: how its weights are made.
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
     """
     selection = recipe.asked(selection)
     return _program(
@@ -87,13 +87,13 @@ def _opened(opening: Opening) -> str:
 
 
 def _assigned(name: str, value: Selection | Calibration) -> str:
-    """The value, made of its fields that are not the defaults."""
-    given = {
+    """The assignment of a value, by its fields that are not the defaults."""
+    options = {
         field.name: getattr(value, field.name)
         for field in fields(value)
         if getattr(value, field.name) != field.default
     }
-    return f"{name} = hl.{type(value).__name__}({', '.join(_named(given))})"
+    return f"{name} = hl.{type(value).__name__}({', '.join(_named(options))})"
 
 
 def _named(options: Mapping[str, Any]) -> list[str]:

@@ -109,16 +109,16 @@ def describe_calibration(
     table: ImportanceTable, windows: CalibrationSet | None = None
 ) -> str:
     """The text that `table`, or what is fitted to `windows`, was measured on."""
-    made = calibration_of(table, windows)
-    if made is None:
+    spec = calibration_of(table, windows)
+    if spec is None:
         return "not recorded"
     recorded = _recorded(table, windows)
-    text = f"{made.n_sequences} windows of {made.seq_len} tokens of {made.corpus}"
+    text = f"{spec.n_sequences} windows of {spec.seq_len} tokens of {spec.corpus}"
     if "split" in recorded:
         text += f" ({recorded['split']})"
-    text += f", seed {made.seed}" if "seed" in recorded else ""
-    if made.own_text:
-        n_own = recorded["n_sequences"] - (made.n_sequences or 0)
+    text += f", seed {spec.seed}" if "seed" in recorded else ""
+    if spec.own_text:
+        n_own = recorded["n_sequences"] - (spec.n_sequences or 0)
         text += f", and {n_own} that the model wrote itself"
     return text
 
@@ -127,21 +127,21 @@ def calibration_of(
     table: ImportanceTable, windows: CalibrationSet | None = None
 ) -> Calibration | None:
     """The calibration of `windows`, or of `table`; None where it is not recorded."""
-    made = _recorded(table, windows)
-    if not {"n_sequences", "seq_len", "corpus"} <= made.keys():
+    record = _recorded(table, windows)
+    if not {"n_sequences", "seq_len", "corpus"} <= record.keys():
         return None
     names = ("corpus", "n_sequences", "seq_len", "seed")
-    fields = {k: made[k] for k in names if k in made}
-    added = {text["corpus"]: text["n_sequences"] for text in made.get("joined", [])}
+    fields = {k: record[k] for k in names if k in record}
+    added = {text["corpus"]: text["n_sequences"] for text in record.get("joined", [])}
     if added.keys() - {OWN_TEXT}:
         return None  # windows that no corpus and share describe
     n_own = added.get(OWN_TEXT, 0)
-    n = fields["n_sequences"] = made["n_sequences"] - n_own
+    n = fields["n_sequences"] = record["n_sequences"] - n_own
     return Calibration.from_dict(fields | {"own_text": n_own / n})
 
 
 def _recorded(table: ImportanceTable, windows: CalibrationSet | None) -> dict[str, Any]:
-    """What is recorded of the windows, or else of those of the table."""
+    """What is recorded about the windows, or else about those of the table."""
     if windows is None:
         return (table.metadata.get("provenance") or {}).get("calibration") or {}
     sizes = {"n_sequences": windows.n_sequences, "seq_len": windows.seq_len}
@@ -239,8 +239,8 @@ def write_checkpoint(
     Raises:
         CacheError: the files, loaded again, have another loss; nothing is left.
     """
-    pruned, of_weights = pruned_model(bench, made, part)
-    facts = facts | of_weights
+    pruned, weight_facts = pruned_model(bench, made, part)
+    facts = facts | weight_facts
     source, stored = bench.source, stored_dtype(bench.model)
     packing = packing_of(pruned)
     round_experts(pruned, stored, packing)

@@ -41,7 +41,7 @@ class PruningResult:
     """The windows that weights are fitted to, if any are."""
     compensation: Compensation | None = None
     report: pd.DataFrame | None = None
-    """That of `compress`, if it chose."""
+    """The report of `compress`, if it chose."""
 
     @property
     def differs(self) -> bool:
@@ -61,7 +61,7 @@ def make(
 
     Args:
         bench: the dense model.
-        table: of `bench`, measured on the setting's calibration.
+        table: the table of `bench`, measured on the setting's calibration.
         setting: how atoms are selected; weights are fitted to its calibration, on which
             `compress` also chooses the estimator.
         recipe: how the kept weights are made.

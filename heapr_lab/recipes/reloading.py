@@ -22,7 +22,7 @@ MOST_APART = {torch.float64: 5e-5, torch.float32: 5e-5}
 """Nats per token by which the losses may differ, because kernels round differently."""
 _MOST_IN_HALF = 0.01
 _SHARE = 0.8
-"""Of the free memory, that a second copy of the model may take."""
+"""The share of the free memory that a second copy of the model may take."""
 
 Check = Callable[[Path], dict[str, str]]
 
@@ -42,7 +42,7 @@ def reload_check(
         corpus: its name, for the card.
 
     Returns:
-        What is called with the folder and returns the fact `reloaded`. It raises
+        A function of the folder that returns the fact `reloaded`. It raises
         CacheError if the folder cannot be loaded, or its loss is another.
     """
     ids = windows.ids[:N_WINDOWS]
@@ -82,8 +82,8 @@ def load_like(folder: Path, model: Any) -> Any:
         )
     spread = len(getattr(model, "hf_device_map", {})) > 1
     placement = "auto" if spread else None
-    found = read_weights(folder, dtype=model.dtype, device_map=placement)
-    return ready(found if spread else found.to(model.device))
+    loaded = read_weights(folder, dtype=model.dtype, device_map=placement)
+    return ready(loaded if spread else loaded.to(model.device))
 
 
 def _most_apart(like: Any) -> float:

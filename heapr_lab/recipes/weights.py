@@ -13,7 +13,7 @@ WEIGHTS = {
 }
 """How the kept weights are made, and as text."""
 _TO_HEAL = 4
-"""Windows, at least."""
+"""The least number of windows to heal on."""
 _PASSES = {"compress": 4, "compensated": 1, "unchanged": 0}
 
 
@@ -28,7 +28,7 @@ class WeightRecipe:
     weights: str = "unchanged"
     """A name in `WEIGHTS`."""
     own_text: float = 0.0
-    """Of `compress`: windows that the model writes itself, as in `Calibration`."""
+    """Self-generated windows for `compress`, as in `Calibration`."""
     heal: int = 0
     """Windows to heal on before a checkpoint is written: 0 for none, or at least 4."""
 
@@ -49,8 +49,8 @@ class WeightRecipe:
         """The recipe in points, tables and legends, where nothing is healed."""
         if self.weights == "unchanged":
             return "masked"
-        own = f", own text {self.own_text:.0%}" if self.own_text else ""
-        return f"{self.weights}{own}"
+        suffix = f", own text {self.own_text:.0%}" if self.own_text else ""
+        return f"{self.weights}{suffix}"
 
     @property
     def chooses(self) -> bool:
@@ -68,13 +68,13 @@ class WeightRecipe:
         return _PASSES[self.weights]
 
     def asked(self, selection: Selection) -> Selection:
-        """What of a selection matters: no estimator, if another may be chosen."""
+        """What matters of a selection: no estimator, if another may be chosen."""
         if not self.chooses:
             return selection
         return replace(selection, estimator="heapr", estimator_options=())
 
     def calibration(self, measured_on: Calibration) -> Calibration:
-        """What weights are fitted to: that of the table, with text of the model."""
+        """What weights are fitted to: the table's text, and self-generated text."""
         if not self.chooses:
             return measured_on
         return replace(measured_on, own_text=self.own_text)

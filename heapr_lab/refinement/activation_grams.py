@@ -63,8 +63,8 @@ class LayerGrams:
         blocks = (
             self.sums[:, 0].unflatten(2, (n_experts, -1)).unflatten(1, (n_experts, -1))
         )
-        own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # (2, E, I, I)
-        return LayerGrams("expert", own.contiguous(), self.tokens)
+        diagonal = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # (2, E, I, I)
+        return LayerGrams("expert", diagonal.contiguous(), self.tokens)
 
 
 class _Collector:
@@ -93,9 +93,9 @@ class _Collector:
         self.tokens[self.part] += torch.tensor(tokens)
         into = self.sums[self.part]
         if self.span == "expert":
-            for expert, own in enumerate(features):
-                if len(own):
-                    into[expert] += own.T @ own
+            for expert, phi in enumerate(features):
+                if len(phi):
+                    into[expert] += phi.T @ phi
             return
         blocks = into[0].view(2 * (self.n_experts, self.d_inter))  # (E, I, E, I)
         for a, b, ours, theirs in _pairs(features, rows.split(tokens)):
@@ -129,7 +129,7 @@ def _pairs(
 
     A token has few experts, so this is much cheaper than products of all features.
     """
-    n_tokens = 1 + max(int(own.max()) for own in rows if len(own))
+    n_tokens = 1 + max(int(tokens.max()) for tokens in rows if len(tokens))
     for a, ours in enumerate(rows):
         if not len(ours):
             continue
@@ -137,10 +137,10 @@ def _pairs(
         where = ours.new_full((n_tokens,), -1)
         where[ours] = torch.arange(len(ours), device=ours.device)
         for b in range(a + 1, len(rows)):
-            found = where[rows[b]]
-            both = found >= 0
-            if both.any():
-                yield a, b, features[a][found[both]], features[b][both]
+            places = where[rows[b]]
+            shared = places >= 0
+            if shared.any():
+                yield a, b, features[a][places[shared]], features[b][shared]
 
 
 def sizes_of(layer: ExpertsLayer, span: str) -> tuple[int, int]:
@@ -220,15 +220,15 @@ def collect_grams(
         SpecError: there is only one window, no such span or layer, or autocast is on.
         CoverageError: a layer did not take part in a forward.
     """
-    found = find_experts(model)
-    known = [layer.layer for layer in found]
+    experts = find_experts(model)
+    known = [layer.layer for layer in experts]
     unknown = sorted(set(layers or ()).difference(known))
     if unknown:
         raise SpecError(
             f"layers {unknown} have no routed experts, layers {known} have; give some "
             "of those"
         )
-    chosen = [k for k in found if layers is None or k.layer in layers]
+    chosen = [k for k in experts if layers is None or k.layer in layers]
     _check(model, calibration, chosen)
     collectors = [_Collector(layer, span) for layer in chosen]
     done = 0
@@ -242,8 +242,8 @@ def collect_grams(
                 progress(done, calibration.n_sequences)
     calls = len(list(_batches(calibration)))
     return {
-        layer.layer: own.finished(layer, calls)
-        for layer, own in zip(chosen, collectors, strict=True)
+        layer.layer: collector.finished(layer, calls)
+        for layer, collector in zip(chosen, collectors, strict=True)
     }
 
 
@@ -312,7 +312,7 @@ def _stepped(
     parts = [part for part, _ in _batches(calibration)]
     for number, run in walk.layers():
         watched = [with_experts[number]] if number in with_experts else []
-        collectors = [_Collector(own, span) for own in watched]
+        collectors = [_Collector(layer, span) for layer in watched]
         with evaluating(model), observed(watched, collectors):
             for part in parts:
                 for collector in collectors:

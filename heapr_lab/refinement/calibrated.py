@@ -66,7 +66,7 @@ class CalibratedModel:
     ) -> ImportanceTable:
         """The statistics of every atom, with the scores of `estimator`.
 
-        `progress` is called with windows: of a second pass where it takes one.
+        `progress` is called with windows: twice as many where it takes a second pass.
         """
         eliminated = find_estimator(estimator).extra_pass
         name = estimator if eliminated else ""

@@ -9,7 +9,7 @@ error of the layer's output over the calibration tokens is
 with features Φ that are routing weight times activation (`activation_grams`). The
 ridge λ pulls towards the original weights, so no sum of squares over the calibration
 tokens ever increases. It is relative to each feature's own products: an atom, or an
-expert, with little traffic is not pulled more than others, but for an expert with fewer
+expert, with a small load is not pulled more than others, but for an expert with fewer
 tokens than atoms. It is chosen on tokens held out from the fit. Where no ridge has a
 smaller error on them than the original weights, these are kept.
 
@@ -60,9 +60,9 @@ class Compensation:
     """New columns of W_down for one mask."""
 
     down_projs: Mapping[int, torch.Tensor]
-    """By layer (E, D, I), 0 for pruned atoms, in the model's dtype."""
+    """W_down by layer, (E, D, I), 0 for pruned atoms, in the model's dtype."""
     report: pd.DataFrame
-    """By layer: ridge, whether the layer was `changed` (not where no ridge has a
+    """A row for each layer: ridge, whether it was `changed` (not where no ridge has a
     smaller error on held-out tokens than the original weights), `dropped` and
     `compensated` (relative squared error of the output on these, without and with
     compensation), `untouched` experts, and the number of `singular` solves, for which
@@ -130,21 +130,21 @@ def compensate(
     Example:
         >>> smaller = compensate(model, keep, calibration)  # doctest: +SKIP
     """
-    found = fit_compensation(
+    compensation = fit_compensation(
         model, keep, calibration, ridge=ridge, span=span, progress=progress
     )
-    pruned = prune(model, keep, down_projs=found.down_projs)
-    pruned.__dict__["heapr_report"] = found.report
-    pruned.__dict__["heapr_weights"] = describe_weights(found, calibration)
+    pruned = prune(model, keep, down_projs=compensation.down_projs)
+    pruned.__dict__["heapr_report"] = compensation.report
+    pruned.__dict__["heapr_weights"] = describe_weights(compensation, calibration)
     return pruned
 
 
-def describe_weights(found: Compensation, calibration: CalibrationSet) -> str:
+def describe_weights(fitted: Compensation, calibration: CalibrationSet) -> str:
     """The description of the changed weights in a manifest."""
-    unchanged = found.report.loc[~found.report["changed"], "layer"].tolist()
+    unchanged = fitted.report.loc[~fitted.report["changed"], "layer"].tolist()
     but = f", except in layers {', '.join(map(str, unchanged))}" if unchanged else ""
     return (
-        f"W_down compensated by least squares (span {found.settings['span']}) on "
+        f"W_down compensated by least squares (span {fitted.settings['span']}) on "
         f"{calibration.n_sequences} windows of {calibration.seq_len} tokens of "
         f"{calibration.label}{but}; all else sliced, otherwise unchanged"
     )
@@ -171,9 +171,9 @@ def fit_compensation(
     span = span or default_span(layers)
     check_layers(layers, span)
     store = layer_store(model, layers, span=None)
-    found = iter_grams(model, calibration, span=span, progress=progress)
+    grams = iter_grams(model, calibration, span=span, progress=progress)
     return compensation_of(
-        itertools.starmap(LayerSolver, found),
+        itertools.starmap(LayerSolver, grams),
         keep,
         ridge=ridge,
         down_projs={} if store is None else store.new_downs(),
@@ -272,11 +272,11 @@ class LayerSolver:
             for some in zip(*(part.split(self.size) for part in parts), strict=True)
         ]
         chosen, errors = _best_ridge(problems, ridge)
-        dropped = sum(float(own.held_out.dropped.sum()) for own in problems)
+        dropped = sum(float(batch.held_out.dropped.sum()) for batch in problems)
         # A ridge given by the caller is always used.
         changed = ridge is not None or errors < dropped
         if changed:
-            new, singular = _joined(own.solved(chosen) for own in problems)
+            new, singular = _joined(batch.solved(chosen) for batch in problems)
         else:
             new, singular = self.weight * masks[0][:, None].to(self.weight), 0
         untouched = (~enough).nonzero()[:, 0].tolist()
@@ -319,7 +319,7 @@ class _Problems:
     free: Columns
     """Kept features whose columns may change."""
     scarce: torch.Tensor
-    """By how much the ridge of each of them is raised, (P, f)."""
+    """The factor by which the ridge of each of them is raised, (P, f)."""
     lost: torch.Tensor | None
     """Pruned columns of the weight, (P, D, r), where X is a change for each of them."""
     fit: Normal
@@ -352,8 +352,8 @@ class _Problems:
                     of_lost if few else None,
                 )
             )
-        own = scarce.gather(1, columns.index)
-        return cls(weight * kept[:, None], columns, own, lost if few else None, *parts)
+        rise = scarce.gather(1, columns.index)
+        return cls(weight * kept[:, None], columns, rise, lost if few else None, *parts)
 
     def held_out_error(self, ridge: float) -> float:
         """Σ of squared errors on the held-out tokens, fitted to the others."""
@@ -373,10 +373,10 @@ class _Problems:
 
 
 def _joined(
-    parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    solutions: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, int]:
     """All weights (P, D, F), and how many solves were singular."""
-    weights, singular = zip(*parts, strict=True)
+    weights, singular = zip(*solutions, strict=True)
     return torch.cat(weights), int(torch.cat(singular).sum())
 
 
@@ -392,12 +392,12 @@ def _best_ridge(
 
     @functools.cache
     def error(at: int) -> float:
-        return sum(own.held_out_error(tried[at]) for own in problems)
+        return sum(batch.held_out_error(tried[at]) for batch in problems)
 
     best = len(tried) // 2
     while True:
         around = range(max(0, best - 1), min(len(tried), best + 2))
-        found = min(around, key=error)
-        if error(found) >= error(best):
+        candidate = min(around, key=error)
+        if error(candidate) >= error(best):
             return tried[best], error(best)
-        best = found
+        best = candidate

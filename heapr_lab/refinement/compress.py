@@ -40,9 +40,9 @@ COMPENSATED = {
 PAPER = "heapr"
 """The estimator of the mask that is returned where compensation is no better."""
 _STANDARD_ERRORS = 2.0
-"""By which a difference has to be in favour."""
+"""The standard errors by which a difference has to be in favour."""
 Losses = tuple[float, ...]
-"""Of each window, in nats per token."""
+"""The loss of each window, in nats per token."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -115,12 +115,12 @@ def compress(
         >>> smaller = compress(model, calibration, ratio=0.4)  # doctest: +SKIP
         >>> smaller.heapr_report  # doctest: +SKIP
     """
-    found = fit_compression(model, calibration, selection, progress=progress, **fields)
-    pruned = prune(model, found.keep, down_projs=found.down_projs)
-    pruned.__dict__["heapr_report"] = found.report
-    if found.compensation is not None:
-        said = describe_weights(found.compensation, calibration)
-        pruned.__dict__["heapr_weights"] = said
+    fitted = fit_compression(model, calibration, selection, progress=progress, **fields)
+    pruned = prune(model, fitted.keep, down_projs=fitted.down_projs)
+    pruned.__dict__["heapr_report"] = fitted.report
+    if fitted.compensation is not None:
+        text = describe_weights(fitted.compensation, calibration)
+        pruned.__dict__["heapr_weights"] = text
     return pruned
 
 
@@ -154,20 +154,20 @@ def fit_compression(
     fitted = fitted or CalibratedModel(model, fit)
     n_fit = fitted.n_passes * fit.n_sequences
     sizes = [n_fit, *[0 if fitted.sums.at_once else n_fit] * (len(COMPENSATED) - 1)]
-    n_judged = [own.n_sequences for own in judges]
+    n_judged = [windows.n_sequences for windows in judges]
     n_losses = (1 + len(COMPENSATED)) * sum(n_judged) + n_judged[-1]
     parts = Parts(sum(sizes) + n_losses, progress)
     paper = fitted.keep(_of(selection, PAPER), parts)
     judged: dict[str, list[Losses]] = {}
     result: tuple[KeepMask, Compensation] | None = None
     for (name, estimator), size in zip(COMPENSATED.items(), sizes, strict=True):
-        keep, made = fitted.compensated(_of(selection, estimator), progress=parts)
+        keep, columns = fitted.compensated(_of(selection, estimator), progress=parts)
         parts.end(size)
         if not judged:
             judged[PAPER] = _losses(masking(model, paper), judges, parts)
-        judged[name] = _losses(masking(model, keep, made.down_projs), judges, parts)
+        judged[name] = _losses(masking(model, keep, columns.down_projs), judges, parts)
         if _chosen(judged) == name:
-            result = keep, made
+            result = keep, columns
     (dense,) = _losses(contextlib.nullcontext(model), judges[-1:], parts)
     kept, weights = result or (paper, None)
     return FittedCompression(kept, weights, _report(judged, dense))
@@ -183,17 +183,17 @@ def _losses(
     progress: Parts,
 ) -> list[Losses]:
     """The losses inside a context, on the windows that decide and on those reported."""
-    found = []
+    all_losses = []
     with edited as model:
         for windows in judges:
             losses = evaluate_perplexity(model, windows.ids, progress=progress).windows
             progress.end(windows.n_sequences)
-            found.append(losses)
-    return found
+            all_losses.append(losses)
+    return all_losses
 
 
 def _chosen(judged: dict[str, list[Losses]]) -> str:
-    """The last in favour of which the windows that decide are, against the one before.
+    """The name of the last way that the deciding windows favour over the one before.
 
     So `PAPER` stays where nothing is better by more than noise, and of two ways that
     are both better the first, unless the second is better than that as well.
@@ -214,19 +214,19 @@ def _report(judged: dict[str, list[Losses]], dense: Losses) -> pd.DataFrame:
     """
     rows: list[dict[str, Any]] = []
     chosen = _chosen(judged)
-    for made, (deciding, reported) in judged.items():
+    for name, (deciding, reported) in judged.items():
         decided, error = paired_difference(deciding, judged[PAPER][0])
         against, stderr = paired_difference(reported, judged[PAPER][1])
         rows.append(
             {
-                "made": made,
+                "made": name,
                 "deciding": decided,
                 "deciding_stderr": error,
                 "nll": statistics.fmean(reported),
                 "delta_nll": paired_difference(reported, dense)[0],
                 "against_paper": against,
                 "stderr": stderr,
-                "chosen": made == chosen,
+                "chosen": name == chosen,
             }
         )
     return pd.DataFrame(rows)

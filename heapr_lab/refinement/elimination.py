@@ -8,7 +8,7 @@ costs
     Δ_k = ‖w_k‖² / B_kk      and leaves      W − w_k B_k / B_kk,  B − B_k B_kᵀ / B_kk
 
 in squared output error. The ridge λ is relative to each feature's own products, so that
-neither the scale of an activation nor the traffic of its expert makes an atom look
+neither the scale of an activation nor the load of its expert makes an atom look
 expensive. The cost in loss of an expert's squared error is its price: the sum of its
 `fisher` scores, its share of the corpus loss, over the summed squared contributions of
 its atoms to the output. The score of an atom is its
@@ -111,13 +111,13 @@ def with_elimination(
     frame = table.frame
     bases = table.score(_PRICE).to_numpy()
     scores = np.zeros(len(bases))
-    for layer, own in grams:
+    for layer, sums in grams:
         rows = frame["layer"].eq(layer.layer).to_numpy()
         shape = layer.n_experts, layer.d_inter
-        wanted = torch.from_numpy(bases[rows]).unflatten(0, shape)
-        costs = layer_costs(layer, own, wanted, ridge=ridge, n_steps=n_steps)
+        prices = torch.from_numpy(bases[rows]).unflatten(0, shape)
+        costs = layer_costs(layer, sums, prices, ridge=ridge, n_steps=n_steps)
         scores[rows] = costs.flatten().numpy()
-        del own  # before the sums of the next layer
+        del sums  # before the sums of the next layer
     frame[ELIMINATION] = scores
     unknown = {"spec", "spec_hash"}
     metadata = {k: v for k, v in table.metadata.items() if k not in unknown}
@@ -176,14 +176,14 @@ def layer_costs(
     rates = torch.where(energy > 0, bases.to(sums).sum(1) / energy, 0.0)  # (E,)
     ridges = ridge * scarcity(grams, layer.d_inter)
     rates, ridges = (
-        own.repeat_interleave(layer.d_inter).unflatten(0, (len(sums), -1))
-        for own in (rates, ridges)
+        vector.repeat_interleave(layer.d_inter).unflatten(0, (len(sums), -1))
+        for vector in (rates, ridges)
     )
-    parts = zip(
-        *(own.split(at_once(sums)) for own in (sums, weights, ridges, rates)),
+    chunks = zip(
+        *(tensor.split(at_once(sums)) for tensor in (sums, weights, ridges, rates)),
         strict=True,
     )
-    costs = [_costs(*part, n_steps=n_steps) for part in parts]
+    costs = [_costs(*chunk, n_steps=n_steps) for chunk in chunks]
     return torch.cat(costs).reshape(bases.shape).cpu()
 
 
@@ -238,13 +238,13 @@ def _eliminated(
             there = torch.ones_like(left, dtype=torch.bool)
         cost = W.square().sum(1) * rate / B.diagonal(dim1=-2, dim2=-1)
         cost = torch.where(there, cost, torch.inf)
-        found, gone = cost.topk(n_gone, largest=False)
-        found = found.maximum(level)  # later atoms never cost less
-        level = found[:, -1:]
-        costs.scatter_(1, left.gather(1, gone), found)
+        lowest, gone = cost.topk(n_gone, largest=False)
+        lowest = lowest.maximum(level)  # later atoms never cost less
+        level = lowest[:, -1:]
+        costs.scatter_(1, left.gather(1, gone), lowest)
         rows = B.gather(1, gone[:, :, None].expand(-1, -1, B.shape[2]))
-        own = rows.gather(2, gone[:, None].expand(-1, n_gone, -1))
-        solved = torch.cholesky_solve(rows, torch.linalg.cholesky(own))
+        block = rows.gather(2, gone[:, None].expand(-1, n_gone, -1))
+        solved = torch.cholesky_solve(rows, torch.linalg.cholesky(block))
         W.baddbmm_(
             W.gather(2, gone[:, None].expand(-1, W.shape[1], -1)), solved, alpha=-1
         )
@@ -261,7 +261,7 @@ def _only(
     B: torch.Tensor,
     W: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The features that are `there`, of which each problem has as many."""
+    """The features that are `there`, equally many of each problem."""
     size = int(there[0].sum())
     pick = there.nonzero()[:, 1].view(len(there), size)
     B = B.gather(1, pick[:, :, None].expand(-1, -1, B.shape[2]))

@@ -42,12 +42,12 @@ class ExpertCalls:
     """Weighted sum of the experts' outputs, (T, D)."""
 
     def of(self, tokens: torch.Tensor | slice) -> "ExpertCalls":
-        """Those of some tokens."""
-        own = self.hidden_states, self.top_k_index, self.top_k_weights, self.output
-        return ExpertCalls(*(part[tokens] for part in own))
+        """The calls of some tokens."""
+        fields = self.hidden_states, self.top_k_index, self.top_k_weights, self.output
+        return ExpertCalls(*(field[tokens] for field in fields))
 
     def batches(self) -> "Iterator[ExpertCalls]":
-        """Those of 4096 tokens at a time, in order."""
+        """The calls of 4096 tokens at a time, in order."""
         for start in range(0, len(self.output), _TOKENS_AT_ONCE):
             yield self.of(slice(start, start + _TOKENS_AT_ONCE))
 
@@ -70,8 +70,8 @@ class _Recorder:
     def _keep(self, module: Any, args: Any, options: Any, output: Any) -> None:
         # Families differ in the names of the arguments, not in their order.
         given = inspect.signature(type(module).forward).bind(module, *args, **options)
-        _, *found = [*given.arguments.values(), output]
-        self._parts.append([x.detach().reshape(-1, x.shape[-1]) for x in found])
+        _, *tensors = [*given.arguments.values(), output]
+        self._parts.append([x.detach().reshape(-1, x.shape[-1]) for x in tensors])
 
     def calls(self, n_tokens: int) -> ExpertCalls:
         """All calls, in the order of the tokens.
@@ -79,13 +79,13 @@ class _Recorder:
         Raises:
             CoverageError: there are more or fewer tokens.
         """
-        parts = [torch.cat(own) for own in zip(*self._parts, strict=True)]
-        seen = len(parts[0]) if parts else 0
+        fields = [torch.cat(pieces) for pieces in zip(*self._parts, strict=True)]
+        seen = len(fields[0]) if fields else 0
         if seen != n_tokens:
             raise CoverageError(
                 f"{self._layer.name} was called with {seen} tokens, expected {n_tokens}"
             )
-        return ExpertCalls(*parts)
+        return ExpertCalls(*fields)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def continuations(
 ) -> list[torch.Tensor]:
     """What the model continues each prompt with.
 
-    Of the model's `generation_config` only the tokens that end a text count: its
+    The model's `generation_config` counts only for the tokens that end a text: its
     penalties, cut-offs and the like would be no property of the weights.
 
     Args:
@@ -59,7 +59,7 @@ def continuations(
         n_new: tokens of each continuation, fewer where the model ends its text.
         temperature: divides the logits of the distribution that tokens are drawn from;
             with 0 the most probable token is taken.
-        seed: of the draw; the random numbers of the process are left as they are.
+        seed: seeds the draw; the random numbers of the process are left as they are.
         to_the_end: whether a text may end; otherwise the tokens that end it are never
             taken, and each continuation has `n_new` tokens.
         batch_size: prompts at a time.
@@ -99,12 +99,12 @@ def continuations(
         torch.manual_seed(seed)
         for batch in windows.split(whole_number(batch_size, name="batch_size")):
             ids = batch.to(device)
-            found = model.generate(
+            sequences = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 stopping_criteria=StoppingCriteriaList([_Steps(parts, ids.shape[1])]),
             )
-            rows += [_until(row[ids.shape[1] :].cpu(), ends) for row in found]
+            rows += [_until(row[ids.shape[1] :].cpu(), ends) for row in sequences]
             parts(len(ids) * n_new, 0)
             parts.end(len(ids) * n_new)
     return rows
@@ -123,10 +123,10 @@ def _settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
 
 def _ends(model: Any) -> list[int]:
     """The tokens that end a text."""
-    found = model.generation_config.eos_token_id
-    if found is None:
+    ends = model.generation_config.eos_token_id
+    if ends is None:
         return []
-    return [found] if isinstance(found, int) else list(found)
+    return [ends] if isinstance(ends, int) else list(ends)
 
 
 def _until(tokens: torch.Tensor, ends: list[int]) -> torch.Tensor:

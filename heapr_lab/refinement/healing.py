@@ -2,8 +2,8 @@
 
 The loss of a token is its own, -log q, and KL(p ‖ q) of the whole prediction, with p
 that of the dense model. Kept experts, routers and norms are trained by AdamW, on each
-window once. Of the weights before, after every quarter of the text and at the end those
-that lose least on held-out windows are taken.
+window once. On held-out windows the weights are judged before, after every quarter of
+the text and at the end; those that lose least are taken.
 
 Source: this project; as other papers fine-tune what they pruned.
 
@@ -41,10 +41,10 @@ from heapr_lab.text.calibration import CalibrationSet
 BATCH_TOKENS = 1024
 LEARNING_RATE = 2e-4
 _NORM_RATE = 5.0
-"""Of norms, as a multiple of that of all others."""
+"""The rate of norms, as a multiple of that of all others."""
 _WARM_UP = 0.1
 _PARTS = 4
-"""The text, after each of which the held-out windows are judged."""
+"""Parts of the text, after each of which the held-out windows are judged."""
 _HELD_OUT = 16
 """Windows, at most: every fourth if there are few."""
 _SAVE_SECONDS = 300.0
@@ -72,7 +72,7 @@ def heal(
             `compress`, in float32 or float64.
         dense: the dense model, which is not changed.
         text: at least four windows. Up to 16, and at most every fourth, are held out.
-        learning_rate: of experts and routers, at most.
+        learning_rate: the highest rate of experts and routers.
         state: a file in which an unfinished training is saved every five minutes, and
             from which it resumes; removed at the end.
         progress: called after each step with (steps done, steps in all).
@@ -97,8 +97,8 @@ def heal(
     _check(pruned, dense, text, learning_rate)
     trained = _trained(pruned)
     groups = [
-        {"params": [own], "base": learning_rate * (_NORM_RATE if "norm" in name else 1)}
-        for name, own in trained.items()
+        {"params": [w], "base": learning_rate * (_NORM_RATE if "norm" in name else 1)}
+        for name, w in trained.items()
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     n_held_out = min(_HELD_OUT, text.n_sequences // 4)
@@ -114,8 +114,8 @@ def heal(
     )
     run.train(progress or no_report)
     n_tokens = text.ids[n_held_out:].numel()
-    said = getattr(pruned, "heapr_weights", "sliced")
-    healed = f"{said}; then healed on {n_tokens:,} tokens of {text.label}"
+    weights = getattr(pruned, "heapr_weights", "sliced")
+    healed = f"{weights}; then healed on {n_tokens:,} tokens of {text.label}"
     pruned.__dict__["heapr_weights"] = healed
     pruned.__dict__["heapr_healing"] = pd.DataFrame(run.rows).astype({"tokens": int})
     return pruned
@@ -130,11 +130,11 @@ def _check(pruned: Any, dense: Any, text: CalibrationSet, learning_rate: float) 
     refuse_disturbed(dense, remedy="begin again with the dense model")
     for model in (dense, pruned):
         check_trainable(model)
-    found = sliced_experts(pruned)
+    sliced = sliced_experts(pruned)
     expected = {layer.name: layer.n_experts for layer in find_experts(dense)}
-    if {name: len(own.heapr_widths) for name, own in found.items()} != expected:
+    if {name: len(layer.heapr_widths) for name, layer in sliced.items()} != expected:
         raise SpecError(
-            f"this {type(pruned).__name__} has {len(found)} layers of sliced experts, "
+            f"this {type(pruned).__name__} has {len(sliced)} layers of sliced experts, "
             f"expected those of the dense {type(dense).__name__}, {len(expected)}: "
             "give a model that heapr_lab.prune, compensate or compress made from it"
         )
@@ -169,9 +169,9 @@ def _trained(pruned: Any) -> dict[str, nn.Parameter]:
     experts = sliced_experts(pruned)
     blocks = tuple(f"{name.rpartition('.')[0]}." for name in experts)
     return {
-        name: own
-        for name, own in pruned.named_parameters()
-        if own.numel()
+        name: weight
+        for name, weight in pruned.named_parameters()
+        if weight.numel()
         and ("norm" in name or (name.startswith(blocks) and not _SHARED.search(name)))
     }
 
@@ -193,7 +193,7 @@ class _Run:
     state: Path | None
     key: str
     losses: list[float] = field(default_factory=list)
-    """Of each step."""
+    """The loss of each step."""
     rows: list[dict[str, float]] = field(default_factory=list)
     best: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -213,8 +213,8 @@ class _Run:
                     self._save()
                     saved_at = time.monotonic()
         with torch.no_grad():
-            for name, own in self.trained.items():
-                own.copy_(self.best[name])
+            for name, weight in self.trained.items():
+                weight.copy_(self.best[name])
         if self.state is not None:
             self.state.unlink(missing_ok=True)
 
@@ -244,8 +244,8 @@ class _Run:
         now = evaluate_perplexity(self.pruned, self.held_out).nll
         before = min((row["held_out"] for row in self.rows), default=float("inf"))
         if now < before:
-            self.best = {k: own.detach().clone() for k, own in self.trained.items()}
-        n_tokens = sum(own.numel() for own in self.batches[: len(self.losses)])
+            self.best = {k: w.detach().clone() for k, w in self.trained.items()}
+        n_tokens = sum(batch.numel() for batch in self.batches[: len(self.losses)])
         loss = pd.Series(self.losses, dtype=float).mean()
         self.rows.append({"tokens": n_tokens, "loss": loss, "held_out": now})
 
@@ -253,7 +253,7 @@ class _Run:
         if self.state is None:
             return
         rows = [list(row.values()) for row in self.rows]
-        others = {f"best.{name}": own for name, own in self.best.items()}
+        others = {f"best.{name}": weight for name, weight in self.best.items()}
         others["losses"] = torch.tensor(self.losses, dtype=torch.float64)
         others["rows"] = torch.tensor(rows, dtype=torch.float64)
         save_training(self.state, self.trained, self.optimizer, others, key=self.key)
@@ -270,7 +270,7 @@ class _Run:
         names = ("tokens", "loss", "held_out")
         rows = others.pop("rows").tolist()
         self.rows = [dict(zip(names, row, strict=True)) for row in rows]
-        self.best = {name.removeprefix("best."): own for name, own in others.items()}
+        self.best = {name.removeprefix("best."): w for name, w in others.items()}
 
 
 def add_gradients(pruned: Any, dense: Any, ids: torch.Tensor) -> float:
@@ -280,11 +280,11 @@ def add_gradients(pruned: Any, dense: Any, ids: torch.Tensor) -> float:
     """
     ids = ids.to(input_device(pruned))
     with torch.no_grad():
-        wanted = final_states(dense, ids)[:, :-1]
+        goal = final_states(dense, ids)[:, :-1]
     states = final_states(pruned, ids)[:, :-1]
-    own = states.detach().requires_grad_()
+    leaf = states.detach().requires_grad_()
     targets = ids[:, 1:].flatten()
-    pairs = zip(iter_log_probs(pruned, own), iter_log_probs(dense, wanted), strict=True)
+    pairs = zip(iter_log_probs(pruned, leaf), iter_log_probs(dense, goal), strict=True)
     total, done = 0.0, 0
     for log_q, log_p in pairs:
         target = targets[done : done + len(log_q)].to(log_q.device)
@@ -294,5 +294,5 @@ def add_gradients(pruned: Any, dense: Any, ids: torch.Tensor) -> float:
         loss = loss + F.kl_div(log_q, p, reduction="sum", log_target=True)
         (loss / len(targets)).backward()
         total += loss.item()
-    states.backward(own.grad)
+    states.backward(leaf.grad)
     return total / len(targets)

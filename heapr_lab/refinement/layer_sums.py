@@ -21,7 +21,7 @@ from heapr_lab.text.calibration import CalibrationSet
 class LayerSums:
     """The sums of every layer, and the solvers made of them, for each span.
 
-    Of a streamed model, what is beyond its budget is in files. Where the sums of all
+    What is beyond the budget of a streamed model is in files. Where the sums of all
     layers of another one do not fit into memory together, each use takes a pass.
     """
 
@@ -65,15 +65,15 @@ class LayerSums:
         if self._kept is not None:
             return iter(self._kept)
         self.n_passes += 1
-        found = iter_grams(
+        grams = iter_grams(
             self._model, self._calibration, span=self.span, progress=progress
         )
         if self._store is not None:
-            self._kept = self._store.kept(found)
+            self._kept = self._store.kept(grams)
         elif self._fits:
-            self._kept = list(found)
+            self._kept = list(grams)
         else:
-            return found
+            return grams
         return iter(self._kept)
 
     def solvers(
@@ -82,10 +82,10 @@ class LayerSums:
         """The solver of each layer, in order; `progress` as in `grams`."""
         if span in self._solvers:
             return iter(self._solvers[span])
-        found = map(functools.partial(_solver, span), self.grams(progress))
+        solvers = map(functools.partial(_solver, span), self.grams(progress))
         if not self._fits:
-            return found
-        self._solvers[span] = list(found)
+            return solvers
+        self._solvers[span] = list(solvers)
         return iter(self._solvers[span])
 
     def new_downs(self) -> NewDowns:
@@ -93,6 +93,6 @@ class LayerSums:
         return {} if self._store is None else self._store.new_downs()
 
 
-def _solver(span: str, found: tuple[ExpertsLayer, LayerGrams]) -> LayerSolver:
-    layer, own = found
-    return LayerSolver(layer, own if span == own.span else own.within_experts())
+def _solver(span: str, pair: tuple[ExpertsLayer, LayerGrams]) -> LayerSolver:
+    layer, grams = pair
+    return LayerSolver(layer, grams if span == grams.span else grams.within_experts())

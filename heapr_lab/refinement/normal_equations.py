@@ -22,7 +22,7 @@ def at_once(sums: torch.Tensor) -> int:
 
 
 def scarcity(grams: LayerGrams, d_inter: int) -> torch.Tensor:
-    """By how much the ridge of an expert is raised, (E,) float64: 1 or more.
+    """The factor by which the ridge of an expert is raised, (E,) float64: 1 or more.
 
     With fewer tokens than atoms, products are those of a few directions, and most atoms
     would seem to be sums of others: d_inter / tokens. Else it is 1, so that the number
@@ -57,7 +57,7 @@ class Columns:
 
     @classmethod
     def of(cls, chosen: torch.Tensor) -> "Columns":
-        """Those that are `chosen` (P, F)."""
+        """The features that are `chosen` (P, F)."""
         n = int(chosen.sum(1).max())
         order = chosen.byte().argsort(dim=1, descending=True, stable=True)[:, :n]
         return cls(order, chosen.gather(1, order))
@@ -65,8 +65,8 @@ class Columns:
     def of_products(self, products: torch.Tensor, other: "Columns") -> torch.Tensor:
         """Their rows of `products` (P, F, F) and the columns of `other`: (P, n, m)."""
         problem = torch.arange(len(products), device=products.device)[:, None, None]
-        found = products[problem, self.index[:, :, None], other.index[:, None]]
-        return found * (self.valid[:, :, None] & other.valid[:, None])
+        blocks = products[problem, self.index[:, :, None], other.index[:, None]]
+        return blocks * (self.valid[:, :, None] & other.valid[:, None])
 
     def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Their columns of `weight` (P, D, F): (P, D, n)."""
@@ -103,8 +103,8 @@ class Normal:
         Ridges are relative to each feature's own products. A feature without any, which
         is not in the equations, stays as it is.
         """
-        own = self.A.diagonal(dim1=-2, dim2=-1)
-        lifted = self.A + torch.diag_embed(torch.where(own > 0, ridge * own, 1.0))
+        diag = self.A.diagonal(dim1=-2, dim2=-1)
+        lifted = self.A + torch.diag_embed(torch.where(diag > 0, ridge * diag, 1.0))
         factor, info = torch.linalg.cholesky_ex(lifted)
         change = torch.cholesky_solve(self.wanted, factor)
         singular = (info > 0) | ~torch.isfinite(change).all(2).all(1)

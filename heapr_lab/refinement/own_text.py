@@ -39,7 +39,7 @@ def own_text(
         tokenizer: its tokenizer.
         n_sequences: number of windows.
         seq_len: tokens in each.
-        seed: of all draws.
+        seed: the seed of all draws.
         batch_size: windows at a time, which changes what is drawn.
         progress: called with (tokens done, tokens in all).
 
@@ -48,16 +48,16 @@ def own_text(
             only special tokens.
 
     Example:
-        >>> own = own_text(model, tokenizer, seq_len=256)  # doctest: +SKIP
+        >>> windows = own_text(model, tokenizer, seq_len=256)  # doctest: +SKIP
         >>> table = collect_statistics(
-        ...     model, calibration.joined(own)
+        ...     model, calibration.joined(windows)
         ... )  # doctest: +SKIP
     """
     whole_number(n_sequences, name="n_sequences")
     whole_number(seq_len, name="seq_len", least=2)
     check_seed(seed)
     openings = _openings(model, tokenizer, n_sequences, seed)
-    found = continuations(
+    texts = continuations(
         model,
         openings,
         n_new=seq_len - 1,
@@ -67,7 +67,7 @@ def own_text(
         batch_size=batch_size,
         progress=progress,
     )
-    ids = torch.cat([openings, torch.stack(found)], dim=1)
+    ids = torch.cat([openings, torch.stack(texts)], dim=1)
     return CalibrationSet(ids, {"corpus": OWN_TEXT, "seed": seed})
 
 

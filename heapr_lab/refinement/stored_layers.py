@@ -26,18 +26,18 @@ class LayerStore:
     def __init__(self, store: SweepStore) -> None:
         self._store = store
 
-    def kept(self, found: Iterable[_Summed]) -> "StoredSums":
+    def kept(self, summed: Iterable[_Summed]) -> "StoredSums":
         """The sums of all layers, put into the store.
 
         Raises:
             SpecError: a file cannot be written.
         """
         layers, span = [], ""
-        for layer, own in found:
-            span = own.span
-            self._store.put(_name(layer), {"sums": own.sums, "tokens": own.tokens})
+        for layer, grams in summed:
+            span = grams.span
+            self._store.put(_name(layer), {"sums": grams.sums, "tokens": grams.tokens})
             layers.append(layer)
-            del own  # before those of the next layer
+            del grams  # before those of the next layer
         return StoredSums(self._store, layers, span)
 
     def new_downs(self) -> NewDowns:
@@ -57,9 +57,9 @@ class StoredSums:
         return map(self._read, self._layers)
 
     def _read(self, layer: ExpertsLayer) -> _Summed:
-        found = self._store.get(_name(layer))
-        sums = found["sums"].to(layer.device)
-        return layer, LayerGrams(self._span, sums, found["tokens"])
+        tensors = self._store.get(_name(layer))
+        sums = tensors["sums"].to(layer.device)
+        return layer, LayerGrams(self._span, sums, tensors["tokens"])
 
 
 class StoredDowns(NewDowns):
@@ -107,7 +107,7 @@ def layer_store(
     Args:
         model: any model.
         layers: all of its layers.
-        span: of the sums that will be kept; None for new weights alone.
+        span: the span of the sums that will be kept; None for new weights alone.
 
     Raises:
         SpecError: there is no room for what will be kept.

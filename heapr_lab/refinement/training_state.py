@@ -15,7 +15,7 @@ _OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 
 def share_of_rate(step: int, n_steps: int, warm: float) -> float:
-    """Of a rate at a step: it rises over `warm` steps, and falls to 0 at the end."""
+    """The share of a rate: it rises over `warm` steps, and falls to 0 at the end."""
     return min(1.0, (step + 1) / warm) * (1 - step / n_steps)
 
 
@@ -36,10 +36,10 @@ def save_training(
         others: what else to go on with.
         key: hash of all that determines the training.
     """
-    tensors = {f"other.{name}": own for name, own in others.items()}
-    for name, own in trained.items():
-        tensors[f"weight.{name}"] = own.detach()
-        for part, value in optimizer.state[own].items():
+    tensors = {f"other.{name}": tensor for name, tensor in others.items()}
+    for name, weight in trained.items():
+        tensors[f"weight.{name}"] = weight.detach()
+        for part, value in optimizer.state[weight].items():
             tensors[f"{part}.{name}"] = value
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"key": key})
@@ -64,15 +64,15 @@ def restore_training(
                     f"{path} is the state of another training (another model or other "
                     "text); delete it, or give another file"
                 )
-            found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CacheError(f"{path} is damaged ({error}): delete it") from error
-    for name, own in trained.items():
-        own.data.copy_(found[f"weight.{name}"])
-        optimizer.state[own] = {part: found[f"{part}.{name}"] for part in _OF_ADAM}
+    for name, weight in trained.items():
+        weight.data.copy_(tensors[f"weight.{name}"])
+        optimizer.state[weight] = {part: tensors[f"{part}.{name}"] for part in _OF_ADAM}
     begin = "other."
     return {
-        name.removeprefix(begin): own
-        for name, own in found.items()
+        name.removeprefix(begin): tensor
+        for name, tensor in tensors.items()
         if name.startswith(begin)
     }

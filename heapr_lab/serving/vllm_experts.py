@@ -42,7 +42,7 @@ from heapr_lab.serving.widths import shard
 GATE, DOWN, UP = "w1", "w2", "w3"
 """vLLM's names of the projections of an expert."""
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
-"""Of gpt-oss, as they are fixed in vLLM."""
+"""Constants of gpt-oss, as they are fixed in vLLM."""
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Arrived:
     def __init__(
         self, widths: list[int], prefix: str, *, has_bias: bool = False
     ) -> None:
-        """Of experts with `widths` (E,) atoms, in the module at the path `prefix`."""
+        """Expect experts of `widths` (E,) atoms in the module at the path `prefix`."""
         self.widths, self.prefix = widths, prefix
         weights = (GATE, DOWN, UP)
         biases = tuple(map(bias_of, weights)) if has_bias else ()
@@ -81,10 +81,10 @@ class Arrived:
         Raises:
             LayoutError: it has another width than config.json says.
         """
-        found = tensor.shape[1 if part == DOWN else 0]
-        if part != bias_of(DOWN) and found != self.widths[expert]:
+        width = tensor.shape[1 if part == DOWN else 0]
+        if part != bias_of(DOWN) and width != self.widths[expert]:
             raise LayoutError(
-                f"{part} of expert {expert} of {self.prefix} has the width {found}, "
+                f"{part} of expert {expert} of {self.prefix} has the width {width}, "
                 f"config.json says {self.widths[expert]}: a file belongs to another "
                 "checkpoint"
             )
@@ -129,7 +129,7 @@ class NarrowMethod(UnquantizedFusedMoEMethod):
     def create_weights(
         self, layer: Any, *args: Any, weight_loader: Any, **kwargs: Any
     ) -> None:
-        """As vLLM's, with a loader that checks widths."""
+        """Allocate weights as vLLM does, with a loader that checks widths."""
 
         def load(
             param: Any, loaded_weight: torch.Tensor, *more: Any, **facts: Any
@@ -140,7 +140,7 @@ class NarrowMethod(UnquantizedFusedMoEMethod):
         super().create_weights(layer, *args, weight_loader=load, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """As vLLM's, if all tensors were loaded.
+        """Process weights as vLLM does, if all tensors were loaded.
 
         Raises:
             LayoutError: some were not.
@@ -178,7 +178,7 @@ class RaggedMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **_attributes: Any,
     ) -> None:
-        """Allocate w13 (2W, D), of each expert the gate's rows first, and w2 (W, D).
+        """Allocate w13 (2W, D), the gate's rows of each expert first, and w2 (W, D).
 
         With biases w13_bias (2W,) and w2_bias (E, D), too.
         """
@@ -245,7 +245,7 @@ class RaggedMethod(FusedMoEMethodBase):
             pack(experts, self.isa, by_turns=by_turns)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:  # noqa: ARG002
-        """That nothing is quantised."""
+        """A configuration in which nothing is quantised."""
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply(
@@ -298,7 +298,7 @@ def kernel_of(moe: FusedMoEConfig) -> type[CPUUnquantizedExperts] | None:
 
 
 def _block(kernel: type[CPUUnquantizedExperts]) -> int:
-    """What widths have to be multiples of."""
+    """The number that widths have to be multiples of."""
     return math.lcm(kernel.output_alignment, kernel.reduction_alignment)
 
 
@@ -335,7 +335,7 @@ def pack(experts: list[Expert], isa: str, *, by_turns: bool) -> None:
     Args:
         experts: their widths are multiples of the kernel's block.
         isa: instructions of the kernel.
-        by_turns: of each atom its gate and then its up projection, as the kernel wants
+        by_turns: each atom's gate and then its up projection, as the kernel wants
             them for the activation of gpt-oss.
     """
     for rows, columns, bias, _ in experts:
@@ -364,7 +364,7 @@ def ragged_sum(
 ) -> torch.Tensor:
     """The weighted sum of experts of any widths, one operation to a compiler.
 
-    With `isa` by vLLM's kernel, and the weights are those that `pack` has arranged.
+    With `isa` vLLM's kernel computes it, from weights that `pack` has arranged.
 
     Shapes: x (T, D); w13 (2W, D); w2 (W, D); w13_bias (2W,); w2_bias (E, D);
     starts (E + 1,), the first atom of each and W; topk_ids, topk_weights (T, K);

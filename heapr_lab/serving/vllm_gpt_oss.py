@@ -20,10 +20,10 @@ _PARTS = {"gate": GATE, "up": UP, "down": DOWN}
 
 
 class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
-    """gpt-oss."""
+    """The model gpt-oss."""
 
     def __init__(self, vllm_config: Any, prefix: str = "") -> None:
-        """As vLLM's.
+        """Build vLLM's model.
 
         Raises:
             SpecError: a pruned checkpoint's activation is not that of vLLM.
@@ -34,13 +34,13 @@ class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """As vLLM's; each tensor of an expert of ours goes to its place.
+        """Load as vLLM does; each tensor of an expert of ours goes to its place.
 
         Raises:
             LayoutError: a tensor has another width than config.json says.
         """
-        others = self._without_experts(weights) if self.pruned else weights
-        loaded: set[str] = super().load_weights(others)
+        tensors = self._without_experts(weights) if self.pruned else weights
+        loaded: set[str] = super().load_weights(tensors)
         return loaded
 
     def _without_experts(
@@ -63,9 +63,9 @@ class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
 
 
 def _check_activation(config: Any) -> None:
-    found = config.swiglu_limit, getattr(config, "swiglu_alpha", SWIGLU_ALPHA)
-    if found != (SWIGLU_LIMIT, SWIGLU_ALPHA):
+    pair = config.swiglu_limit, getattr(config, "swiglu_alpha", SWIGLU_ALPHA)
+    if pair != (SWIGLU_LIMIT, SWIGLU_ALPHA):
         raise SpecError(
-            f"config.json has swiglu_limit and swiglu_alpha {found}, vLLM computes "
+            f"config.json has swiglu_limit and swiglu_alpha {pair}, vLLM computes "
             f"{SWIGLU_LIMIT, SWIGLU_ALPHA}: use transformers for this model"
         )

@@ -29,7 +29,7 @@ from heapr_lab.serving.vllm_experts import ACTIVATIONS, NarrowMethod, RaggedMeth
 from heapr_lab.serving.widths import Widths, layer_of, widths_by_layer
 
 GPT_OSS = "GptOssForCausalLM"
-"""Its class in vLLM reads its own files alone; ours reads ours, too."""
+"""The class of gpt-oss: vLLM's reads its own files alone; ours reads ours, too."""
 
 
 class HeaprWidths(QuantizationConfig):
@@ -47,22 +47,22 @@ class HeaprWidths(QuantizationConfig):
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """All that vLLM has."""
+        """All types that vLLM has."""
         return [torch.float32, torch.bfloat16, torch.float16]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of a GPU: that of vLLM's own kernels."""
+        """The least capability of a GPU, that of vLLM's own kernels."""
         return 70
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: everything stands in config.json."""
+        """No file: everything stands in config.json."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "HeaprWidths":
-        """Of `quantization_config` in config.json.
+        """The widths in `quantization_config` of config.json.
 
         Raises:
             SpecError: the format is of a later version, or has biases.
@@ -116,10 +116,10 @@ def _check_ragged(moe: FusedMoEConfig) -> None:
         "clamped activations": moe.swiglu_limit is not None,
         "LoRA adapters": moe.is_lora_enabled,
     }
-    found = [name for name, there in unusual.items() if there]
-    if found:
+    names = [name for name, there in unusual.items() if there]
+    if names:
         raise SpecError(
-            f"experts of different widths with {found[0]} are not supported in vLLM: "
+            f"experts of different widths with {names[0]} are not supported in vLLM: "
             "prune with --structure uniform, or use transformers"
         )
     eager = get_current_vllm_config().model_config.enforce_eager

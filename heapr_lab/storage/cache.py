@@ -135,7 +135,7 @@ def cached_folder(
         kind: the folder, such as `models`.
         key: every field that determines the files, as plain data.
         make: writes the files; what it writes beside the folder is deleted afterwards.
-        name: of the folder itself.
+        name: the name of the folder itself.
 
     Raises:
         SpecError: it cannot be written, as where the disk is full.

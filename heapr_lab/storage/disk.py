@@ -43,15 +43,15 @@ def disk_error(error: BaseException, path: Path | None = None) -> str | None:
     """One line for an error of the system; None for another error.
 
     Args:
-        error: any; safetensors has an error of its own, which names the system's.
+        error: any error; safetensors has one of its own, which names the system's.
         path: what was read or written, if the error does not name it.
     """
     if isinstance(error, OSError):
         return f"{_what(error, path)}: {_remedy(error)}"
     number = _NUMBER.search(str(error))
     if isinstance(error, SafetensorError) and number:
-        found = OSError(int(number[1]), os.strerror(int(number[1])))
-        return disk_error(found, path)
+        cause = OSError(int(number[1]), os.strerror(int(number[1])))
+        return disk_error(cause, path)
     return None
 
 

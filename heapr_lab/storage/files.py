@@ -190,8 +190,8 @@ def read_metadata(path: Path | str) -> dict[str, Any]:
     """
     path = Path(path)
     with readable(path):
-        found = pq.read_schema(path, memory_map=True).metadata or {}
-    return _metadata(found.get(_KEY.encode()), path)
+        entries = pq.read_schema(path, memory_map=True).metadata or {}
+    return _metadata(entries.get(_KEY.encode()), path)
 
 
 @contextlib.contextmanager
@@ -244,8 +244,8 @@ def _content(header: bytes | str) -> tuple[Any, Any]:
         content = json.loads(header)
     except (ValueError, RecursionError):
         return None, None
-    found = content if isinstance(content, dict) else {}
-    return found.get("schema"), found.get("metadata")
+    fields = content if isinstance(content, dict) else {}
+    return fields.get("schema"), fields.get("metadata")
 
 
 # --- JSON -----------------------------------------------------------------------
@@ -281,13 +281,13 @@ def read_object(path: Path | str) -> dict[str, Any]:
     Raises:
         CacheError: the file is truncated, is not JSON, or holds something else.
     """
-    found = read_json(path)
-    if not isinstance(found, dict):
+    content = read_json(path)
+    if not isinstance(content, dict):
         raise CacheError(
             f"{path} is damaged: expected a JSON object, found a "
-            f"{type(found).__name__}; {remedy(Path(path))}"
+            f"{type(content).__name__}; {remedy(Path(path))}"
         )
-    return found
+    return content
 
 
 # --- states of interrupted passes -----------------------------------------------
@@ -344,8 +344,8 @@ def unsealed(
 
 def _crc(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> int:
     """CRC-32 of names, types, shapes and values, and of `meta`."""
-    found = zlib.crc32(canonical_json(dict(meta)).encode())
+    crc = zlib.crc32(canonical_json(dict(meta)).encode())
     for name, array in sorted(arrays.items()):
-        found = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), found)
-        found = zlib.crc32(np.ascontiguousarray(array).data, found)
-    return found
+        crc = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), crc)
+        crc = zlib.crc32(np.ascontiguousarray(array).data, crc)
+    return crc

@@ -31,14 +31,14 @@ def quantised(
     missing = 0, -wide.shape[-1] % columns, 0, -wide.shape[-2] % rows
     tiles = F.pad(wide, missing).unflatten(-1, (-1, columns))
     tiles = tiles.unflatten(-3, (-1, rows))
-    own = tiles.abs().amax((-3, -1)) / _LARGEST
-    own = own.clamp(min=torch.finfo(torch.float32).tiny)
+    grid = tiles.abs().amax((-3, -1)) / _LARGEST
+    grid = grid.clamp(min=torch.finfo(torch.float32).tiny)
     if powers:
-        mantissa, exponent = torch.frexp(own)
-        own = torch.ldexp(torch.ones_like(own), exponent - (mantissa == 0.5).int())
-    own = own.to(scales)
-    numbers = wide / _of_each(own.float(), wide.shape, block)
-    return numbers.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), own
+        mantissa, exponent = torch.frexp(grid)
+        grid = torch.ldexp(torch.ones_like(grid), exponent - (mantissa == 0.5).int())
+    grid = grid.to(scales)
+    numbers = wide / _of_each(grid.float(), wide.shape, block)
+    return numbers.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), grid
 
 
 def dequantised(

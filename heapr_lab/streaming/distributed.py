@@ -90,9 +90,9 @@ class Ranks:
             SpecError: they do not.
             HeaprLabError: another rank has failed.
         """
-        found: list[Any] = [None] * self.size
-        self._wait(lambda: distributed.all_gather_object(found, spec_hash))
-        other = [rank for rank, given in enumerate(found) if given != found[0]]
+        hashes: list[Any] = [None] * self.size
+        self._wait(lambda: distributed.all_gather_object(hashes, spec_hash))
+        other = [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]
         if other:
             raise SpecError(
                 f"ranks 0 and {other[0]} have different models or windows: give all "
@@ -105,22 +105,22 @@ class Ranks:
         Raises:
             HeaprLabError: another rank has failed.
         """
-        states = [own.state() for own in moments]
+        states = [layer.state() for layer in moments]
         named = [pair for state in states for pair in state.items()]
         sums = [tensor for name, tensor in named if name not in MAXIMA]
         maxima = [tensor for name, tensor in named if name in MAXIMA]
         self._reduce(sums, distributed.ReduceOp.SUM)
         self._reduce(maxima, distributed.ReduceOp.MAX)
-        for own, state in zip(moments, states, strict=True):
-            own.load_state(state)
+        for layer, state in zip(moments, states, strict=True):
+            layer.load_state(state)
 
     def _reduce(self, tensors: list[torch.Tensor], op: Any) -> None:
         """Replace `tensors` by their sums or maxima over all ranks."""
         flat = torch.cat([tensor.flatten().double() for tensor in tensors])
         self._wait(lambda: distributed.all_reduce(flat, op))
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
+        chunks = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, chunk in zip(tensors, chunks, strict=True):
+            tensor.copy_(chunk.view_as(tensor))
 
     def stored(
         self, store: Callable[[Callable[[], _T]], _T], compute: Callable[[], _T]
@@ -155,9 +155,9 @@ class Ranks:
 
     def _told(self, begins: bool | None) -> bool:
         """What rank 0 gives."""
-        said = [begins]
-        self._wait(lambda: distributed.broadcast_object_list(said, src=0))
-        return bool(said[0])
+        message = [begins]
+        self._wait(lambda: distributed.broadcast_object_list(message, src=0))
+        return bool(message[0])
 
     def _wait(self, collective: Callable[[], object]) -> None:
         """Take part in a collective operation.

@@ -44,7 +44,7 @@ _TORCH = {
 }
 """Types of weights that are not quantised."""
 _ADVICE = 2**20
-"""Bytes: of more at once the system reads only the first."""
+"""Bytes to advise at once: of more the system reads only the first."""
 
 
 def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
@@ -54,18 +54,18 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
         LayoutError: one has none, and would be read as if they were 1, or FP8 weights
             have scales of other blocks.
     """
-    tensors = {found.name: found.tensor for found in every}
-    for found in every:
+    tensors = {entry.name: entry.tensor for entry in every}
+    for entry in every:
         there = []
-        for names in _scales_of(found):
+        for names in _scales_of(entry):
             there += [next((tensors[name] for name in names if name in tensors), None)]
             if there[-1] is None:
                 raise LayoutError(
-                    f"{found} has no {names[0]}: download the files again"
+                    f"{entry} has no {names[0]}: download the files again"
                 )
         if not there or there[0] is None:
             continue
-        (*rows, columns), block = found.tensor.shape, None
+        (*rows, columns), block = entry.tensor.shape, None
         if isinstance(quantizer, Fp8Quantizer):
             block = quantizer.quantization_config.weight_block_size
         elif isinstance(quantizer, Nvfp4Quantizer):
@@ -75,17 +75,17 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
         try:
             check_grid((*rows, columns), there[0].shape, block)
         except ValueError as error:
-            raise LayoutError(f"{found.file}: {found.name}: {error}") from error
+            raise LayoutError(f"{entry.file}: {entry.name}: {error}") from error
 
 
-def _scales_of(found: FoundTensor) -> list[list[str]]:
+def _scales_of(entry: FoundTensor) -> list[list[str]]:
     """Names of its scales if a tensor is in 8 or 4 bits; files have one of each."""
-    stem, _, leaf = found.name.rpartition(".")
+    stem, _, leaf = entry.name.rpartition(".")
     if leaf.endswith("_blocks"):
-        return [[f"{found.name.removesuffix('_blocks')}_scales"]]
-    if leaf == "weight" and found.tensor.dtype.startswith("F8_E"):
-        return [[f"{found.name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"]]
-    if leaf in ("weight", "weight_packed") and found.tensor.dtype == "U8":
+        return [[f"{entry.name.removesuffix('_blocks')}_scales"]]
+    if leaf == "weight" and entry.tensor.dtype.startswith("F8_E"):
+        return [[f"{entry.name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"]]
+    if leaf in ("weight", "weight_packed") and entry.tensor.dtype == "U8":
         second = ("_scale_2", "_global_scale")[leaf == "weight_packed"]
         return [[f"{stem}.weight{end}"] for end in ("_scale", second)]
     return []
@@ -126,14 +126,14 @@ class FileReader:
         check_whole(model, every)
         _check_scales(every, quantizer)
         self._tensors: dict[str, list[FoundTensor]] = {}
-        """Those of which each parameter or buffer is made."""
+        """The tensors of which each parameter or buffer is made."""
         known = model.state_dict()
-        for found in every:
-            if found.parameter in known:  # not of layers that predict further tokens
-                self._tensors.setdefault(found.parameter, []).append(found)
+        for entry in every:
+            if entry.parameter in known:  # not of layers that predict further tokens
+                self._tensors.setdefault(entry.parameter, []).append(entry)
         self._quantizer = quantizer
-        self._used = [own for own in conversions if own.was_used()]
-        """With which the model is saved, as if it had been loaded at once."""
+        self._used = [conversion for conversion in conversions if conversion.was_used()]
+        """The conversions to save the model with, as if it had been loaded at once."""
 
     def keep_types(self) -> None:
         """Have each tensor in memory in the type that the files have it in.
@@ -141,7 +141,7 @@ class FileReader:
         A parameter that is joined from several types has one that holds all of them.
         """
         for tensors in self._tensors.values():
-            stored = [found.tensor.dtype for found in tensors]
+            stored = [entry.tensor.dtype for entry in tensors]
             kinds = [_TORCH[name] for name in stored if name in _TORCH]
             if len(kinds) == len(stored):
                 kind = functools.reduce(torch.promote_types, kinds)
@@ -155,7 +155,7 @@ class FileReader:
 
     @property
     def n_bytes_read(self) -> int:
-        """So far."""
+        """Bytes read from the files so far."""
         return self._n_bytes_read
 
     @property
@@ -168,8 +168,8 @@ class FileReader:
         return hashlib.sha256(repr(sorted(now.items())).encode()).hexdigest()
 
     def tensors_of(self, names: Collection[str]) -> list[FoundTensor]:
-        """What files have of the parameters and buffers of these names."""
-        return [found for name in names for found in self._tensors.get(name, [])]
+        """The tensors in files of the parameters and buffers of these names."""
+        return [entry for name in names for entry in self._tensors.get(name, [])]
 
     def read_all_but(self, names: set[str]) -> None:
         """Read what is not in `names`.
@@ -188,15 +188,15 @@ class FileReader:
         self._read(names)
 
     def prepare(self, names: Collection[str]) -> None:
-        """Have the system read them ahead, if it takes advice.
+        """Have the system read these tensors ahead, if it takes advice.
 
         A file that is shorter or gone is an error of `read`.
         """
         if not hasattr(os, "posix_fadvise"):
             return
-        for found in self.tensors_of(names):
-            start, end = found.tensor.start, found.tensor.start + found.tensor.n_bytes
-            with contextlib.suppress(OSError), found.file.open("rb") as file:
+        for entry in self.tensors_of(names):
+            start, end = entry.tensor.start, entry.tensor.start + entry.tensor.n_bytes
+            with contextlib.suppress(OSError), entry.file.open("rb") as file:
                 for at in range(start, end, _ADVICE):
                     n_bytes = min(_ADVICE, end - at)
                     os.posix_fadvise(file.fileno(), at, n_bytes, os.POSIX_FADV_WILLNEED)
@@ -222,7 +222,7 @@ class FileReader:
         Raises:
             HeaprLabError: one was replaced, written to or deleted.
         """
-        for path in {found.file for found in tensors}:
+        for path in {entry.file for entry in tensors}:
             now = _state(path) if path.exists() else None
             if now != self._files[path]:
                 what = "was deleted" if now is None else "has changed"
@@ -252,12 +252,12 @@ class FileReader:
             hf_quantizer=self._quantizer,
         )
         with _as_stored(self._model, tensors):
-            found, *_ = convert_and_load_state_dict_in_model(
+            info, *_ = convert_and_load_state_dict_in_model(
                 self._model, slices, settings
             )
             self._model._weight_conversions = self._used
             del slices, handles  # their pages, before the cast takes as much again
-            for text in found.conversion_errors.values():
+            for text in info.conversion_errors.values():
                 why = _RAISED.findall(text) or text.splitlines()
                 raise LayoutError(f"{tensors[0]}: {why[0]}")
         self._model.requires_grad_(False)
@@ -266,38 +266,38 @@ class FileReader:
 def _set_type(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     stem, _, leaf = name.rpartition(".")
     module = model.get_submodule(stem)
-    own = getattr(module, leaf)
-    if not own.is_floating_point():
+    tensor = getattr(module, leaf)
+    if not tensor.is_floating_point():
         return
     if leaf in module._buffers:
-        module._buffers[leaf] = own.to(dtype)
+        module._buffers[leaf] = tensor.to(dtype)
     else:
-        module._parameters[leaf] = nn.Parameter(own.to(dtype), requires_grad=False)
+        module._parameters[leaf] = nn.Parameter(tensor.to(dtype), requires_grad=False)
 
 
 @contextlib.contextmanager
 def _as_stored(model: nn.Module, tensors: list[FoundTensor]) -> Iterator[None]:
     """The parameter that `tensors` are joined in has their type here, then its own."""
-    converter, stored = tensors[0].converter, {found.tensor.dtype for found in tensors}
+    converter, stored = tensors[0].converter, {entry.tensor.dtype for entry in tensors}
     if converter is None or len(converter.target_patterns) > 1 or len(stored) > 1:
         yield
         return
     stem, _, leaf = tensors[0].parameter.rpartition(".")
     parameters = model.get_submodule(stem)._parameters
-    own = parameters.get(leaf)
-    if own is None or stored.isdisjoint(_TORCH):
+    parameter = parameters.get(leaf)
+    if parameter is None or stored.isdisjoint(_TORCH):
         yield
         return
-    like = own.to(_TORCH[stored.pop()])
+    like = parameter.to(_TORCH[stored.pop()])
     parameters[leaf] = nn.Parameter(like, requires_grad=False)
     yield
     read = parameters[leaf]
     assert read is not None
-    parameters[leaf] = nn.Parameter(read.to(own.dtype), requires_grad=False)
+    parameters[leaf] = nn.Parameter(read.to(parameter.dtype), requires_grad=False)
 
 
 def _n_bytes(tensors: Iterable[FoundTensor]) -> int:
-    return sum(found.tensor.n_bytes for found in tensors)
+    return sum(entry.tensor.n_bytes for entry in tensors)
 
 
 @contextlib.contextmanager

@@ -98,11 +98,11 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
             conversions: of the model's family.
             args: the model, in versions of transformers that give it.
         """
-        found: list[Any] = super().update_weight_conversions(conversions, *args)
-        for converter in found:
+        converters: list[Any] = super().update_weight_conversions(conversions, *args)
+        for converter in converters:
             if isinstance(converter, WeightConverter):
                 converter.operations = [
-                    BlockDequantize(self) if isinstance(own, Fp8Dequantize) else own
-                    for own in converter.operations
+                    BlockDequantize(self) if isinstance(op, Fp8Dequantize) else op
+                    for op in converter.operations
                 ]
-        return found
+        return converters

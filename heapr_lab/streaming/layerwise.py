@@ -93,7 +93,7 @@ class LayerByLayer:
 
     @property
     def n_layers(self) -> int:
-        """Decoder layers, with experts or without."""
+        """The number of decoder layers, with experts or without."""
         return len(self._blocks)
 
     def layers(self) -> Iterator[tuple[int, Iterator[int]]]:
@@ -113,31 +113,31 @@ class LayerByLayer:
     def output(self, number: int, index: int, states: torch.Tensor) -> torch.Tensor:
         """What a layer makes of the states of a batch."""
         call = self._calls[self._shapes[index]][number]
-        own = {_IDS: self._batches[index], _HANDED: self.handed[index]}
-        states, self.handed[index] = self._output(number, call, states, own)
+        extras = {_IDS: self._batches[index], _HANDED: self.handed[index]}
+        states, self.handed[index] = self._output(number, call, states, extras)
         return states
 
     def finished(self, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """What the rest of the body makes of the last layer's output."""
         last = self.n_layers - 1
 
-        def given(number: int, own: torch.Tensor, *_: Any, **__: Any) -> Any:
-            return self._returned(states if number == last else own)
+        def stand_in(number: int, inputs: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return self._returned(states if number == last else inputs)
 
-        with replace_layers(given, embeds=False):
+        with replace_layers(stand_in, embeds=False):
             return final_states(self._model, ids)
 
     def _output(
-        self, number: int, call: _Call, states: torch.Tensor, own: dict[str, Any]
+        self, number: int, call: _Call, states: torch.Tensor, extras: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The states, and what is handed on beside them."""
         block = self._blocks[number]
         args, options = call
         stream = stream_of(block)
         device = next(block.parameters()).device if stream is None else stream.device
-        own = {name: _on(device, own[name]) for name in options.keys() & own.keys()}
-        found = block(states.to(device), *args, **options | own)
-        return _states_in(found), found[1] if self.hands_on else None
+        extras = {k: _on(device, extras[k]) for k in options.keys() & extras.keys()}
+        output = block(states.to(device), *args, **options | extras)
+        return _states_in(output), output[1] if self.hands_on else None
 
     @functools.cached_property
     def hands_on(self) -> bool:
@@ -169,8 +169,8 @@ class LayerByLayer:
         called, states, last = self._record(window)
         handed = None
         for number, call in enumerate(called):
-            own = {_IDS: window, _HANDED: handed}
-            states, handed = self._output(number, call, states, own)
+            extras = {_IDS: window, _HANDED: handed}
+            states, handed = self._output(number, call, states, extras)
         if not torch.equal(states, _states_in(last)):
             raise LayoutError(
                 "decoder layers run one by one give other states than the model"
@@ -182,24 +182,24 @@ class LayerByLayer:
             return self._by_shape(batches, lambda ids: self._record(ids)[0])
 
     def _same_without(self, window: torch.Tensor, called: list[_Call]) -> bool:
-        """Whether layers are called with the same if none changes the states."""
+        """Whether layers get the same arguments if none changes the states."""
         try:
             with self._unused():
-                found, _, _ = self._record(window)
+                new_calls, _, _ = self._record(window)
         except (LayoutError, TypeError, ValueError, RuntimeError, LookupError):
             return False
-        return _same(called, found)
+        return _same(called, new_calls)
 
     @contextlib.contextmanager
     def _unused(self) -> Iterator[None]:
         """A context in which decoder layers return the states that they are given."""
-        own = [block.__dict__.get("forward") for block in self._blocks]
+        forwards = [block.__dict__.get("forward") for block in self._blocks]
         try:
             for block in self._blocks:
                 block.forward = self._unchanged
             yield
         finally:
-            for block, forward in zip(self._blocks, own, strict=True):
+            for block, forward in zip(self._blocks, forwards, strict=True):
                 del block.forward
                 if forward is not None:
                     block.forward = forward
@@ -222,10 +222,10 @@ class LayerByLayer:
         for ids, shape in zip(batches, self._shapes, strict=True):
             if shape in checked:
                 continue
-            found = record(ids)
+            layer_calls = record(ids)
             if shape in calls:
                 checked.add(shape)
-            if not _same(calls.setdefault(shape, found), found):
+            if not _same(calls.setdefault(shape, layer_calls), layer_calls):
                 raise LayoutError(
                     "the arguments of decoder layers differ between two batches of one "
                     f"shape, {shape}, so layers cannot be run one by one"
@@ -250,8 +250,8 @@ class LayerByLayer:
             calls.append((args[1:], _of_shape(options)))
             inputs.append(args[0])
 
-        def after(_block: nn.Module, _args: Any, found: Any) -> None:
-            outputs.append(found)
+        def after(_block: nn.Module, _args: Any, output: Any) -> None:
+            outputs.append(output)
 
         hooks = [
             block.register_forward_pre_hook(before, with_kwargs=True)
@@ -303,19 +303,19 @@ class LayerByLayer:
         return calls
 
     def _first_input(self, ids: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
 
         def reached(_number: int, states: torch.Tensor, *_: Any, **__: Any) -> Any:
-            found.append(states)
+            inputs.append(states)
             raise _ReachedFirstLayerError
 
         if stream_of(self._model) is not None:
             with contextlib.suppress(_ReachedFirstLayerError), replace_layers(reached):
                 final_states(self._model, ids)
-            return found[0]
+            return inputs[0]
 
         def stop(_block: nn.Module, args: Any) -> None:
-            found.append(args[0])
+            inputs.append(args[0])
             raise _ReachedFirstLayerError
 
         hook = self._blocks[0].register_forward_pre_hook(stop)
@@ -325,7 +325,7 @@ class LayerByLayer:
             pass
         finally:
             hook.remove()
-        return found[0]
+        return inputs[0]
 
 
 def _states_in(returned: Any) -> torch.Tensor:
@@ -334,8 +334,8 @@ def _states_in(returned: Any) -> torch.Tensor:
     return states
 
 
-def _on(device: torch.device, own: torch.Tensor | None) -> torch.Tensor | None:
-    return None if own is None else own.to(device)
+def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _of_shape(options: dict[str, Any]) -> dict[str, Any]:
@@ -351,8 +351,8 @@ def _blocks(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[nn.Module]
     """
     stems = set()
     for layer in layers:
-        found = re.search(rf"^(.*?)\.{layer.layer}\.", layer.name)
-        stems.add(found[1] if found else "")
+        match = re.search(rf"^(.*?)\.{layer.layer}\.", layer.name)
+        stems.add(match[1] if match else "")
     blocks = model.get_submodule(next(iter(stems))) if len(stems) == 1 else None
     if not isinstance(blocks, nn.ModuleList):
         raise LayoutError(

@@ -59,7 +59,7 @@ class Nvfp4Config(QuantizationConfigMixin):
     """The settings, for weights that are always dequantised."""
 
     def __init__(self, *, divides: bool = False, **_others: Any) -> None:
-        """Whether it is divided by the scale of the matrix."""
+        """Note whether weights are divided by the scale of the matrix."""
         self.quant_method: Any = _OURS
         self.divides, self.dequantize = divides, True
 
@@ -86,21 +86,21 @@ class Dequantize(ConversionOps):
             ValueError: they have not one scale for 16 columns, and one more.
         """
         dtype = model.get_parameter(full_layer_name).dtype
-        made = {}
-        for name, found in input_dict.items():
+        floats = {}
+        for name, stored in input_dict.items():
             if name.endswith("weight"):
                 scales = [input_dict.get(f"{name}_scale{n}", []) for n in ("", "_2")]
-                whole = found if not any(scales) else self._in_floats(found, *scales)
-                made[name] = [own.to(dtype) for own in whole]
-        return {full_layer_name: made["weight"][0]} if "weight" in made else made
+                whole = stored if not any(scales) else self._in_floats(stored, *scales)
+                floats[name] = [weight.to(dtype) for weight in whole]
+        return {full_layer_name: floats["weight"][0]} if "weight" in floats else floats
 
     def _in_floats(self, *parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Weights of their numbers, and scales of both kinds.
+        """The weights that numbers and scales of both kinds stand for.
 
         Raises:
             ValueError: as `convert`.
         """
-        if len({len(own) for own in parts}) > 1:
+        if len({len(part) for part in parts}) > 1:
             raise ValueError(
                 f"{len(parts[0])} weights have {len(parts[1])} and {len(parts[2])} "
                 "scales in NVFP4, expected two each: download the files again"
@@ -123,7 +123,7 @@ class Nvfp4Quantizer(HfQuantizer):
 
     @property
     def divides(self) -> bool:
-        """Whether it is divided by the scale of the matrix."""
+        """Whether weights are divided by the scale of the matrix."""
         return self.quantization_config.divides
 
     def get_load_operations(self) -> dict[str, Any]:

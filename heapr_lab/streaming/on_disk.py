@@ -40,7 +40,7 @@ class OnDisk:
     runs_whole = False
 
     def __init__(self, stream: Stream) -> None:
-        """Of the model that `stream` reads."""
+        """The backend of the model that `stream` reads."""
         self.stream = stream
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "OnDisk":
@@ -48,11 +48,11 @@ class OnDisk:
         return self
 
     def device(self, weight: torch.Tensor) -> torch.device:  # noqa: ARG002
-        """That of the stream."""
+        """The device of the stream."""
         return self.stream.device
 
     def dtype(self, weight: torch.Tensor) -> torch.dtype:  # noqa: ARG002
-        """That of the stream."""
+        """The type of the stream."""
         return self.stream.dtype
 
     def loaded(self, module: Any) -> Any:
@@ -61,7 +61,7 @@ class OnDisk:
         return module
 
     def require_loaded(self, *, remedy: str) -> None:
-        """They are not.
+        """Refuse: the weights are never in memory together.
 
         Raises:
             SpecError: always.
@@ -72,22 +72,22 @@ class OnDisk:
         )
 
     def state(self, model: nn.Module) -> str:  # noqa: ARG002
-        """Of the sizes and times of the files."""
+        """A digest of the sizes and times of the files."""
         return self.stream.reader.state
 
     def fingerprint(self, model: nn.Module) -> str:  # noqa: ARG002
-        """As in memory, by reading each layer once; it is remembered."""
+        """The digest as in memory, by reading each layer once; it is remembered."""
         if self.stream.fingerprint is None:
             sha = hashlib.sha256()
-            sums = self.stream.each(lambda own: (tuple(own.shape), block_sums(own)))
-            for name, (shape, found) in sorted(sums):
+            sums = self.stream.each(lambda t: (tuple(t.shape), block_sums(t)))
+            for name, (shape, tensor_sums) in sorted(sums):
                 sha.update(f"{name}{shape}".encode())
-                sha.update(found)
+                sha.update(tensor_sums)
             self.stream.fingerprint = sha.hexdigest()
         return self.stream.fingerprint
 
     def at_once(self, model: Any, n: int) -> int:
-        """As many as the states of tokens, between two layers and the last, fit."""
+        """Tokens whose states, between two layers and the last, fit in memory."""
         n_bytes = 2 * token_bytes(model, self.stream.dtype)
         return max(n, budget_of(self.stream) // n_bytes)
 
@@ -97,19 +97,19 @@ class OnDisk:
         batches: Sequence[torch.Tensor],
         run: States,  # noqa: ARG002
     ) -> list[torch.Tensor]:
-        """By one sweep over the layers."""
+        """The final states, by one sweep over the layers."""
         return swept_states(model, batches)
 
     def backward(
         self, model: nn.Module, run: GradientPass
     ) -> Generator[tuple[int, slice]]:
-        """By two sweeps over the layers."""
+        """Run all windows by two sweeps over the layers."""
         return streamed_pass(model, self.stream, run)
 
     def when_needed(
         self, read: Callable[[], torch.Tensor]
     ) -> Callable[[], torch.Tensor]:
-        """`read`."""
+        """`read` itself."""
         return read
 
     def copy(
@@ -134,11 +134,9 @@ class OnDisk:
             del config.quantization_config  # weights are dequantised when read
         with torch.device("meta"):
             twin = build(config, dtype=model.dtype)
-            for own in new:
-                put(twin, own.name, own.empty(twin.get_submodule(own.name)))
-        experts = {
-            own.layer: (own.name, functools.partial(_tensors, own.made)) for own in new
-        }
+            for module in new:
+                put(twin, module.name, module.empty(twin.get_submodule(module.name)))
+        experts = {m.layer: (m.name, functools.partial(_tensors, m.made)) for m in new}
         sliced: nn.Module = self.given(twin, model, experts, unchanged)
         return sliced
 
@@ -160,7 +158,7 @@ class OnDisk:
         max_shard_size: str,  # noqa: ARG002
         progress: Progress,
     ) -> dict[str, str]:
-        """A shard for each layer."""
+        """Write a shard for each layer."""
         return save_streamed(model, folder, progress=progress)
 
 
@@ -170,5 +168,5 @@ def on_disk(stream: Stream) -> Any:
     return stream.model
 
 
-def _tensors(made: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
-    return dict(made().named_parameters(recurse=False))
+def _tensors(make: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
+    return dict(make().named_parameters(recurse=False))

@@ -33,7 +33,7 @@ from heapr_lab.streaming.stream import Stream, stream_of
 def why_on_disk(
     path: str, config: Any, *, dtype: Any, device: str, n_tokens: int
 ) -> str | None:
-    """Why a model is streamed where it is not said.
+    """Why a model is streamed if the caller does not say.
 
     Args:
         path: the folder of the model, or its hub id.
@@ -84,7 +84,7 @@ def open_stepping(
             default half of what is free.
 
     Raises:
-        SpecError: the size is none, or as `open_streamed`.
+        SpecError: `host_memory` is no size, or as `open_streamed`.
         LayoutError: they cannot.
     """
     budget = None if host_memory is None else size_of(host_memory, least=0)
@@ -126,9 +126,9 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
         LayoutError: a tensor is missing, or there is no list of decoder layers.
     """
     config = read_config(folder)
-    own, as_stored = getattr(config, "dtype", None), dtype is None
+    config_dtype, as_stored = getattr(config, "dtype", None), dtype is None
     if dtype in (None, "auto"):
-        dtype = own or torch.float32
+        dtype = config_dtype or torch.float32
     with torch.device("meta"):
         model = build(config, dtype=dtype)  # tensors are read in the type of its own
         quantizer = _prepared(model, config, folder)
@@ -147,7 +147,7 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
     )
     if as_stored:
         reader.keep_types()
-        dtype = own or model.dtype
+        dtype = config_dtype or model.dtype
     stream = Stream(model, reader, dtype=dtype, device=device)
     if reader.dequantises:
         stream.dequantised_from = quantisation(config)
@@ -190,8 +190,8 @@ def _quantizer(config: Any, folder: Path) -> Any:
             f"{folder} has composed experts, or fewer of them, which cannot be "
             "streamed yet: load it with stream=False"
         )
-    found = config.quantization_config
-    settings = dict(found if isinstance(found, dict) else found.to_dict())
+    section = config.quantization_config
+    settings = dict(section if isinstance(section, dict) else section.to_dict())
     if kind == METHOD:
         quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
     else:

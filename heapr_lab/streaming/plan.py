@@ -57,11 +57,11 @@ class Plan:
     statistics_bytes: int
     """The running sums of all atoms; the table is smaller."""
     dtype: str
-    """Of the weights in memory."""
+    """The type of the weights in memory."""
     needed_bytes: Mapping[str, int]
     """Memory for one window at a time, by engine."""
     n_tokens: int
-    """Of all windows."""
+    """The tokens of all windows."""
     states_bytes: int
     """What a streamed pass keeps between layers: in memory, or in files."""
     free_bytes: int
@@ -127,13 +127,13 @@ def plan(
     gpus = _free_on_gpus()
     here = gpus or int(psutil.virtual_memory().available)
     free = here if memory is None else size_of(memory)
-    found = _read(str(model))
-    own = found.dtype if gpus else "float32"
-    kind = own if dtype == "auto" else dtype
-    size, sizes = _ITEMSIZE[kind], sizes_of(found.shapes, found.config)
+    checkpoint = _read(str(model))
+    default = checkpoint.dtype if gpus else "float32"
+    kind = default if dtype == "auto" else dtype
+    size, sizes = _ITEMSIZE[kind], sizes_of(checkpoint.shapes, checkpoint.config)
     if not sizes.atoms:
         raise LayoutError(f"{model} has no routed experts: expected a MoE")
-    why = why_streamed(sizes, size, length, free, method=found.method)
+    why = why_streamed(sizes, size, length, free, method=checkpoint.method)
     return Plan(
         model=str(model),
         engine=IN_MEMORY if why is None else STREAMED,
@@ -143,7 +143,7 @@ def plan(
         n_moe_layers=len(sizes.atoms),
         n_experts=sizes.n_experts,
         n_atoms=sizes.n_atoms,
-        checkpoint_bytes=found.bytes_of(sizes.n_parameters),
+        checkpoint_bytes=checkpoint.bytes_of(sizes.n_parameters),
         statistics_bytes=ATOM_BYTES * sizes.n_atoms,
         dtype=kind,
         needed_bytes={
@@ -158,11 +158,11 @@ def plan(
 
 def _free_on_gpus() -> int | None:
     """Free bytes of all GPUs together, as their driver says; None without any."""
-    asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    if shutil.which(asked[0]) is None:
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if shutil.which(command[0]) is None:
         return None
-    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    return 2**20 * sum(int(line) for line in said.split() if line.isdigit()) or None
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return 2**20 * sum(int(line) for line in output.split() if line.isdigit()) or None
 
 
 # --- the model ----------------------------------------------------------------------
@@ -177,17 +177,17 @@ class _Model:
     """The format of quantised weights, if they are."""
     shapes: Shapes
     n_bytes: int | None
-    """Of its weights in files, if these are here."""
+    """The size of its weights in files, if these are here."""
 
     @property
     def dtype(self) -> str:
         """Its own type."""
-        both = (text_settings(self.config), self.config)
-        names = [own.get(key) for own in both for key in ("dtype", "torch_dtype")]
+        configs = (text_settings(self.config), self.config)
+        names = [c.get(key) for c in configs for key in ("dtype", "torch_dtype")]
         return next((name for name in names if name in _ITEMSIZE), "float32")
 
     def bytes_of(self, n_parameters: int) -> int:
-        """Of its weights in files; an estimate where these are not here."""
+        """The size of its weights in files; an estimate where these are not here."""
         itemsize = _ITEMSIZE[self.dtype] if self.method is None else 1
         return self.n_bytes or n_parameters * itemsize
 
@@ -200,22 +200,22 @@ def _read(name: str) -> _Model:
     """
     dense = dense_of(name)
     if dense is not None:  # each MLP is the one expert of its layer
-        found = _read(dense)
-        own = found.shapes.items()
-        shapes = {n.replace(".mlp.", ".mlp.experts.0."): shape for n, shape in own}
-        return dataclasses.replace(found, shapes=shapes)
+        model = _read(dense)
+        pairs = model.shapes.items()
+        shapes = {n.replace(".mlp.", ".mlp.experts.0."): shape for n, shape in pairs}
+        return dataclasses.replace(model, shapes=shapes)
     folder = _folder(name)
     config = read_json(folder / "config.json")
-    both = (config, text_settings(config))
+    configs = (config, text_settings(config))
     settings = [
-        own["quantization_config"] for own in both if own.get("quantization_config")
+        c["quantization_config"] for c in configs if c.get("quantization_config")
     ]
     method = format_of(settings[0]) if settings else None
     check_format(name, method)
     if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
         return _Model(config, method, _built(folder), None)
     stored, _ = read_headers(folder)
-    n_bytes = sum(own.n_bytes for found in stored.values() for own in found.values())
+    n_bytes = sum(t.n_bytes for tensors in stored.values() for t in tensors.values())
     return _Model(config, method, shapes_in(stored), n_bytes)
 
 
@@ -245,4 +245,4 @@ def _built(folder: Path) -> Shapes:
     from heapr_lab.models.folders import read_config, skeleton_of
 
     model = skeleton_of(read_config(folder))
-    return {name: tuple(own.shape) for name, own in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}

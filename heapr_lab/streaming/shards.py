@@ -69,13 +69,13 @@ def _finished(folder: Path) -> dict[str, str]:
     for path in folder.glob("*.safetensors"):
         if written.get(path.name) != files.checksum(path):
             path.unlink()
-    return {name: own for name, own in written.items() if (folder / name).exists()}
+    return {name: sha for name, sha in written.items() if (folder / name).exists()}
 
 
 def index_of(folder: Path, names: list[str]) -> dict[str, Any]:
     """The index of shards, whose headers are read."""
     headers = {name: read_header(folder / name) for name in names}
-    n_bytes = sum(own.n_bytes for found in headers.values() for own in found.values())
+    n_bytes = sum(t.n_bytes for header in headers.values() for t in header.values())
     return {
         "metadata": {"total_size": n_bytes},
         "weight_map": {key: name for name in names for key in headers[name]},
@@ -86,21 +86,21 @@ def _stored(model: Any, stream: Stream, number: int) -> dict[str, torch.Tensor]:
     """The tensors of a part as they are written; those of no part with the last."""
     tied, parts = set(model.all_tied_weights_keys), stream.part_names()
     stream.fill(number)
-    found = model.state_dict()
+    state = model.state_dict()
     wanted = [name for name in parts[number] if name not in tied]
     if number == max(parts):
         inside = {name for names in parts.values() for name in names}
-        wanted += [name for name in found if name not in inside]
-    cast = {name: _in_stored_type(model, stream, name, found[name]) for name in wanted}
+        wanted += [name for name in state if name not in inside]
+    cast = {name: _in_stored_type(model, stream, name, state[name]) for name in wanted}
     tensors = revert_weight_conversion(model, cast)
     if stream.packing is not None:
         tensors = stream.packing.written(tensors)
-    return {name: own.contiguous() for name, own in tensors.items()}
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def _in_stored_type(
-    model: Any, stream: Stream, name: str, own: torch.Tensor
+    model: Any, stream: Stream, name: str, tensor: torch.Tensor
 ) -> torch.Tensor:
     """A tensor as it is written: most are in the stream's `stored` type."""
-    stays = own.dtype != stream.dtype or stays_float32(model, name)
-    return own if stays else own.to(stream.stored)
+    stays = tensor.dtype != stream.dtype or stays_float32(model, name)
+    return tensor if stays else tensor.to(stream.stored)

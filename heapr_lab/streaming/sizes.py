@@ -15,12 +15,12 @@ from heapr_lab.models.dtypes import DEQUANTISED
 from heapr_lab.models.safetensors_headers import Stored
 
 ATOM_BYTES = 64
-"""Of the running sums of one atom: eight columns in float64."""
+"""The size of the running sums of one atom: eight columns in float64."""
 EXTRA_STATES = 3
-"""Kept besides the outputs of all layers: the first inputs, and two gradients."""
+"""States besides the outputs of all layers: the first inputs, and two gradients."""
 _INDEX_BYTES = 4
 _SHARE_OF_MEMORY = 0.75
-"""Of what is free, for scores; the rest is for what exists for a moment."""
+"""The share of free memory for scores; the rest is for what exists for a moment."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each tensor, by its name in files or in the model."""
@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt])(i?)b")
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
 PREDICTING = re.compile(r"(^|\.)mtp[._]")
-"""In the path of a module that predicts further tokens (MTP)."""
+"""A part of the path of a module that predicts further tokens (MTP)."""
 _ENDS = re.compile(r"\b(embed_tokens|embeddings|word_embeddings|lm_head|head)\.weight$")
 _EXPERTS = re.compile(
     r"(\.experts\..*(down_proj|w2|fc2)|moe\.output_linear)(\.weight|_blocks)?$"
@@ -56,9 +56,9 @@ class Sizes:
     layers: tuple[int, ...]
     """Parameters of each decoder layer."""
     ends: tuple[int, ...]
-    """Of the embeddings, and of a head that has weights of its own."""
+    """Parameters of the embeddings, and of a head that has weights of its own."""
     outside: int
-    """Of all else: the last norm, and other towers of a multimodal wrapper."""
+    """All other parameters: the last norm, and other towers of a multimodal wrapper."""
     atoms: Mapping[int, int]
     """Routed atoms of each MoE layer."""
     n_experts: int
@@ -66,7 +66,7 @@ class Sizes:
     d_model: int
     top_k: int
     state: tuple[int, int]
-    """From `state_of`."""
+    """The numbers that `state_of` gives."""
 
     @property
     def n_parameters(self) -> int:
@@ -87,8 +87,8 @@ class Sizes:
             streamed: whether one layer at a time is in memory.
         """
         n_at_once = 1 if streamed else len(self.layers)
-        parts = max if streamed else sum
-        weights = self.outside + parts((*self.layers, *self.ends))
+        combine = max if streamed else sum
+        weights = self.outside + combine((*self.layers, *self.ends))
         kept = n_tokens * n_at_once * self._kept_by_a_layer
         return (weights + kept) * itemsize + ATOM_BYTES * self.n_atoms
 
@@ -96,7 +96,7 @@ class Sizes:
     def _kept_by_a_layer(self) -> int:
         """Numbers that autograd keeps of a token in a layer, at most.
 
-        Of each atom that it is routed to the two projections, their activation and h;
+        For each atom that it is routed to, the two projections, their activation and h;
         around the experts sixteen times the width of the model.
         """
         d_inter = self.n_atoms // max(1, self.n_experts)
@@ -173,28 +173,28 @@ def _layer_numbers(shapes: Shapes) -> dict[str, int]:
         if place:
             stacks[place[1]] += math.prod(shapes[name])
     largest = max(stacks, key=lambda stack: stacks[stack], default="")
-    found = {name: place for name, place in places.items() if place}
-    return {name: int(p[2]) for name, p in found.items() if p[1] == largest}
+    matches = {name: place for name, place in places.items() if place}
+    return {name: int(p[2]) for name, p in matches.items() if p[1] == largest}
 
 
 def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that is of the language model."""
     waiting = [config]
-    for own in waiting:
-        if any(name in own for name in _TOP_K):
-            return own
-        waiting += [inner for inner in own.values() if isinstance(inner, dict)]
+    for section in waiting:
+        if any(name in section for name in _TOP_K):
+            return section
+        waiting += [inner for inner in section.values() if isinstance(inner, dict)]
     return config
 
 
 def shapes_in(stored: Stored) -> dict[str, tuple[int, ...]]:
-    """The shapes of weights in files; scales are none, and of 4 bits a byte has two."""
+    """Shapes of weights in files, without scales; a byte of 4-bit numbers has two."""
     return {
-        name.replace(".weight_packed", ".weight"): (*own.shape[:-1], 2 * own.shape[-1])
-        if name.endswith(("_blocks", ".weight", ".weight_packed")) and own.dtype == "U8"
-        else own.shape
+        name.replace(".weight_packed", ".weight"): (*t.shape[:-1], 2 * t.shape[-1])
+        if name.endswith(("_blocks", ".weight", ".weight_packed")) and t.dtype == "U8"
+        else t.shape
         for tensors in stored.values()
-        for name, own in tensors.items()
+        for name, t in tensors.items()
         if not name.endswith(_NO_WEIGHTS)
     }
 
@@ -215,7 +215,7 @@ _NO_WEIGHTS = (
 def why_streamed(
     sizes: Sizes, itemsize: int, n_tokens: int, free: float, *, method: str | None
 ) -> str | None:
-    """Why a model is streamed where it is not said; None if it is loaded whole.
+    """Why a model is streamed if the caller does not say; None if it is loaded whole.
 
     Args:
         sizes: of the model.
@@ -265,11 +265,11 @@ def size_of(size: int | str, *, least: int = 1) -> int:
         (24000000000, 1073741824)
     """
     text = str(size).strip().lower()
-    found = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text)
     n_bytes = int(text) if text.isdecimal() else -1
-    if found:
-        base = 1024 if found[3] else 1000
-        n_bytes = int(float(found[1]) * base ** " kmgt".index(found[2]))
+    if match:
+        base = 1024 if match[3] else 1000
+        n_bytes = int(float(match[1]) * base ** " kmgt".index(match[2]))
     if n_bytes < least:
         raise SpecError(
             f"a size is {size!r}, expected bytes, or a number with a unit: 16GB, 512MiB"

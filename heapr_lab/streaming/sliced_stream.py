@@ -39,9 +39,9 @@ class SlicedReader:
 
     @property
     def _source(self) -> Stream:
-        found = stream_of(self._dense)
-        assert found is not None
-        return found
+        stream = stream_of(self._dense)
+        assert stream is not None
+        return stream
 
     def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor, which may have been changed, rounded as it is written."""
@@ -49,19 +49,19 @@ class SlicedReader:
         assert stream is not None
         if tensor.dtype != stream.dtype:
             return tensor
-        own = tensor.to(stream.stored)
+        rounded = tensor.to(stream.stored)
         if stream.packing is not None:
-            own = stream.packing.rounded(name, own)
-        return own.to(tensor.dtype)
+            rounded = stream.packing.rounded(name, rounded)
+        return rounded.to(tensor.dtype)
 
     @property
     def n_bytes_read(self) -> int:
-        """Those of the dense model."""
+        """The bytes that the dense model has read."""
         return self._source.n_bytes_read
 
     @property
     def state(self) -> str:
-        """That of the dense model; what is sliced from it is fixed."""
+        """The state of the dense model; what is sliced from it is fixed."""
         return self._source.reader.state
 
     def read_all_but(self, names: set[str]) -> None:
@@ -74,12 +74,12 @@ class SlicedReader:
         """Give the model the tensors of a part, and drop those of the dense model."""
         self._source.fill(number)
         dense = self._dense.state_dict()
-        own = {name: self._change(name, dense[name]) for name in dense.keys() & names}
+        tensors = {n: self._change(n, dense[n]) for n in dense.keys() & names}
         if number in self._experts:
-            stem, made = self._experts[number]
-            own |= {f"{stem}.{n}": self._rounded(n, t) for n, t in made().items()}
+            stem, make = self._experts[number]
+            tensors |= {f"{stem}.{n}": self._rounded(n, t) for n, t in make().items()}
         for name in names:
-            _give(self._model, name, own[name])
+            _give(self._model, name, tensors[name])
         self._source.drop()
 
     def prepare(self, names: Collection[str]) -> None:

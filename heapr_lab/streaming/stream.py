@@ -48,7 +48,7 @@ class _Part:
 
     modules: list[nn.Module]
     names: list[str]
-    """Of its tensors in the model's state dict."""
+    """The names of its tensors in the model's state dict."""
 
 
 class Reader(Protocol):
@@ -56,7 +56,7 @@ class Reader(Protocol):
 
     @property
     def n_bytes_read(self) -> int:
-        """From files, so far."""
+        """Bytes read from files so far."""
 
     @property
     def state(self) -> str:
@@ -79,7 +79,7 @@ class Packing(Protocol):
         """A tensor of sliced experts, by its name, as the files will have it."""
 
     def written(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What is written of tensors, by their names in files."""
+        """The tensors that are written for these, by their names in files."""
 
 
 class Stream:
@@ -108,7 +108,7 @@ class Stream:
         self.dequantised_from: str | None = None
         """The format of the weights in files, if they are quantised."""
         self.fingerprint: str | None = None
-        """Of all weights, once it has been computed."""
+        """The digest of all weights, once it has been computed."""
         self.stored = dtype
         """Type in which a checkpoint of this model is written."""
         self.packing: Packing | None = None
@@ -141,7 +141,7 @@ class Stream:
 
     @property
     def n_bytes_read(self) -> int:
-        """From files, so far."""
+        """Bytes read from files so far."""
         return self.reader.n_bytes_read
 
     def fill(self, number: int) -> None:
@@ -209,10 +209,10 @@ class Stream:
         self._resident = None
         for top in self._parts[number].modules:
             for module in top.modules():
-                for name, own in module._parameters.items():
-                    if own is not None:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
                         meta = nn.Parameter(
-                            own.detach().to("meta"), requires_grad=False
+                            parameter.detach().to("meta"), requires_grad=False
                         )
                         module._parameters[name] = meta
                 for name, buffer in module._buffers.items():
@@ -253,8 +253,8 @@ class Stream:
     def _make_buffers(self) -> None:
         """Buffers that no file has, such as frequencies, as transformers makes them."""
         inside = {id(m) for block in self.blocks for m in block.modules()}
-        for own in [*self.model.parameters(), *self.model.buffers()]:
-            own._is_hf_initialized = not own.is_meta  # so that it is left as it is
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            tensor._is_hf_initialized = not tensor.is_meta  # so that it is left as is
         for module in self.model.modules():
             names = set(module._buffers)
             if id(module) in inside:  # the others are in files
@@ -265,8 +265,8 @@ class Stream:
                 if (buffer := module._buffers[name]) is not None and buffer.is_meta
             ]
             for name in empty:
-                made = torch.empty_like(module._buffers[name], device=self.device)
-                module._buffers[name] = made
+                blank = torch.empty_like(module._buffers[name], device=self.device)
+                module._buffers[name] = blank
             if empty:
                 self.model._init_weights(module)
 
@@ -277,27 +277,27 @@ def _parts(model: Any, blocks: list[nn.Module]) -> dict[int, _Part]:
     tied = ends[1] is not None and ends[0].weight is ends[1].weight
     modules = [ends] if tied else [[ends[0]], *([] if ends[1] is None else [ends[1:]])]
     numbers = [_EMBEDDINGS, len(blocks)]
-    groups = {n: list(own) for n, own in zip(numbers, modules, strict=False)}
+    groups = {n: list(group) for n, group in zip(numbers, modules, strict=False)}
     groups |= {n: [block] for n, block in enumerate(blocks)}
     stems = {id(module): name for name, module in model.named_modules()}
     return {
         n: _Part(
-            own, [f"{stems[id(m)]}.{name}" for m in own for name in m.state_dict()]
+            group, [f"{stems[id(m)]}.{name}" for m in group for name in m.state_dict()]
         )
-        for n, own in sorted(groups.items())
+        for n, group in sorted(groups.items())
     }
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:
     stem, _, leaf = name.rpartition(".")
-    found: torch.Tensor = getattr(model.get_submodule(stem), leaf)
-    return found
+    tensor: torch.Tensor = getattr(model.get_submodule(stem), leaf)
+    return tensor
 
 
 def _share(modules: list[nn.Module]) -> None:
     """Give tied modules, of which files have one, the same weight."""
     if len(modules) > 1:
-        read = next(own for own in modules if not own.weight.is_meta)
+        read = next(m for m in modules if not m.weight.is_meta)
         for module in modules:
             module._parameters["weight"] = read._parameters["weight"]
 
@@ -327,7 +327,7 @@ def _runs(module: nn.Module, stream: Stream) -> bool:
 
 
 def _forward(
-    module: Any, number: int, given: torch.Tensor, *args: Any, **options: Any
+    module: Any, number: int, inputs: torch.Tensor, /, *args: Any, **options: Any
 ) -> Any:
     """The forward of a module of a part, or what stands in for it.
 
@@ -336,22 +336,22 @@ def _forward(
     stream, standing = stream_of(module), _instead.get()
     assert stream is not None
     if standing is None or _runs(module, stream):
-        return type(module).forward(module, given, *args, **options)
+        return type(module).forward(module, inputs, *args, **options)
     if module in stream.blocks:
-        return standing.layer(number, given, *args, **options)
+        return standing.layer(number, inputs, *args, **options)
     shape = module.weight.shape  # (d_vocab, d_model) of both
     sizes = (
-        (*given.shape, shape[1])
+        (*inputs.shape, shape[1])
         if module is stream.embeddings
-        else (*given.shape[:-1], shape[0])
+        else (*inputs.shape[:-1], shape[0])
     )
     return torch.zeros(sizes, dtype=stream.dtype, device=stream.device)
 
 
 def stream_of(module: nn.Module) -> Stream | None:
     """What reads the layers of a streamed model, or of a module of it; else None."""
-    found: Stream | None = module.__dict__.get(_STREAM)
-    return found
+    stream: Stream | None = module.__dict__.get(_STREAM)
+    return stream
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """A pass over a streamed model: two sweeps over as many windows as there is room for.
 
-Windows that went through both are done, as those of a pass in memory are. Of the others
-it is kept which layer they have reached.
+Windows that went through both are done, as those of a pass in memory are. For the
+others the layer that they have reached is kept.
 """
 
 from collections.abc import Callable, Generator

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 _KEY, _GROUP = "key.json", "group"
 _HELD = "held.lock"
-"""In a temporary folder, locked as long as its process is there."""
+"""A file in a temporary folder, locked as long as its process is there."""
 _SHARE_OF_FREE = 0.5
-"""Of the free memory, if no budget is given."""
+"""The share of free memory to use if no budget is given."""
 _SHARE_OF_DISK = 0.9
 
 Group = dict[str, torch.Tensor]
@@ -83,15 +83,15 @@ class SweepStore:
         Raises:
             SpecError: it cannot be written.
         """
-        own = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
-        size = sum(tensor.nbytes for tensor in own.values())
+        tensors = {k: t.detach().cpu().contiguous() for k, t in group.items()}
+        size = sum(tensor.nbytes for tensor in tensors.values())
         self._forget(self._path(name).stem)
         fits = size <= self._room
         if fits:
             self._room -= size
-            self._memory[self._path(name).stem] = own
+            self._memory[self._path(name).stem] = tensors
         if self._durable or not fits:
-            self._write(name, own)
+            self._write(name, tensors)
             self.n_bytes_written += size
 
     def get(self, name: str) -> Group:
@@ -101,8 +101,8 @@ class SweepStore:
             CacheError: its file is missing or damaged.
         """
         path = self._path(name)
-        found = self._memory.get(path.stem)
-        return self._read(path) if found is None else found
+        group = self._memory.get(path.stem)
+        return self._read(path) if group is None else group
 
     def drop(self, prefix: str) -> None:
         """Forget every group whose name begins with `prefix`."""
@@ -152,8 +152,8 @@ class SweepStore:
             raise CacheError(f"{path} is missing: delete {self.folder}, and run again")
         try:
             with files.readable(path), safe_open(path, framework="pt") as file:
-                found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-                about = files.unsealed(file.metadata(), _values(found), path)
+                group = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                about = files.unsealed(file.metadata(), _values(group), path)
         except CacheError as error:
             raise CacheError(
                 f"{path} is damaged: delete {self.folder}, and run again"
@@ -163,7 +163,7 @@ class SweepStore:
                 f"{path} has the contents of {about.get(_GROUP)}: delete "
                 f"{self.folder}, and run again"
             )
-        return found
+        return group
 
 
 def _values(group: Group) -> dict[str, np.ndarray]:
@@ -210,7 +210,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def store_beside(model: nn.Module) -> SweepStore | None:
-    """A temporary store with the budget of a streamed model; None of another."""
+    """A temporary store with the budget of a streamed model; None for another."""
     stream = stream_of(model)
     return None if stream is None else temporary(budget_of(stream))
 
@@ -250,13 +250,13 @@ def _claim(folder: Path, key: Mapping[str, Any]) -> None:
         CacheError: it belongs to another pass.
     """
     there = (folder / _KEY).exists()
-    found = files.read_object(folder / _KEY) if there else {}
-    if there and found.get("pass") != key["pass"]:
+    old_key = files.read_object(folder / _KEY) if there else {}
+    if there and old_key.get("pass") != key["pass"]:
         raise CacheError(
             f"{folder} is the state of another pass (another model or calibration "
             "set); delete it, or give another file"
         )
-    if found != dict(key):
+    if old_key != dict(key):
         shutil.rmtree(folder, ignore_errors=True)
         files.write_json(folder / _KEY, dict(key))
         return

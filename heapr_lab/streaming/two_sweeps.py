@@ -66,9 +66,9 @@ class TwoSweeps:
             slice(start, min(start + run.batch_size, windows.stop))
             for start in range(windows.start, windows.stop, run.batch_size)
         ]
-        """Of each batch."""
+        """The windows of each batch."""
         # Clones are no inference tensors, even if the ids are.
-        self._batches = [run.ids[own].clone().to(self._device) for own in self.windows]
+        self._batches = [run.ids[w].clone().to(self._device) for w in self.windows]
         with torch.no_grad():
             self._walk = LayerByLayer(model, self._batches, run.layers)
         self._tokens = {layer.layer: _Tokens(layer) for layer in run.layers}
@@ -87,7 +87,7 @@ class TwoSweeps:
             self._run(number)
 
     def _run(self, number: int) -> None:
-        """Run a layer, unless it was."""
+        """Run a layer, unless it has been run."""
         name = f"layer-{number}"
         if name in self._store:
             for _ in self._batches:
@@ -108,7 +108,7 @@ class TwoSweeps:
         before = self._walk.handed[index] = self._handed(number, index)
         with _Noted(choices), self._counted(number):
             out = self._walk.output(number, index, self._input(number, index))
-        noted = {f"{_CHOICE}{n:03d}": own for n, own in enumerate(choices)}
+        noted = {f"{_CHOICE}{n:03d}": choice for n, choice in enumerate(choices)}
         self._store.put(_out(number, index), {_STATES: out} | noted)
         handed, self._walk.handed[index] = self._walk.handed[index], None
         if handed is not None and handed is not before:
@@ -132,7 +132,7 @@ class TwoSweeps:
                 yield from self._back(number)
 
     def _recall(self, number: int) -> None:
-        """What an earlier process measured in a layer."""
+        """Take over what an earlier process measured in a layer."""
         if number in self._pass.probes:
             moments = self._store.get(f"back-{number}")
             self._pass.probes[number].moments.load_state(dict(moments))
@@ -165,11 +165,11 @@ class TwoSweeps:
         states = self._input(number, index).to(self._device).requires_grad_()
         self._walk.handed[index] = self._handed(number, index)
         with _Replayed(choices):
-            found = self._walk.output(number, index, states)
+            output = self._walk.output(number, index, states)
         self._walk.handed[index] = None
         gradient = self._store.get(f"grad-{number + 1}-{index}")[_STATES]
-        (own,) = torch.autograd.grad(found, states, gradient.to(found.device))
-        self._store.put(f"grad-{number}-{index}", {_STATES: own})
+        (input_grad,) = torch.autograd.grad(output, states, gradient.to(output.device))
+        self._store.put(f"grad-{number}-{index}", {_STATES: input_grad})
 
     def _input(self, number: int, index: int) -> torch.Tensor:
         """The states with which a batch comes to a layer."""
@@ -184,8 +184,8 @@ class TwoSweeps:
         return None
 
     def _counted(self, number: int) -> contextlib.AbstractContextManager[None]:
-        found = self._tokens.get(number)
-        return contextlib.nullcontext() if found is None else found.counted()
+        tokens = self._tokens.get(number)
+        return contextlib.nullcontext() if tokens is None else tokens.counted()
 
     def _of_loss(self) -> None:
         """Keep the gradient of the loss with respect to each batch's last states."""
@@ -195,8 +195,8 @@ class TwoSweeps:
             leaf = states.detach().requires_grad_()
             finals = self._walk.finished(ids, leaf)
             loss = self._pass.loss(self.windows[index], finals)
-            (own,) = torch.autograd.grad(loss, leaf)
-            self._store.put(f"grad-{last}-{index}", {_STATES: own})
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            self._store.put(f"grad-{last}-{index}", {_STATES: gradient})
 
 
 def _out(number: int, index: int) -> str:
@@ -213,7 +213,7 @@ class _Tokens:
     def __init__(self, layer: ExpertsLayer) -> None:
         self._layer = layer
         self.seen = torch.zeros(layer.n_experts, dtype=torch.long)
-        """In the first sweep."""
+        """The tokens of each expert in the first sweep."""
         self._before = self.seen
 
     def counted(self) -> contextlib.AbstractContextManager[None]:
@@ -229,7 +229,7 @@ class _Tokens:
         self._before = probe.moments.experts["tokens"].long().cpu()
 
     def check(self, probe: Probe) -> None:
-        """Check that the probe of the layer has seen as many since `begin`.
+        """Check that the probe of the layer has seen as many tokens since `begin`.
 
         Raises:
             CoverageError: it has not.
@@ -253,10 +253,10 @@ class _Noted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func in _TOP_K:
-            self._choices.append(found.indices.to(torch.int32).cpu())
-        return found
+            self._choices.append(output.indices.to(torch.int32).cpu())
+        return output
 
 
 class _Replayed(TorchFunctionMode):

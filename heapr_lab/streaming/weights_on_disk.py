@@ -67,13 +67,13 @@ def check_whole(skeleton: Any, every: list[FoundTensor]) -> None:
     """
     known = skeleton.state_dict()
     parts: dict[str, Counter[int]] = {}
-    for found in every:
-        parts.setdefault(found.parameter, Counter()).update([found.part])
+    for entry in every:
+        parts.setdefault(entry.parameter, Counter()).update([entry.part])
     there = {
         name
-        for found in every
-        if _is_whole(found, parts[found.parameter], known)
-        for name in made_of(found)
+        for entry in every
+        if _is_whole(entry, parts[entry.parameter], known)
+        for name in made_of(entry)
     }
     for pair in skeleton.all_tied_weights_keys.items():
         if there & set(pair):
@@ -101,25 +101,25 @@ _COMPANIONS = re.compile(
 """Ends of the patterns of what comes with quantised weights, and only with them."""
 
 
-def made_of(found: FoundTensor) -> Iterator[str]:
+def made_of(entry: FoundTensor) -> Iterator[str]:
     """The parameters that a tensor becomes: several where it is split."""
-    yield found.parameter
-    if found.converter is not None:
-        first, *others = found.converter.target_patterns
-        yield from (found.parameter.replace(first, other) for other in others)
+    yield entry.parameter
+    if entry.converter is not None:
+        first, *others = entry.converter.target_patterns
+        yield from (entry.parameter.replace(first, other) for other in others)
 
 
 def _is_whole(
-    found: FoundTensor, parts: Counter[int], known: dict[str, torch.Tensor]
+    entry: FoundTensor, parts: Counter[int], known: dict[str, torch.Tensor]
 ) -> bool:
     """Whether the files have all that a tensor is joined with, each expert's once."""
-    if found.converter is None:
+    if entry.converter is None:
         return True
-    needed = _needed(found.converter)
-    stacks = [type(op).__name__ for op in found.converter.operations]
-    if "MergeModulelist" not in stacks or found.parameter not in known:
+    needed = _needed(entry.converter)
+    stacks = [type(op).__name__ for op in entry.converter.operations]
+    if "MergeModulelist" not in stacks or entry.parameter not in known:
         return needed <= parts.keys()
-    return {parts[part] for part in needed} == {len(known[found.parameter])}
+    return {parts[part] for part in needed} == {len(known[entry.parameter])}
 
 
 def _needed(converter: Any) -> set[int]:
@@ -128,8 +128,8 @@ def _needed(converter: Any) -> set[int]:
     return {number for number, name in patterns if not _COMPANIONS.search(name)}
 
 
-def _differs(found: FoundTensor, known: dict[str, torch.Tensor]) -> bool:
+def _differs(entry: FoundTensor, known: dict[str, torch.Tensor]) -> bool:
     """Whether a tensor that is loaded unchanged differs from its parameter in shape."""
-    if found.converter is not None or found.parameter not in known:
+    if entry.converter is not None or entry.parameter not in known:
         return False
-    return tuple(known[found.parameter].shape) != found.tensor.shape
+    return tuple(known[entry.parameter].shape) != entry.tensor.shape

@@ -30,12 +30,12 @@ class AskedTask:
 
     def key(self) -> dict[str, Any]:
         """What determines its items, in cache keys."""
-        corpus, asked = self._corpus, {"task": self.name}
+        corpus, task = self._corpus, {"task": self.name}
         if corpus is None:
-            found = items_fingerprint(self.name, limit=self.limit)
-            return found | {"n_items": self.limit} | asked
+            fingerprint = items_fingerprint(self.name, limit=self.limit)
+            return fingerprint | {"n_items": self.limit} | task
         text = load_corpus(corpus, split="test")
-        return {"corpus": text.fingerprint, "n_items": self._n_items} | asked
+        return {"corpus": text.fingerprint, "n_items": self._n_items} | task
 
     def run(
         self, model: nn.Module, tokenizer: Any, *, progress: Progress | None = None

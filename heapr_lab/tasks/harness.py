@@ -167,7 +167,7 @@ def items_fingerprint(
     if path is None:
         with quiet():
             loaded = load_tasks([task])["tasks"]
-        items = digest({name: _asked(own, limit) for name, own in loaded.items()})
+        items = digest({name: _asked(member, limit) for name, member in loaded.items()})
     else:
         items = hashlib.sha256(path.read_bytes()).hexdigest()
     return {"items": items, "harness": version("lm_eval")}
@@ -293,7 +293,7 @@ def quiet() -> Iterator[None]:
 
 
 def _number(value: Any) -> float:
-    """As a float; the harness writes "N/A" for the standard error of a single item."""
+    """A number, or NaN: the standard error of a single item is "N/A" in the harness."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 

@@ -143,7 +143,7 @@ class PackingHFLM(HFLM):
     def _agrees(self, some: list[Request]) -> bool:
         """Whether packing gives the same answers as the harness."""
         row = _row(some, range(len(some)), self.max_length)
-        ours = [own for _, own in _answers(self.model, [row], self._run([row]))]
+        ours = [answer for _, answer in _answers(self.model, [row], self._run([row]))]
         counter = self.cache_hook
         self.set_cache_hook(CacheHook(None))  # these requests come again
         theirs = super()._loglikelihood_tokens(some, disable_tqdm=True)
@@ -169,8 +169,8 @@ class PackingHFLM(HFLM):
             return
         room = backend_of(self.model).at_once(self.model, 1)
         for group in _within(room, batches):
-            found = states_of_all(self.model, [_padded(batch) for batch in group])
-            for batch, states in zip(group, found, strict=True):
+            outputs = states_of_all(self.model, [_padded(batch) for batch in group])
+            for batch, states in zip(group, outputs, strict=True):
                 yield batch, states.to(input_device(self.model))
 
     def _run(self, batch: "list[_Row]") -> torch.Tensor:
@@ -187,7 +187,7 @@ class PackingHFLM(HFLM):
 
 
 _packing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Of models that were asked: whether packed requests get the harness's answers."""
+"""Whether packed requests get the harness's answers, for models that were asked."""
 
 
 def _attends_plainly(model: Any) -> bool:
@@ -253,10 +253,10 @@ def _padded(batch: Sequence[_Row]) -> torch.Tensor:
 def _seen(batch: Sequence[_Row], length: int) -> torch.Tensor:
     """Whether a token attends to another: itself and those before it, (B, L, L)."""
     seen = np.tile(np.eye(length, dtype=bool), (len(batch), 1, 1))
-    for own, row in zip(seen, batch, strict=True):
+    for mask, row in zip(seen, batch, strict=True):
         for token, parent in enumerate(row.parents):
             if parent >= 0:
-                own[token] |= own[parent]
+                mask[token] |= mask[parent]
     return torch.from_numpy(seen)
 
 
@@ -285,7 +285,7 @@ def _answers(
         for number, row in enumerate(batch)
         for places in row.predicts
     ]
-    targets = [own for row in batch for own in row.targets]
+    targets = [target for row in batch for target in row.targets]
     log_p, greedy = _score(
         model, states.flatten(0, 1), torch.tensor(_flat(predicts)), _flat(targets)
     )
@@ -310,10 +310,10 @@ def _score(
     greedy = torch.empty(len(targets), dtype=torch.bool)
     start = 0
     for chunk in iter_log_probs(model, states[unique.to(states.device)]):
-        own = ((rows >= start) & (rows < start + len(chunk))).nonzero()[:, 0]
-        row, target = ((x[own]).to(chunk.device) for x in (rows - start, wanted))
-        log_p[own] = chunk[row, target].double().cpu()
-        greedy[own] = (chunk.argmax(-1)[row] == target).cpu()
+        index = ((rows >= start) & (rows < start + len(chunk))).nonzero()[:, 0]
+        row, target = ((x[index]).to(chunk.device) for x in (rows - start, wanted))
+        log_p[index] = chunk[row, target].double().cpu()
+        greedy[index] = (chunk.argmax(-1)[row] == target).cpu()
         start += len(chunk)
     return log_p, greedy
 

@@ -73,13 +73,13 @@ def task_items(
         lm, state = PackingHFLM(model, tokenizer), State(model)
         read = {"tokenizer": tokenizer_fingerprint(tokenizer)}
         asked = [
-            _Asked(name, one, read | items_fingerprint(task), n_items, seed)
+            _Asked(name, member, read | items_fingerprint(task), n_items, seed)
             for task in tasks
-            for name, one in load_tasks([task])["tasks"].items()
+            for name, member in load_tasks([task])["tasks"].items()
         ]
-        parts = Parts(sum(len(one.drawn) for one in asked), progress)
+        parts = Parts(sum(len(task.drawn) for task in asked), progress)
         return pd.concat(
-            [one.rows(lm, state, parts) for one in asked], ignore_index=True
+            [task.rows(lm, state, parts) for task in asked], ignore_index=True
         )
 
 
@@ -168,8 +168,8 @@ class _Asked:
         return right if isinstance(right, int) else None
 
 
-def _share(values: list[float], one: int | None) -> float:
+def _share(values: list[float], right: int | None) -> float:
     """One of the likelihoods over the sum of all, from their logarithms."""
-    if one is None:
+    if right is None:
         return math.nan
-    return 1 / math.fsum(math.exp(min(value - values[one], 700)) for value in values)
+    return 1 / math.fsum(math.exp(min(value - values[right], 700)) for value in values)

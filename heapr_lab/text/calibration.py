@@ -142,9 +142,9 @@ class CalibrationSet:
     @property
     def label(self) -> str:
         """Corpora and split, for display."""
-        own = f"{self.provenance['corpus']} {self.provenance.get('split', '')}".strip()
+        text = f"{self.provenance['corpus']} {self.provenance.get('split', '')}".strip()
         added = self.provenance.get("joined", [])
-        return " and ".join([own, *(other["corpus"] for other in added)])
+        return " and ".join([text, *(other["corpus"] for other in added)])
 
     @property
     def fingerprint(self) -> str:
@@ -156,7 +156,7 @@ class CalibrationSet:
     def window_fingerprints(self) -> list[str]:
         """The first 8 bytes of each window's SHA-256, as hexadecimal digits."""
         hashes = (hashlib.sha256(window.tobytes()) for window in self._words())
-        return [found.hexdigest()[:16] for found in hashes]
+        return [sha.hexdigest()[:16] for sha in hashes]
 
     def _words(self) -> np.ndarray:
         return self.ids.cpu().numpy().astype("<i8")

@@ -17,10 +17,10 @@ from heapr_lab.repr_html import card_html
 DEFAULT_CORPUS = "pydocs"
 """The corpus that is available on every machine."""
 OWN_TEXT = "own text"
-"""The name of text that the model writes itself."""
+"""The name of self-generated text."""
 _MOST_OWN_TEXT = 8
 _TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S+)\s*")
-"""Of a mixture: a weight and a corpus."""
+"""A term of a mixture: a weight and a corpus."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Calibration:
                     self, name, whole_number(value, name=name, least=least)
                 )
         check_seed(self.seed)
-        own = self.own_text
-        number = isinstance(own, int | float) and not isinstance(own, bool)
-        if not number or not 0 <= own <= _MOST_OWN_TEXT:
+        share = self.own_text
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not number or not 0 <= share <= _MOST_OWN_TEXT:
             raise SpecError(
-                f"own_text is {own!r}, expected a number from 0 to {_MOST_OWN_TEXT}, "
+                f"own_text is {share!r}, expected a number from 0 to {_MOST_OWN_TEXT}, "
                 "such as 0.25: windows that the model writes for each of the corpus"
             )
 

@@ -34,7 +34,7 @@ from heapr_lab.text.text_files import FILE_TYPES, read_column, read_texts
 
 SPLITS = ("train", "validation", "test")
 TEST_CORPORA = ("pydocs", "wikitext2", "ptb", "c4")
-"""On whose test splits perplexity is measured, where they are available."""
+"""Corpora on whose test splits perplexity is measured, where they are available."""
 
 
 @dataclass(frozen=True)
@@ -264,12 +264,12 @@ def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...]
     Raises:
         CorpusError: the hub cannot be reached, or lacks the data set.
     """
-    hub.is_reachable()  # if it does not, `datasets` reads local files only
+    hub.is_reachable()  # if it is not, `datasets` reads local files only
     import datasets  # slow to import; it reads HF_HUB_OFFLINE then
 
-    asked = name, Path.cwd()
-    if asked in _not_on_hub:
-        raise CorpusError(_not_on_hub[asked])
+    key = name, Path.cwd()
+    if key in _not_on_hub:
+        raise CorpusError(_not_on_hub[key])
     try:
         rows = datasets.load_dataset(
             dataset.hub_path,
@@ -279,14 +279,14 @@ def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...]
             data_files={"train": _C4_SHARD} if dataset.single else None,
         )
     except Exception as error:
-        _not_on_hub[asked] = (
+        _not_on_hub[key] = (
             f"corpus {name!r} is neither in $HEAPR_DATA_DIR "
             f"(now {os.environ.get('HEAPR_DATA_DIR')!r}; expected the folder "
             f"{dataset.folder!r} in it) nor available from the hub data set "
             f"{dataset.hub_path!r} ({type(error).__name__}: {error}). Set the "
             "variable, or connect to the hub, and start again."
         )
-        raise CorpusError(_not_on_hub[asked]) from error
+        raise CorpusError(_not_on_hub[key]) from error
     source = f"hub:{dataset.hub_path} {dataset.hub_name or ''} {split}"
     source += f" ({_C4_SHARD})" if dataset.single else ""
     return tuple(rows[dataset.column]), source
@@ -299,12 +299,12 @@ def _file_corpus(path: Path, split: str) -> Corpus:
 
 def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The `names` whose test split is available, and the errors of the others."""
-    found, skipped = [], {}
+    available, skipped = [], {}
     for name in names:
         try:
             load_corpus(name, split="test")
         except CorpusError as error:
             skipped[name] = str(error)
         else:
-            found.append(name)
-    return found, skipped
+            available.append(name)
+    return available, skipped

@@ -52,14 +52,14 @@ def harvested(package: str = "") -> tuple[tuple[str, ...], str]:
         CorpusError: the package is not installed.
     """
     wanted = (package,) if package else PYDOCS_PACKAGES
-    found = installed(wanted)
-    if not found:
+    packages = installed(wanted)
+    if not packages:
         raise CorpusError(
             f"pydocs:{package} needs the package {package!r}, which is not installed "
             f"here (or is a single module); install it (pip install {package})"
         )
-    key = _key(found)
-    texts = cache.cached_json("pydocs", key, lambda: harvest(found))
+    key = _key(packages)
+    texts = cache.cached_json("pydocs", key, lambda: harvest(packages))
     named = ", ".join(f"{name} {version}" for name, version in key["versions"].items())
     return tuple(texts), f"docstrings of {named}"
 

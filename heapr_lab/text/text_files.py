@@ -95,8 +95,8 @@ def _conversation(messages: Any) -> str:
         isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns
     ):
         raise TypeError("a list of messages, each with a role and a content")
-    own = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
-    return json.dumps(own, sort_keys=True, ensure_ascii=False)
+    kept = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
+    return json.dumps(kept, sort_keys=True, ensure_ascii=False)
 
 
 _READERS: dict[str, Callable[[Any], str]] = {"text": _plain_text, _CHAT: _conversation}

@@ -26,7 +26,7 @@ class Opening:
 
     @classmethod
     def of(cls, model: object, **options: Any) -> Self:
-        """The same of any path, device and dtype, which torch has objects for."""
+        """The same for any path, device and dtype, which torch has objects for."""
         for name in {"device", "dtype"} & options.keys():
             options[name] = str(options[name]).removeprefix("torch.")
         return cls(str(model), **options)

@@ -50,7 +50,7 @@ PROFILES = {
 }
 """`small` for tests, `lab` for the lab model, `pretrained` for models of some hundred
 million parameters on a CPU, `paper` as the paper calibrates."""
-_OWN = {LAB: "lab", "smollm2": "pretrained", "smolmoe": "pretrained"}
+_BY_MODEL = {LAB: "lab", "smollm2": "pretrained", "smolmoe": "pretrained"}
 """The profiles of models that have a name of their own."""
 
 
@@ -167,7 +167,7 @@ def profile_of(name_or_path: str, profile: str | None) -> Profile:
     Raises:
         SpecError: there is no such profile.
     """
-    chosen = profile or _OWN.get(name_or_path, "paper")
+    chosen = profile or _BY_MODEL.get(name_or_path, "paper")
     if chosen not in PROFILES:
         raise SpecError(f"profile is {chosen!r}, expected one of {', '.join(PROFILES)}")
     return PROFILES[chosen]

@@ -67,7 +67,7 @@ from heapr_lab.workbench.settings import (
 EVALUATION_SCHEMA = 2
 """Increased whenever results change for the same input."""
 OWN_TEXT_SCHEMA = 1
-"""Likewise, of text that the model writes."""
+"""Likewise, for self-generated text."""
 
 
 class Workbench:
@@ -189,28 +189,28 @@ class Workbench:
         return windows
 
     def _own_text(
-        self, asked: dict[str, int], progress: Progress | None
+        self, shape: dict[str, int], progress: Progress | None
     ) -> CalibrationSet:
         """Windows that the model writes itself, from the cache once it has."""
-        made = {"model": self.identity, "tokenizer": self.tokenizer_id}
+        author = {"model": self.identity, "tokenizer": self.tokenizer_id}
 
         def write() -> np.ndarray:
             label = f"own text of {self.name}"
             with progress_bar(label, "token", also=progress) as bar:
                 write_text = registry.find("text of the model's own")
-                found = write_text(self.model, self.tokenizer, **asked, progress=bar)
-            ids: np.ndarray = found.ids.numpy()
+                text = write_text(self.model, self.tokenizer, **shape, progress=bar)
+            ids: np.ndarray = text.ids.numpy()
             return ids
 
-        key = {**asked, **made, "schema": OWN_TEXT_SCHEMA}
+        key = {**shape, **author, "schema": OWN_TEXT_SCHEMA}
         ids = cached_ids(OWN_TEXT, key, write)
         return CalibrationSet(
-            torch.from_numpy(ids), {"corpus": OWN_TEXT, "seed": asked["seed"]}
+            torch.from_numpy(ids), {"corpus": OWN_TEXT, "seed": shape["seed"]}
         )
 
     def _n_sequences(self, calibration: Calibration | None) -> int:
-        asked = None if calibration is None else calibration.n_sequences
-        return asked or self.profile.n_sequences
+        number = None if calibration is None else calibration.n_sequences
+        return number or self.profile.n_sequences
 
     def importance(
         self, calibration: Calibration | None = None, *, estimator: str = "heapr"
@@ -224,8 +224,8 @@ class Workbench:
         # Only the last table is kept, with its rankings, because it can be large.
         key = digest(self.identity), windows.fingerprint, extra_pass
         if self._table is None or self._table[0] != key:
-            made = self._eliminated(windows) if extra_pass else None
-            self._table = key, self.measure(windows) if made is None else made
+            table = self._eliminated(windows) if extra_pass else None
+            self._table = key, self.measure(windows) if table is None else table
         return self._table[1]
 
     def table_of(self, setting: Setting) -> ImportanceTable:
@@ -242,8 +242,8 @@ class Workbench:
 
         def compute() -> ImportanceTable:
             with progress_bar(f"elimination on {windows.label}", "window") as bar:
-                found: ImportanceTable = run(progress=bar)
-            return found
+                scored: ImportanceTable = run(progress=bar)
+            return scored
 
         return _cached_table(spec, compute)
 
@@ -259,8 +259,8 @@ class Workbench:
         `progress` is called besides the progress bar if they are computed.
         """
         spec = statistics_spec(self.identity, windows)
-        asked: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-        return _cached_table(spec, lambda: self._collected(windows, spec, **asked))
+        options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+        return _cached_table(spec, lambda: self._collected(windows, spec, **options))
 
     def measure_on(
         self, ranks: Ranks, windows: CalibrationSet, *, batch_size: int | None = None
@@ -270,10 +270,10 @@ class Workbench:
         Only rank 0 reads and writes the cache, and gets the table; others get None.
         """
         spec = statistics_spec(self.identity, windows)
-        asked: dict[str, Any] = {"batch_size": batch_size, "ranks": ranks}
+        options: dict[str, Any] = {"batch_size": batch_size, "ranks": ranks}
         return ranks.stored(
             functools.partial(_cached_table, spec),
-            lambda: self._collected(windows, spec, **asked),
+            lambda: self._collected(windows, spec, **options),
         )
 
     def _collected(
@@ -282,14 +282,14 @@ class Workbench:
         spec: dict[str, Any],
         *,
         progress: Progress | None = None,
-        **asked: Any,
+        **options: Any,
     ) -> ImportanceTable:
         """The statistics on `windows`, computed, or resumed from a saved state."""
         label = f"importance on {windows.label}"
         state = cache.cache_path("importance", spec, extension="state")
         with progress_bar(label, "window", also=progress) as bar:
             return collect_statistics(
-                self.model, windows, state=state, progress=bar, **asked
+                self.model, windows, state=state, progress=bar, **options
             )
 
     def fitted(self, calibration: Calibration | None = None) -> Any:
@@ -301,8 +301,8 @@ class Workbench:
         key = digest(self.identity), windows.fingerprint
         if self._fitted is None or self._fitted[0] != key:
             calibrated = registry.find("sums that weights are fitted with")
-            made = calibrated(self.model, windows, measure=self.measure)
-            self._fitted = key, made
+            sums = calibrated(self.model, windows, measure=self.measure)
+            self._fitted = key, sums
         return self._fitted[1]
 
     def keep(self, setting: Setting) -> KeepMask:
@@ -348,13 +348,13 @@ class Workbench:
             facts = asdict(result)
             return {name: facts[name] for name in ("nll", "n_tokens", "windows")}
 
-        found = self._evaluated(
+        record = self._evaluated(
             "perplexity", keep, windows.fingerprint, compute, stored=down_projs is None
         )
         # Files of earlier versions have no windows.
-        losses = tuple(found.get("windows", ()))
-        nll = found["nll"]
-        return Perplexity(exp_nll(nll), nll, found["n_tokens"], losses)
+        losses = tuple(record.get("windows", ()))
+        nll = record["nll"]
+        return Perplexity(exp_nll(nll), nll, record["n_tokens"], losses)
 
     def divergence(self, keep: KeepMask, windows: CalibrationSet) -> Divergence:
         """KL(dense || pruned) and top-1 agreement, more sensitive than perplexity."""
@@ -365,8 +365,8 @@ class Workbench:
                     evaluate_divergence(self.model, keep, windows.ids, progress=bar)
                 )
 
-        found = self._evaluated("divergence", keep, windows.fingerprint, compute)
-        return Divergence(**found)
+        record = self._evaluated("divergence", keep, windows.fingerprint, compute)
+        return Divergence(**record)
 
     def task_accuracy(
         self,
@@ -419,7 +419,7 @@ class Workbench:
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> list[dict[str, Any]]:
-        """As `task_results`, of what the model computes now, without the cache."""
+        """As `task_results`, for what the model computes now, without the cache."""
         with progress_bar(task, "choice") as bar:
             rows: list[dict[str, Any]] = self._asked(task, limit).run(
                 self.model, self.tokenizer, progress=progress or bar
@@ -432,7 +432,7 @@ class Workbench:
         return key | {"tokenizer": self.tokenizer_id}
 
     def _asked(self, task: str, limit: int | None) -> Any:
-        """The task, of the wing that runs tasks."""
+        """The task, from the wing that runs tasks."""
         return registry.find("tasks")(task, limit, self.profile.n_items)
 
     def evaluate(
@@ -462,8 +462,8 @@ class Workbench:
             rows.append(_row(corpus, "perplexity", result.value))
             rows.append(_row(corpus, "nll", result.nll))
         if accuracy:
-            found = self.task_accuracy(keep, CONTINUATION)
-            rows.append(_row(CONTINUATION, "accuracy", found["value"], found["stderr"]))
+            score = self.task_accuracy(keep, CONTINUATION)
+            rows.append(_row(CONTINUATION, "accuracy", score["value"], score["stderr"]))
         return pd.DataFrame(rows).assign(**self.columns(setting, keep))
 
     def savings(self, setting: Setting) -> pd.DataFrame:
@@ -473,7 +473,7 @@ class Workbench:
         return saved.assign(**self.columns(setting, keep))
 
     def savings_of(self, keep: KeepMask, table: ImportanceTable) -> pd.DataFrame:
-        """The same of any mask, with the bytes of files if they are on this machine."""
+        """Any mask's savings, with the bytes of files if they are on this machine."""
         if self.source is None:
             return savings_of(keep, table)
         n_parameters = table.architecture.n_parameters
@@ -529,9 +529,9 @@ class Workbench:
         }
 
         def of_one_model() -> Any:
-            found = compute()
+            outcome = compute()
             check_unchanged(self.model, state)
-            return found
+            return outcome
 
         return cache.cached_json(kind, key, of_one_model) if stored else of_one_model()
 

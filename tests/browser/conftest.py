@@ -60,8 +60,8 @@ def chromium() -> Iterator["Browser"]:
         pytest.skip(_NO_BROWSER)
     from browser.pages import browser
 
-    with browser(CHROMIUM) as found:
-        yield found
+    with browser(CHROMIUM) as chrome:
+        yield chrome
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What kernels see: a cache of their own, where `pydocs` is harvested already.
 
-    Of one package: all of them take a minute, and the text does not matter here.
+    The text is of one package: all of them take a minute, and it does not matter here.
     """
     cache = str(tmp_path_factory.mktemp("browser_cache"))
     harvest = pydocs.harvest
@@ -100,8 +100,8 @@ def server(
 ) -> Iterator[Lab]:
     """The JupyterLab of all tests."""
     private = tmp_path_factory.mktemp("lab")
-    with lab(private=private, environment=environment) as found:
-        yield found
+    with lab(private=private, environment=environment) as jupyter:
+        yield jupyter
 
 
 @pytest.fixture(scope="session")
@@ -139,12 +139,12 @@ def page(watched: tuple["Page", "Watch"]) -> Iterator["Page"]:
     """The page, which must be clean after each test as well."""
     from browser.pages import panels
 
-    found, watch = watched
-    for panel in panels(found):
+    notebook, watch = watched
+    for panel in panels(notebook):
         panel.is_ready()
-    yield found
+    yield notebook
     assert watch.complaints == []
     assert watch.requests == []
-    assert found.locator(".jp-Dialog, .Toastify__toast").count() == 0
+    assert notebook.locator(".jp-Dialog, .Toastify__toast").count() == 0
     stderr = "[data-mime-type='application/vnd.jupyter.stderr']"
-    assert found.locator(stderr).all_inner_texts() == []
+    assert notebook.locator(stderr).all_inner_texts() == []

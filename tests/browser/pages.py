@@ -61,9 +61,9 @@ def browser(executable: str) -> Iterator[Browser]:
     """A browser without a window, which reaches this machine only."""
     expect.set_options(timeout=_MILLISECONDS)
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=executable, args=_FLAGS)
-        yield found
-        found.close()
+        chromium = playwright.chromium.launch(executable_path=executable, args=_FLAGS)
+        yield chromium
+        chromium.close()
 
 
 @dataclass
@@ -95,9 +95,9 @@ class Watch:
 
 def last_perplexity(message: str) -> str:
     """The number in what is said of the last point."""
-    found = re.search(r"perplexity (\S+)\. ", message)
-    assert found is not None, message
-    return found[1]
+    match = re.search(r"perplexity (\S+)\. ", message)
+    assert match is not None, message
+    return match[1]
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class Panel:
 
     def expert(self, layer: int, expert: int) -> Locator:
         """What is said of the chosen expert, if it is this one."""
-        said = re.compile(f"Layer {layer}, expert {expert}: .* atoms kept")
-        return self.root.get_by_role("status").filter(has_text=said)
+        text = re.compile(f"Layer {layer}, expert {expert}: .* atoms kept")
+        return self.root.get_by_role("status").filter(has_text=text)
 
     def unfold(self, title: str) -> None:
         """Open the section of that title, unless it is open."""
@@ -195,9 +195,9 @@ class Panel:
 
     def ratio_shown(self) -> float:
         """The share of atoms that goes, as the line with the counts says it."""
-        found = re.match(r"\s*([\d.]+)%", self.counts.inner_text())
-        assert found is not None
-        return float(found[1]) / 100
+        match = re.match(r"\s*([\d.]+)%", self.counts.inner_text())
+        assert match is not None
+        return float(match[1]) / 100
 
     def type_ratio(self, text: str) -> None:
         """Type a ratio into the box, and wait until the slider follows."""
@@ -206,8 +206,8 @@ class Panel:
         # The slider has steps of one per cent.
         follows = """([node, value]) =>
             Math.abs(node.getAttribute('aria-valuetext') / 100 - value) < 0.006"""
-        wanted = [self.handle.element_handle(), float(text)]
-        self.root.page.wait_for_function(follows, arg=wanted)
+        pair = [self.handle.element_handle(), float(text)]
+        self.root.page.wait_for_function(follows, arg=pair)
         expect(self.ratio).to_have_value(text)
 
     def enter(self, name: str, text: str) -> None:
@@ -269,26 +269,26 @@ def pixels(png: bytes) -> np.ndarray:
 def nameless(root: Locator) -> list[str]:
     """Inputs, lists and buttons in `root` that a screen reader has no name for."""
     controls = root.locator("input, select, textarea, button, [role=button]")
-    found = []
+    nodes = []
     for control in controls.all():
         if not control.is_visible():
             continue
         lines = control.aria_snapshot().splitlines()
         if not lines or not re.search(r'- \w+ ".+"', lines[0]):
-            found.append(str(control.evaluate("node => node.outerHTML"))[:200])
-    return found
+            nodes.append(str(control.evaluate("node => node.outerHTML"))[:200])
+    return nodes
 
 
 def violations(root: Locator) -> list[str]:
     """What axe-core finds in `root` of WCAG 2 A and AA, serious or worse."""
     script = files("axe_core_python").joinpath("axe.min.js").read_text("utf-8")
     root.page.evaluate(script)
-    found = root.evaluate(_AXE)
+    report = root.evaluate(_AXE)
     return [
-        f"{one['id']}: {node['html'][:200]}"
-        for one in found["violations"]
-        if one["impact"] in ("serious", "critical")
-        for node in one["nodes"]
+        f"{rule['id']}: {node['html'][:200]}"
+        for rule in report["violations"]
+        if rule["impact"] in ("serious", "critical")
+        for node in rule["nodes"]
     ]
 
 

@@ -54,7 +54,7 @@ class Lab:
     """A JupyterLab that runs, for any number of notebooks."""
 
     address: str
-    """With the token."""
+    """Its address, with the token."""
     work: Path
     """The folder of the notebooks."""
 
@@ -69,9 +69,9 @@ class Lab:
 
     def page(self, name: str, path: str = "") -> str:
         """The address of a page with a layout of its own, which nothing is in yet."""
-        own = urlsplit(self.address)
-        path, query = f"/lab/workspaces/{name}{path}", f"reset&{own.query}"
-        return own._replace(path=path, query=query).geturl()
+        url = urlsplit(self.address)
+        path, query = f"/lab/workspaces/{name}{path}", f"reset&{url.query}"
+        return url._replace(path=path, query=query).geturl()
 
 
 @contextlib.contextmanager
@@ -148,18 +148,18 @@ def _address(log: Path, process: subprocess.Popen[bytes]) -> str:
     """The first address with a token that a server prints, once it answers there."""
     deadline = time.monotonic() + _SECONDS_TO_START
     while time.monotonic() < deadline and process.poll() is None:
-        found = _ADDRESS.search(log.read_text(encoding="utf-8"))
-        if found is not None and _listens(found[0]):
-            return found[0]
+        match = _ADDRESS.search(log.read_text(encoding="utf-8"))
+        if match is not None and _listens(match[0]):
+            return match[0]
         time.sleep(0.1)
     raise RuntimeError(f"no server: {log.read_text(encoding='utf-8')[-3000:]}")
 
 
 def _listens(address: str) -> bool:
     """Whether a server answers, which it may do a while after it said where."""
-    parts = urlsplit(address)
+    url = urlsplit(address)
     try:
-        socket.create_connection((parts.hostname, parts.port), timeout=1).close()
+        socket.create_connection((url.hostname, url.port), timeout=1).close()
     except OSError:
         return False
     return True

@@ -90,7 +90,7 @@ def test_only_this_machine_and_only_with_the_token(
     """It listens on 127.0.0.1 alone, and shows nothing to those without the token."""
     address, process, _ = app
     connections = psutil.Process(process.pid).net_connections("tcp")
-    listening = {found.laddr.ip for found in connections if found.status == "LISTEN"}
+    listening = {socket.laddr.ip for socket in connections if socket.status == "LISTEN"}
     assert listening == {"127.0.0.1"}
     for without in (address.partition("?")[0], f"{address}x"):
         with urllib.request.urlopen(without) as answer:

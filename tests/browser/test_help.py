@@ -50,8 +50,8 @@ def test_a_width_that_rounds_is_said(page: "sync_api.Page") -> None:
     panel.unfold("Advanced")
     before = panel.choice("structure").input_value()
     panel.choice("structure").select_option("uniform")
-    said = "Asked for 60.0% of the atoms, 62.5% are removed"
-    note = panel.root.get_by_role("status").filter(has_text=said)
+    text = "Asked for 60.0% of the atoms, 62.5% are removed"
+    note = panel.root.get_by_role("status").filter(has_text=text)
     expect(note).to_be_visible(timeout=TIMEOUT)
     panel.choice("structure").select_option(before)
     expect(note).to_have_count(0)

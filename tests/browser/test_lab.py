@@ -82,17 +82,17 @@ def test_axe_finds_nothing_serious(page: "sync_api.Page", theme: str) -> None:
     panel, _ = panels(page)
     panel.type_ratio("0.5")
     use_theme(page, theme)
-    found = []
+    faults = []
     for tab in TABS:
         panel.open(tab)
         if tab == "Inspect":
             panel.unfold("Where pruning")
-        found += [
-            f"{tab}: {one}"
-            for one in violations(panel.root.locator(".jp-OutputArea-output").first)
+        faults += [
+            f"{tab}: {fault}"
+            for fault in violations(panel.root.locator(".jp-OutputArea-output").first)
         ]
     use_theme(page, "JupyterLab Light")
-    assert not found, "\n".join(sorted(set(found)))
+    assert not faults, "\n".join(sorted(set(faults)))
 
 
 def test_every_control_has_a_name(page: "sync_api.Page") -> None:
@@ -162,8 +162,8 @@ def test_a_cell_chooses_an_expert(page: "sync_api.Page") -> None:
         panel.root.get_by_text(re.compile(r"^layer 0, expert 0: \d"))
     ).to_be_visible()
     panel.button("Show contexts of the expert").click()
-    found = panel.root.get_by_text("Layer 1, expert 2: of the dense model. Searched: ")
-    expect(found).to_be_visible(timeout=TIMEOUT)
+    note = panel.root.get_by_text("Layer 1, expert 2: of the dense model. Searched: ")
+    expect(note).to_be_visible(timeout=TIMEOUT)
     half = panel.map.locator("canvas").screenshot()
     assert pixels(half).std() > 0.01, "all cells have one colour"
     panel.type_ratio("0")
@@ -175,8 +175,8 @@ def test_a_cell_chooses_an_expert(page: "sync_api.Page") -> None:
     panel.choice("map of").select_option("difference to a pin")
     expect(panel.root.get_by_role("alert")).to_contain_text("nothing is pinned")
     expect(panel.map).to_have_count(0)
-    panel.choice("map of").select_option("traffic")
-    panel.choice("order of experts").select_option("by traffic")
+    panel.choice("map of").select_option("expert load")
+    panel.choice("order of experts").select_option("by expert load")
     expect(panel.root.get_by_text("layer ↓ rank →")).to_be_visible()
     panel.choice("order of experts").select_option("as numbered")
     panel.choice("map of").select_option("kept share")
@@ -224,8 +224,8 @@ def test_what_two_masks_remove(page: "sync_api.Page") -> None:
     panel.choice("mask B").select_option("pin mine")
     panel.type_ratio("0.5")
     panel.button("Compare masks").click()
-    said = f"current selection removes 100.0% of the {N_ATOMS // 4} atoms that pin mine"
-    expect(panel.root.get_by_text(said)).to_be_visible(timeout=TIMEOUT)
+    text = f"current selection removes 100.0% of the {N_ATOMS // 4} atoms that pin mine"
+    expect(panel.root.get_by_text(text)).to_be_visible(timeout=TIMEOUT)
     picture = panel.root.get_by_role("img", name="beside chance")
     picture.evaluate("image => image.decode()")
     assert pixels(picture.screenshot()).std() > 0.01

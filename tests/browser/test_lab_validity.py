@@ -77,8 +77,8 @@ def test_inspections_are_marked_as_out_of_date(reset: Panel, shots: Path) -> Non
     # The innermost box around the result, with what is said of it.
     inner = reset.root.page.get_by_text("tokens hurt most")
     shown = reset.root.locator(".widget-vbox").filter(has=inner).last
-    own = "heapr, 0.5 of the atoms, global scope, by atom, ragged, masked)"
-    expect(shown).to_contain_text(own, timeout=TIMEOUT)
+    settings = "heapr, 0.5 of the atoms, global scope, by atom, ragged, masked)"
+    expect(shown).to_contain_text(settings, timeout=TIMEOUT)
     told = shown.get_by_text("Out of date: made with other settings")
     expect(told).to_have_count(0)
     reset.type_ratio("0.8")

@@ -64,5 +64,5 @@ def test_nothing_is_cut(other: "sync_api.Page", width: int) -> None:
         page_of_tab = panel.root.locator(
             ".widget-tab-contents, .lm-TabPanel-stackedPanel"
         )
-        for found in page_of_tab.all():
-            assert found.evaluate(_WIDE) <= 0
+        for area in page_of_tab.all():
+            assert area.evaluate(_WIDE) <= 0

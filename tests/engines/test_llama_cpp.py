@@ -109,7 +109,7 @@ def converted(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("family", SIZES)
 def test_logits_and_tokens(family: str, tmp_path: Path) -> None:
-    """At every position of a text, and of what follows it."""
+    """They agree at every position of a text, and of what follows it."""
     folder = written(family, tmp_path / "pruned")
     done = converted(folder)
     assert done.returncode == 0, done.stderr
@@ -120,10 +120,10 @@ def test_logits_and_tokens(family: str, tmp_path: Path) -> None:
     ids = AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
     assert engine.tokenize(TEXT.encode(), add_bos=False) == ids
     engine.eval(ids)
-    found = torch.from_numpy(np.array(engine.scores[: len(ids)]))
+    logits = torch.from_numpy(np.array(engine.scores[: len(ids)]))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = logits_of(model, torch.tensor([ids]))[0]
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < 1e-3
     model.generation_config.eos_token_id = None  # as the engine, which goes on
     new = model.generate(torch.tensor([ids[:8]]), max_new_tokens=24, do_sample=False)

@@ -39,10 +39,10 @@ def test_quantised_and_loaded(
     assert all(torch.equal(stored[n], floats[n]) for n in floats.keys() - names)
 
     model = AutoModelForCausalLM.from_pretrained("pruned-fp8", dtype="float32")
-    found = model.model.layers[1].mlp.experts.down_proj
-    for expert, own in enumerate(found):
+    experts = model.model.layers[1].mlp.experts.down_proj
+    for expert, weight in enumerate(experts):
         name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
-        torch.testing.assert_close(own.float(), stored[name], rtol=2**-8, atol=0)
+        torch.testing.assert_close(weight.float(), stored[name], rtol=2**-8, atol=0)
 
 
 def test_experts_of_different_widths_are_refused(

@@ -25,8 +25,8 @@ def merged(family: str, structure: str) -> subprocess.CompletedProcess[str]:
     write_pruned(Path("pruned"), structure, family=family)
     shutil.copytree("pruned", "tuned")
     with changed_tensors(Path("tuned")) as tensors:
-        for name, own in tensors.items():
-            tensors[name] = own + torch.randn_like(own)
+        for name, tensor in tensors.items():
+            tensors[name] = tensor + torch.randn_like(tensor)
     Path("merge.yml").write_text(fence(PAGE, "yaml mergekit"))
     command = shlex.split(fence(PAGE, "console mergekit"))
     assert command[:2] == ["$", "mergekit-yaml"]
@@ -46,12 +46,12 @@ def test_a_uniform_folder(
     monkeypatch.chdir(tmp_path)
     done = merged(family, "uniform")
     assert done.returncode == 0, done.stderr
-    pruned, tuned, found = (
+    pruned, tuned, mean = (
         AutoModelForCausalLM.from_pretrained(name).state_dict()
         for name in ("pruned", "tuned", "merged")
     )
-    for name, own in found.items():
-        torch.testing.assert_close(own, (pruned[name] + tuned[name]) / 2)
+    for name, tensor in mean.items():
+        torch.testing.assert_close(tensor, (pruned[name] + tuned[name]) / 2)
 
 
 def test_experts_of_different_widths_are_refused(

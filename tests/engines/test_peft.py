@@ -25,9 +25,9 @@ def test_trained_merged_and_loaded(
     """The page's own code: the loss falls, and files have what was trained alone."""
     write_pruned(tmp_path / "pruned", structure)
     monkeypatch.chdir(tmp_path)
-    said: dict[str, Any] = {}
-    exec(fence(PAGE, f"python {structure}") + fence(PAGE, "python peft"), said)
-    losses = said["losses"]
+    names: dict[str, Any] = {}
+    exec(fence(PAGE, f"python {structure}") + fence(PAGE, "python peft"), names)
+    losses = names["losses"]
     assert losses[-1] < 0.9 * losses[0]
 
     before, after = tensors_in(tmp_path / "pruned"), tensors_in(tmp_path / "tuned")
@@ -35,14 +35,14 @@ def test_trained_merged_and_loaded(
     assert {n: t.shape for n, t in after.items()} == {
         n: t.shape for n, t in before.items()
     }
-    changed = {n for n, own in after.items() if not torch.equal(own, before[n])}
-    routed = {n for n, own in after.items() if ".experts." in n and own.numel()}
+    changed = {n for n, tensor in after.items() if not torch.equal(tensor, before[n])}
+    routed = {n for n, tensor in after.items() if ".experts." in n and tensor.numel()}
     assert changed == routed | {n for n in after if ".self_attn." in n and "_proj" in n}
 
     load = AutoModelForCausalLM.from_pretrained
     adapter = peft.PeftModel.from_pretrained(load(tmp_path / "pruned"), "adapter")
-    logits = logits_of(said["merged"], said["ids"])
+    logits = logits_of(names["merged"], names["ids"])
     for model in (load(tmp_path / "tuned"), adapter):
         torch.testing.assert_close(
-            logits_of(model, said["ids"]), logits, rtol=1e-4, atol=1e-4
+            logits_of(model, names["ids"]), logits, rtol=1e-4, atol=1e-4
         )

@@ -45,15 +45,15 @@ def test_the_routing_is_that_of_transformers(structure: str) -> None:
     names = {x.layer: x.name for x in find_experts(model)}
     prompts = LOAD.prompts(SIZES.d_vocab)
     engine = serving.engine_of(model, keep, (LOAD,))
-    found = serving.routing(engine, prompts, LOAD.n_steps, SIZES.n_experts)
+    table = serving.routing(engine, prompts, LOAD.n_steps, SIZES.n_experts)
     sliced, expected = prune(model, keep), []
     for n_steps, first in ((0, 0), (LOAD.n_steps, 1)):
         mode = speed.Mode("", LOAD.batch_size, LOAD.prompt_len, n_steps)
-        own = speed.routing(sliced, names, mode, torch.tensor(prompts))
-        expected.append(own.assign(call=own["call"] + first))
+        rows = speed.routing(sliced, names, mode, torch.tensor(prompts))
+        expected.append(rows.assign(call=rows["call"] + first))
     by = ["layer", "call", "expert"]
     pd.testing.assert_frame_equal(
-        found.sort_values(by, ignore_index=True),
+        table.sort_values(by, ignore_index=True),
         pd.concat(expected).sort_values(by, ignore_index=True),
     )
 

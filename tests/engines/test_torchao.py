@@ -47,7 +47,7 @@ def uniform(folder: Path, family: str) -> Path:
 
 
 def loaded(folder: Path, **settings: Any) -> Any:
-    """By transformers; its grouped kernels do not run torchao's tensors."""
+    """The model by transformers, whose grouped kernels do not run torchao's tensors."""
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", experts_implementation="eager", **settings
     )

@@ -48,8 +48,8 @@ def scored_mask(model: torch.nn.Module, structure: str) -> KeepMask:
 
 def test_it_is_the_version_that_was_asked_for() -> None:
     """Else another one could be tested in its place."""
-    asked = os.environ.get("HEAPR_TRANSFORMERS", transformers.__version__)
-    assert transformers.__version__ == asked
+    version = os.environ.get("HEAPR_TRANSFORMERS", transformers.__version__)
+    assert transformers.__version__ == version
 
 
 @pytest.mark.parametrize("structure", ["ragged", "per_layer", "uniform"])

@@ -166,12 +166,12 @@ def check_as_transformers(folder: Path, outputs: list[Any]) -> None:
         logits = logits_of(model, torch.tensor([prompt + tokens]))[0]
         expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
         assert tokens == expected.argmax(-1).tolist()
-        found = [
-            said[token].logprob
-            for token, said in zip(tokens, output.outputs[0].logprobs, strict=True)
+        logprobs = [
+            top[token].logprob
+            for token, top in zip(tokens, output.outputs[0].logprobs, strict=True)
         ]
         torch.testing.assert_close(
-            torch.tensor(found), expected.max(-1).values, rtol=0, atol=2e-4
+            torch.tensor(logprobs), expected.max(-1).values, rtol=0, atol=2e-4
         )
 
 
@@ -209,19 +209,19 @@ def test_why_positions_without_yarn_are_refused() -> None:
     query, key = torch.randn(4, 2, 64), torch.randn(4, 1, 64)
     positions = torch.arange(4)
     expected, _ = rotary.forward_native(positions, query.clone(), key.clone())
-    found, _ = rotary.forward_cpu(positions, query.clone(), key.clone())
-    assert (found - expected).abs().max() > 0.1
+    rotated, _ = rotary.forward_cpu(positions, query.clone(), key.clone())
+    assert (rotated - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 )
 def test_uniform_is_a_stock_checkpoint(family: str, tmp_path: Path) -> None:
-    """Which vLLM loads by itself; 48 atoms of DeepSeek's shared experts become 64."""
+    """It loads in vLLM by itself; 48 atoms of DeepSeek's shared experts become 64."""
     wide = {"moe_intermediate_size": 48} if "deepseek" in family else {}
     folder = pruned(tmp_path / "pruned", family, "uniform", **wide)
-    said = json.loads((folder / "heapr_manifest.json").read_text())
-    assert ("padded" in said) == bool(wide)
+    manifest = json.loads((folder / "heapr_manifest.json").read_text())
+    assert ("padded" in manifest) == bool(wide)
     assert "quantization_config" not in (folder / "config.json").read_text()
     check_as_transformers(folder, generated(engine_of(folder)))
 
@@ -388,9 +388,9 @@ def test_the_sum_against_loops(
     if isa:
         experts = [expert_of(tuple(tensors), starts, n) for n in range(len(widths))]
         pack(experts, isa, by_turns=biased)
-    found = ragged_sum(x, *tensors, starts, ids.int(), weights, activation, isa)
-    assert found.dtype == dtype
-    error = (found.double() - expected).abs().max() / expected.abs().max()
+    output = ragged_sum(x, *tensors, starts, ids.int(), weights, activation, isa)
+    assert output.dtype == dtype
+    error = (output.double() - expected).abs().max() / expected.abs().max()
     assert error < tolerance
 
 

@@ -13,7 +13,7 @@ from clone import Clone, copy_tracked
 from heapr_lab.storage import paths
 
 TIMEOUT_SECONDS = 1080
-"""On two busy cores; some three minutes on idle ones."""
+"""The limit on two busy cores; some three minutes are enough on idle ones."""
 
 
 def with_little_text(path: Path) -> None:

@@ -24,7 +24,7 @@ NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 LONGEST_CODE_LINES = 40
 MOST_NOTEBOOKS = 9
 MOST_ROWS = 10
-"""Of a table in sight; longer ones are folded."""
+"""The rows of a table in sight; longer ones are folded."""
 QUOTED = re.compile(r"`[^`]*`|\$\$.*?\$\$|\$.*?\$", re.DOTALL)
 """Code and mathematics, whose numbers nobody measured."""
 
@@ -177,8 +177,8 @@ def test_runs_are_the_same_and_the_second_is_skipped(
     stranger.run("-c", _AGAIN, str(source), str(again), inputs)
     assert again.read_bytes() == once.read_bytes()
     parameters = {"MODEL": "lab", "PROFILE": "small"}
-    made = {"inputs": inputs, "output": once.parent}
-    assert execute_all(source.parent, parameters=parameters, **made) == []
+    options = {"inputs": inputs, "output": once.parent}
+    assert execute_all(source.parent, parameters=parameters, **options) == []
 
 
 def _number(stem: str) -> int:

@@ -32,10 +32,10 @@ def test_sums_of_an_expert_token_by_token(family: str) -> None:
     grams = collect_grams(model, WINDOWS)
     _, records = token_by_token.run(model, WINDOWS.ids)
     for layer in find_experts(model):
-        own = grams[layer.layer]
-        for expert, total in enumerate(own.total):
+        gram = grams[layer.layer]
+        for expert, total in enumerate(gram.total):
             tokens = records[id(layer.module)].tokens.get(expert, [])
-            assert int(own.tokens.sum(0)[expert]) == len(tokens)
+            assert int(gram.tokens.sum(0)[expert]) == len(tokens)
             expected = torch.zeros_like(total)
             for token in tokens:
                 feature = (token.p * token.h).detach()
@@ -48,9 +48,9 @@ def test_sums_are_the_dense_model_s_within_a_mask_too() -> None:
     model = tiny_model("qwen2_moe")
     expected = collect_grams(model, WINDOWS)
     with masking(model, random_keep(model)):
-        found = collect_grams(model, WINDOWS)
-    for layer, own in expected.items():
-        torch.testing.assert_close(found[layer].sums, own.sums, **CLOSE)
+        grams = collect_grams(model, WINDOWS)
+    for layer, gram in expected.items():
+        torch.testing.assert_close(grams[layer].sums, gram.sums, **CLOSE)
 
 
 def test_another_thread_s_forward_is_not_summed() -> None:

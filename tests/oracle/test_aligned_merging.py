@@ -46,18 +46,18 @@ pytestmark = pytest.mark.oracle
 FOUR_ATOMS = SIX | dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 4)
 
 
-def aligned_by_hand(own: Any, like: Any, cost: Any) -> dict[str, torch.Tensor]:
+def aligned_by_hand(expert: Any, like: Any, cost: Any) -> dict[str, torch.Tensor]:
     """The atoms in the best of all orders."""
-    orders = itertools.permutations(range(own["up"].shape[0]))
-    every = (ordered_atoms(own, order) for order in orders)
+    orders = itertools.permutations(range(expert["up"].shape[0]))
+    every = (ordered_atoms(expert, order) for order in orders)
     return min(every, key=lambda new: cost(new, like))
 
 
-def ordered_atoms(own: Any, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def ordered_atoms(expert: Any, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """The expert with its atoms in another order."""
     atoms = list(order)
-    rows = {name: own[name][atoms] for name in ("gate", "up")}
-    return rows | {"down": own["down"][:, atoms]}
+    rows = {name: expert[name][atoms] for name in ("gate", "up")}
+    return rows | {"down": expert["down"][:, atoms]}
 
 
 # --- MC-SMoE ----------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_mc_smoe_by_hand(family: str) -> None:
     leaders += [key for key in ordered if key not in leaders][: 7 - len(leaders)]
     new = {}
     for layer in find_experts(model):
-        k, groups = layer.layer, {e: [e] for own, e in leaders if own == layer.layer}
+        k, groups = layer.layer, {e: [e] for n, e in leaders if n == layer.layer}
         logits = logits_by_hand(model, k, calls[k][0])
         for expert in set(range(6)) - set(groups):
             near = {
@@ -98,9 +98,9 @@ def test_mc_smoe_by_hand(family: str) -> None:
             experts = [aligned_by_hand(layer.expert(e), like, squares) for e in group]
             mean = mean_by_hand(experts, [tokens[k][e] + 1e-300 for e in group])
             new |= {(k, e): mean for e in group}
-    found = fitted("mc-smoe", model, 0.42)  # 5 of 12 go
-    check(found, model, replaced(model, new))
-    assert found.achieved_ratio == pytest.approx(5 / 12)
+    compression = fitted("mc-smoe", model, 0.42)  # 5 of 12 go
+    check(compression, model, replaced(model, new))
+    assert compression.achieved_ratio == pytest.approx(5 / 12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -109,34 +109,34 @@ def test_mc_smoe_of_low_rank_by_hand(family: str) -> None:
     model = tiny_model(family, **SIX)
     merged = fitted("mc-smoe", model, 0.34).materialise(model)
     new = {}
-    for layer, own in zip(
+    for layer, moe in zip(
         find_experts(model), composed_experts(merged).values(), strict=True
     ):
         for e in range(6):
             new[layer.layer, e] = {
-                name: of_rank(own.get_submodule(f"composed_{name}").part("dense", e), 4)
+                name: of_rank(moe.get_submodule(f"composed_{name}").part("dense", e), 4)
                 for name in ("gate", "up", "down")
             }
-    found = fitted("mc-smoe", model, 0.5, rank=0.5)
-    check(found, model, replaced(model, new))
-    assert found.achieved_ratio == 0.5
+    compression = fitted("mc-smoe", model, 0.5, rank=0.5)
+    check(compression, model, replaced(model, new))
+    assert compression.achieved_ratio == 0.5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mc_smoe_of_low_rank_and_columns_by_hand(family: str) -> None:
     """Ten experts of 3 · 2 · 24 numbers, 8 columns of 9 numbers and 2 of 17: 250."""
     model = tiny_model(family, **SIX)
-    found = fitted("mc-smoe", model, 0.5, rank=0.25, sparse=0.25)
-    assert found.achieved_ratio == 1 - 10 * 250 / (12 * 384)
+    compression = fitted("mc-smoe", model, 0.5, rank=0.25, sparse=0.25)
+    assert compression.achieved_ratio == 1 - 10 * 250 / (12 * 384)
     merged = fitted("mc-smoe", model, 0.17).compositions  # 2 of 12 go
     new: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     for layer in find_experts(model):
-        own = merged.get(layer.layer) or composition_of(layer)
-        for name, part in own.projections.items():
+        composition = merged.get(layer.layer) or composition_of(layer)
+        for name, part in composition.projections.items():
             for e, place in enumerate(part.dense.of):
                 matrices = new.setdefault((layer.layer, e), {})
                 matrices[name] = with_columns(part.dense.tensors[place])
-    check(found, model, replaced(model, new))
+    check(compression, model, replaced(model, new))
 
 
 def with_columns(matrix: Any) -> torch.Tensor:
@@ -186,17 +186,17 @@ def test_the_order_of_atoms_does_not_matter(family: str, name: str) -> None:
     turned = copy.deepcopy(model)
     for layer in find_experts(turned):
         for expert in range(1, layer.n_experts):
-            own = {k: v.clone() for k, v in layer.expert(expert).items()}
+            atoms = {k: v.clone() for k, v in layer.expert(expert).items()}
             order = torch.arange(layer.d_inter).roll(expert)
             for key, target in layer.expert(expert).items():
                 if key != "down_bias":
-                    rows = own[key].T[order].T if key == "down" else own[key][order]
+                    rows = atoms[key].T[order].T if key == "down" else atoms[key][order]
                     target.copy_(rows)
     torch.testing.assert_close(logits_of(turned, IDS), logits_of(model, IDS), **CLOSE)
     one, other = (fitted(name, m, 0.5) for m in (model, turned))
     with one.apply(model), other.apply(turned):
-        expected, found = logits_of(model, IDS), logits_of(turned, IDS)
-    torch.testing.assert_close(found, expected, **IN_SINGLE)
+        expected, logits = logits_of(model, IDS), logits_of(turned, IDS)
+    torch.testing.assert_close(logits, expected, **IN_SINGLE)
     assert (expected - logits_of(model, IDS)).abs().max() > 1e-3
 
 
@@ -205,7 +205,7 @@ def test_the_order_of_atoms_does_not_matter(family: str, name: str) -> None:
 
 def lengths(one: torch.Tensor, other: torch.Tensor) -> float:
     """The summed distances of atoms (I, 64), each of length 1."""
-    one, other = (own / own.norm(dim=1, keepdim=True) for own in (one, other))
+    one, other = (atoms / atoms.norm(dim=1, keepdim=True) for atoms in (one, other))
     return float((one - other).norm(dim=1).sum())
 
 
@@ -221,8 +221,8 @@ def components_by_hand(layer: Any) -> torch.Tensor:
     atoms = atoms / atoms.norm(dim=1, keepdim=True)
     atoms = atoms - atoms.mean(0)
     values, directions = torch.linalg.eigh(atoms.T @ atoms)
-    found = atoms @ directions * values.clamp_min(0).sqrt()
-    return found.unflatten(0, (layer.n_experts, -1))
+    components = atoms @ directions * values.clamp_min(0).sqrt()
+    return components.unflatten(0, (layer.n_experts, -1))
 
 
 def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
@@ -231,16 +231,16 @@ def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
     Windows are taken `size` at a time; REAP's mean of p · ‖·‖ over the tokens of which
     an expert is one of the K most probable, of outputs that are times p already.
     """
-    calls, found = experts_calls(model, IDS), {}
+    calls, saliency = experts_calls(model, IDS), {}
     prints = CalibrationSet.from_ids(IDS).window_fingerprints()
-    windows = sorted(range(len(IDS)), key=lambda own: prints[own])
+    windows = sorted(range(len(IDS)), key=lambda window: prints[window])
     for layer in find_experts(model):
         x, index, _ = calls[layer.layer]
         gates = logits_by_hand(model, layer.layer, x).softmax(1)
         f = outputs_of(layer, x) * gates.T[:, :, None]
         batches = []
         for start in range(0, len(windows), size):
-            own = torch.zeros(layer.n_experts, dtype=torch.float64)
+            means = torch.zeros(layer.n_experts, dtype=torch.float64)
             for e in range(layer.n_experts):
                 values = [
                     float(gates[t, e] * f[e, t].norm())
@@ -248,10 +248,10 @@ def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
                     for t in range(10 * window, 10 * window + 10)
                     if e in gates[t].topk(index.shape[1]).indices
                 ]
-                own[e] = sum(values) / max(len(values), 1)
-            batches.append(own)
-        found[layer.layer] = torch.stack(batches).mean(0).numpy()
-    return found
+                means[e] = sum(values) / max(len(values), 1)
+            batches.append(means)
+        saliency[layer.layer] = torch.stack(batches).mean(0).numpy()
+    return saliency
 
 
 def test_components_are_scaled_by_their_singular_values() -> None:
@@ -259,8 +259,8 @@ def test_components_are_scaled_by_their_singular_values() -> None:
     layer = find_experts(tiny_model("qwen3_moe", **FOUR_ATOMS))[0]
     atoms = ream._atoms(layer)
     expected = normalize(components_by_hand(layer), dim=2)
-    found = ream.components(atoms).double()
-    near = torch.cdist(found[0], found[1])
+    components = ream.components(atoms).double()
+    near = torch.cdist(components[0], components[1])
     by_hand = torch.cdist(expected[0], expected[1])
     torch.testing.assert_close(near, by_hand, rtol=1e-3, atol=1e-4)
     rows = normalize(torch.cat(atoms), dim=1)
@@ -277,8 +277,8 @@ def test_the_saliency_of_ream(size: int, family: str) -> None:
     batches = ream._batches(request_of(model, batch_size=size))
     by_hand = saliency_by_hand(model, size)
     for layer, expected in by_hand.items():
-        found = ream.saliency(norms[layer], batches, 6)
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        saliency = ream.saliency(norms[layer], batches, 6)
+        np.testing.assert_allclose(saliency, expected, rtol=1e-6)
     if size == 1:  # a mean over all tokens at once would be another
         whole = saliency_by_hand(model, len(IDS))
         assert any(abs(whole[k] / by_hand[k] - 1).max() > 0.01 for k in whole)
@@ -320,21 +320,21 @@ def test_ream_by_hand(family: str) -> None:
             left.remove(other)
             order = min(
                 itertools.permutations(range(4)),
-                key=lambda own, expert=expert, other=other: lengths(
-                    places[expert], places[other][list(own)]
+                key=lambda atoms, expert=expert, other=other: lengths(
+                    places[expert], places[other][list(atoms)]
                 ),
             )
             moved = ordered_atoms(layer.expert(other), order)
             weights = [scores[k][expert], scores[k][other]]
             new[k, expert] = mean_by_hand([layer.expert(expert), moved], weights)
         assert not left
-    found = fitted("ream", model, 0.34, group_size=2, batch_size=2)
-    assert found.kept == kept
+    merged = fitted("ream", model, 0.34, group_size=2, batch_size=2)
+    assert merged.kept == kept
     expected = logits_of(drop_experts(replaced(model, new), kept), IDS)
-    with found.apply(model):
+    with merged.apply(model):
         torch.testing.assert_close(logits_of(model, IDS), expected, **IN_SINGLE)
     assert (expected - logits_of(model, IDS)).abs().max() > 1e-3
-    assert not composed_experts(found.materialise(model))  # an ordinary checkpoint
+    assert not composed_experts(merged.materialise(model))  # an ordinary checkpoint
 
 
 def test_large_groups_are_filled_first() -> None:

@@ -30,22 +30,22 @@ def routed(layer: ExpertsLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 @torch.no_grad()
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_every_family(family: str) -> None:
-    """To 1e-12 of the family's own loop, and of the masked experts function."""
+    """Within 1e-12 of the family's own loop and of the masked experts function."""
     layer = find_experts(tiny_model(family))[-1]
     if normalises(layer.module):
         assert not fast.most_are_active(layer.module, torch.zeros(1, 9))
         return
-    states, index, weights = given = routed(layer)
-    found = fast.all_experts(layer.module, *given)
-    torch.testing.assert_close(found, layer.module(*given), rtol=1e-12, atol=1e-12)
+    states, index, weights = inputs = routed(layer)
+    output = fast.all_experts(layer.module, *inputs)
+    torch.testing.assert_close(output, layer.module(*inputs), rtol=1e-12, atol=1e-12)
     noise = torch.Generator().manual_seed(1)
     keep = torch.rand(layer.n_experts, layer.d_inter, generator=noise) < 0.5
     edit = Edit(keep.to(layer.dtype), torch.randn_like(layer.down))
-    found = fast.all_experts(layer.module, *given, keep=edit.keep, down=edit.new_down)
-    wanted = _routed_forward(
+    output = fast.all_experts(layer.module, *inputs, keep=edit.keep, down=edit.new_down)
+    expected = _routed_forward(
         layer.module, states, index, weights, edit=edit, probe=None, observer=None
     )
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
 @torch.no_grad()
@@ -55,25 +55,25 @@ def test_slots_without_an_expert_and_repeated_ones() -> None:
     states, index, weights = routed(layer)
     index[0, 1] = layer.n_experts
     index[1, 2] = index[1, 0]
-    found = fast.all_experts(layer.module, states, index, weights)
+    output = fast.all_experts(layer.module, states, index, weights)
     weights = weights.clone()
     weights[0, 1] = 0
     index[0, 1] = 0
     expected = layer.module(states, index, weights)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("n_active", "used"), [(3, True), (2, False)])
 def test_where_it_is_used(
     n_active: int, used: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By models loaded on a CPU, masked or not, if most of the experts are active."""
+    """Models loaded on a CPU use it, masked or not, if most experts are active."""
     calls: list[int] = []
-    own = fast.all_experts
+    original = fast.all_experts
 
-    def noted(*given: Any, **options: Any) -> torch.Tensor:
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
         calls.append(1)
-        return own(*given, **options)
+        return original(*args, **options)
 
     for module in ("heapr_lab.models.all_experts", "heapr_lab.models.hooks"):
         monkeypatch.setattr(f"{module}.all_experts", noted)

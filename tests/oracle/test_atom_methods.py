@@ -56,9 +56,9 @@ def gradients_by_hand(model: nn.Module) -> dict[Key, float]:
             for expert in range(layer.n_experts):
                 w = matrices(layer.module, expert)
                 for atom in range(layer.d_inter):
-                    own = [w["W_up"][atom], w["W_down"][:, atom]]
-                    own += [] if w["W_gate"] is None else [w["W_gate"][atom]]
-                    size = float(torch.cat(own).abs().mean()) / len(IDS)
+                    weights = [w["W_up"][atom], w["W_down"][:, atom]]
+                    weights += [] if w["W_gate"] is None else [w["W_gate"][atom]]
+                    size = float(torch.cat(weights).abs().mean()) / len(IDS)
                     key = layer.layer, expert, atom
                     scores[key] = scores.get(key, 0.0) + size
         twin = copy.deepcopy(model).requires_grad_(True)
@@ -74,8 +74,8 @@ def test_intdim_by_loops(family: str) -> None:
     for name, scope in {"intdim-l": 1, "intdim-e": 2}.items():
         expected: set[Key] = set()
         for group in {key[:scope] for key in scores}:
-            own = {k: s for k, s in scores.items() if k[:scope] == group}
-            expected |= without(own, 0.3)
+            members = {k: s for k, s in scores.items() if k[:scope] == group}
+            expected |= without(members, 0.3)
         assert removed(fitted(name, model, 0.3)) == expected
 
 
@@ -96,8 +96,8 @@ def scaled_by_token(
             h = atom_activations(module, x, w)
             z = (w["W_down"] @ h).requires_grad_()
             z.retain_grad()
-            parts = [F.linear(x, w["W_gate"]), F.linear(x, w["W_up"]), h]
-            module.seen.append((expert, z, torch.stack(parts)))
+            acts = [F.linear(x, w["W_gate"]), F.linear(x, w["W_up"]), h]
+            module.seen.append((expert, z, torch.stack(acts)))
             total = total + p * 0.9 * z
         rows.append(total)
     return torch.stack(rows)
@@ -131,28 +131,28 @@ def slimming_by_hand(
         changed = block(*args, **options)
         model.set_experts_implementation("eager")
         dense, changed = (
-            own[0] if isinstance(own, tuple) else own for own in (dense, changed)
+            out[0] if isinstance(out, tuple) else out for out in (dense, changed)
         )
         squares = (changed - dense).square().sum(-1)
         loss = (squares / (dense.square().sum(-1) + 1e-6)).sum()
         loss.backward()
         losses.append(loss.item() / len(ids))
         for expert in range(layer.n_experts):
-            own = [part for part in layer.module.seen if part[0] == expert]
-            if not own:
+            tokens = [token for token in layer.module.seen if token[0] == expert]
+            if not tokens:
                 continue
-            terms = torch.stack([z.grad * z.detach() for _, z, _ in own]).numpy()
+            terms = torch.stack([z.grad * z.detach() for _, z, _ in tokens]).numpy()
             if len(terms) > 2:
                 limit = np.quantile(np.abs(terms), 0.99, axis=0)
                 terms = np.clip(terms, -limit, limit)
-            share = len(own) / len(ids)
+            share = len(tokens) / len(ids)
             attribution[expert].append(-terms.mean(0).sum() * share)
-            acts = torch.stack([parts.detach() for *_, parts in own])
+            acts = torch.stack([act.detach() for *_, act in tokens])
             saliency[expert].append(acts.norm(dim=0).mean(0).numpy())
         del layer.module.seen
     return (
-        np.array([np.mean(own, axis=0) for own in saliency]),
-        np.array([np.mean(own) for own in attribution]),
+        np.array([np.mean(rows, axis=0) for rows in saliency]),
+        np.array([np.mean(sums) for sums in attribution]),
         losses,
     )
 
@@ -163,13 +163,13 @@ def test_slimming_measures_by_autograd(family: str) -> None:
     model = tiny_model(family)
     shared = Measurements(model, WINDOWS)
     methods.get("moe-slimming").fit(model, WINDOWS, ratio=0.3, shared=shared)
-    found = shared.once("moe-slimming", lambda: pytest.fail("measured again"))
+    by_layer = shared.once("moe-slimming", lambda: pytest.fail("measured again"))
     for layer in find_experts(model):
         saliency, attribution, losses = slimming_by_hand(model, layer)
-        own = found[layer.layer]
-        np.testing.assert_allclose(own.saliency, saliency, rtol=1e-6)
-        np.testing.assert_allclose(own.attribution, attribution, rtol=1e-5, atol=1e-9)
-        assert own.loss == pytest.approx(np.mean(losses), rel=1e-6)
+        stats = by_layer[layer.layer]
+        np.testing.assert_allclose(stats.saliency, saliency, rtol=1e-6)
+        np.testing.assert_allclose(stats.attribution, attribution, rtol=1e-5, atol=1e-9)
+        assert stats.loss == pytest.approx(np.mean(losses), rel=1e-6)
         assert (attribution > 0).any()
 
 
@@ -177,13 +177,13 @@ def count_by_bisection(groups: Any, weights: Any, n_kept: int) -> list[int]:
     """Counts at which coverages are s · weight, with the s that keeps `n_kept`."""
 
     def counts(s: float) -> list[int]:
-        found = []
-        for own, weight in zip(groups, weights, strict=True):
-            goal, covered, count = s * weight * sum(own), 0.0, 0
-            while count < len(own) and covered < goal:
-                covered, count = covered + own[count], count + 1
-            found.append(count)
-        return found
+        numbers = []
+        for group, weight in zip(groups, weights, strict=True):
+            goal, covered, count = s * weight * sum(group), 0.0, 0
+            while count < len(group) and covered < goal:
+                covered, count = covered + group[count], count + 1
+            numbers.append(count)
+        return numbers
 
     low, high = 0.0, 2 / min(weights)
     for _ in range(100):
@@ -198,9 +198,9 @@ def test_budgets_are_those_of_a_bisection(n_kept: int) -> None:
     draw = np.random.default_rng(n_kept)
     groups = [np.sort(draw.random(size))[::-1] for size in (12, 20, 16)]
     weights = [0.5, 1.1, 1.4]
-    found = slimming.covering(groups, weights, n_kept)
-    assert found == count_by_bisection(groups, weights, n_kept)
-    assert sum(found) == n_kept
+    counts = slimming.covering(groups, weights, n_kept)
+    assert counts == count_by_bisection(groups, weights, n_kept)
+    assert sum(counts) == n_kept
 
 
 def test_layers_by_smoothed_losses() -> None:
@@ -219,14 +219,14 @@ def test_layers_by_smoothed_losses() -> None:
 def test_experts_by_the_roots_of_their_attributions() -> None:
     """Weights 2 : 1, and none for the expert whose attribution is negative."""
     saliency = np.array([[4.0, 3, 2, 1], [1, 1, 1, 1.5], [9, 8, 7, 6]])
-    own = slimming.LayerFound(saliency, np.array([4.0, 1.0, -1.0]), 1.0)
+    layer = slimming.LayerFound(saliency, np.array([4.0, 1.0, -1.0]), 1.0)
     # Coverage before each atom, over weights of 2/3, 1/3 and 0: 0, .6, 1.05, 1.35;
     # 0, 1, 1.67, 2.33; 0, and then more than a thousand.
-    kept = slimming.of_experts(own, 5, least=0)
+    kept = slimming.of_experts(layer, 5, least=0)
     assert kept.tolist() == [[1, 1, 0, 0], [1, 0, 0, 1], [1, 0, 0, 0]]
-    emptied = slimming.of_experts(own, 5, least=2)  # 1.05 is the next
+    emptied = slimming.of_experts(layer, 5, least=2)  # 1.05 is the next
     assert emptied.tolist() == [[1, 1, 1, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
-    assert slimming.of_experts(own, 12, least=5).all()
+    assert slimming.of_experts(layer, 12, least=5).all()
 
 
 # --- TENP -------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def tenp_by_hand(
     """Scores of experts and of atoms, from each atom's own output vector."""
     experts: dict[tuple[int, int], float] = {}
     atoms: dict[Key, float] = {}
-    layers = {own.layer: own for own in find_experts(model)}
+    layers = {layer.layer: layer for layer in find_experts(model)}
     for number, (inputs, index, weights) in experts_calls(model, IDS).items():
         for expert in range(layers[number].n_experts):
             w: Any = matrices(layers[number].module.requires_grad_(False), expert)
@@ -249,7 +249,7 @@ def tenp_by_hand(
                 y = written.sum(1)  # the sum of what the atoms write
                 turned = 1 - float(x @ y / x.norm() / y.norm())
                 score += p * float(y.norm()) * turned
-                lengths.append([float(own @ y / y.norm()) for own in written.T])
+                lengths.append([float(column @ y / y.norm()) for column in written.T])
             experts[number, expert] = score
             for atom, length in enumerate(np.mean(lengths, axis=0)):
                 atoms[number, expert, atom] = float(length)
@@ -262,15 +262,15 @@ def test_tenp_by_loops(family: str) -> None:
     sizes = ("num_experts", "num_local_experts", "n_routed_experts")
     model = tiny_model(family, **dict.fromkeys(sizes, 6))
     experts, atoms = tenp_by_hand(model)
-    found = fitted("tenp-like", model, 0.3, whole=0.6)  # 5 of 12 experts
-    first, second = (own.layer for own in find_experts(model))
+    compression = fitted("tenp-like", model, 0.3, whole=0.6)  # 5 of 12 experts
+    first, second = (layer.layer for layer in find_experts(model))
     expected: set[Key] = set()
     for layer, number in ((first, 2), (second, 3)):
         order = sorted(range(6), key=lambda e, k=layer: experts[k, e])
         for expert in order[: 6 - number]:
-            own = {k: s for k, s in atoms.items() if k[:2] == (layer, expert)}
-            expected |= set(sorted(own, key=lambda k, own=own: own[k])[:4])
-    assert removed(found) == expected  # 0.3 · 96 atoms of 7 experts: 4 of each
+            scores = {k: s for k, s in atoms.items() if k[:2] == (layer, expert)}
+            expected |= set(sorted(scores, key=lambda k, scores=scores: scores[k])[:4])
+    assert removed(compression) == expected  # 0.3 · 96 atoms of 7 experts: 4 of each
     assert any(value < 0 for value in atoms.values())  # scores have signs
 
 
@@ -278,7 +278,7 @@ def test_enp_keeps_no_expert_whole() -> None:
     """With whole=0 every expert loses as many atoms; a wrong share is refused."""
     model = tiny_model("qwen3_moe")
     kept = fitted("tenp-like", model, 0.5, whole=0.0).keep.arrays
-    assert {int(n) for own in kept.values() for n in own.sum(1)} == {4}
+    assert {int(n) for mask in kept.values() for n in mask.sum(1)} == {4}
     with pytest.raises(SpecError, match=r"whole is 1\.0, expected a share"):
         fitted("tenp-like", model, 0.5, whole=1.0)
 
@@ -291,9 +291,9 @@ def test_dead_experts_lose_their_atoms_first() -> None:
     model, ids = tiny_model("qwen3_moe"), IDS[:1, :3]
     calls = experts_calls(model, ids)
     used = {k: {*index[:-1].flatten().tolist()} for k, (_, index, _) in calls.items()}
-    assert all(len(own) == 2 for own in used.values())
+    assert all(len(experts) == 2 for experts in used.values())
     windows = CalibrationSet.from_ids(ids)
     gone = removed(methods.get("heapr").fit(model, windows, ratio=0.5))
-    dead = {(k, e) for k, own in used.items() for e in {0, 1, 2, 3} - own}
+    dead = {(k, e) for k, experts in used.items() for e in {0, 1, 2, 3} - experts}
     assert {key[:2] for key in gone} == dead
     assert len(gone) == 8 * len(dead)

@@ -51,14 +51,14 @@ def nll_of(model: nn.Module, ids: torch.Tensor) -> float:
 def by_hand(model: nn.Module, keep: KeepMask, ids: torch.Tensor) -> pd.DataFrame:
     """−⟨∂ℓ/∂y, removed output⟩ of every atom, token after token, half pruned."""
     twin, rows = scaled_twin(model, keep, 0.5), []
-    for window, own in enumerate(ids.split(1)):
-        calls = experts_calls(twin, own)
-        _, records = token_by_token.run(twin, own)
+    for window, tokens in enumerate(ids.split(1)):
+        calls = experts_calls(twin, tokens)
+        _, records = token_by_token.run(twin, tokens)
         for layer in find_experts(twin):
             record, index = records[id(layer.module)], calls[layer.layer][1]
             for expert, served in record.tokens.items():
                 kept = keep.by_layer(layer.layer)[expert]
-                places = [t for t, own in enumerate(index.tolist()) if expert in own]
+                places = [t for t, row in enumerate(index.tolist()) if expert in row]
                 for place, token in zip(places, served, strict=True):
                     for atom in np.flatnonzero(~kept):
                         whole = token.e[atom] / 0.5
@@ -78,25 +78,25 @@ def test_attribution(family: str) -> None:
     keep = random_keep(model)
     expected = by_hand(model, keep, ids)
     close = tolerance(family)
-    found = attribute_loss(model, keep, ids)
+    attribution = attribute_loss(model, keep, ids)
     assert expected["value"].abs().max() > 1e-4
-    for layer, values in found.atoms.items():
+    for layer, values in attribution.atoms.items():
         wanted = np.zeros(values.shape)
         for row in expected[expected["layer"].eq(layer)].itertuples():
             wanted[row.expert, row.atom] += row.value
         np.testing.assert_allclose(values, wanted, **close)
         assert not values[keep.by_layer(layer)].any()
-        experts = found.experts(layer).set_index("expert")["first_order"]
+        experts = attribution.experts(layer).set_index("expert")["first_order"]
         np.testing.assert_allclose(experts.sort_index(), wanted.sum(1), **close)
         assert experts.abs().is_monotonic_decreasing
     wanted = np.zeros((*ids.shape, len(keep.layers)))
     for row in expected.itertuples():
         wanted[row.window, row.place, keep.layers.index(row.layer)] += row.value
-    np.testing.assert_allclose(found.tokens, wanted, **close)
-    layers = found.layers()
+    np.testing.assert_allclose(attribution.tokens, wanted, **close)
+    layers = attribution.layers()
     np.testing.assert_allclose(layers["first_order"], wanted.sum((0, 1)), **close)
     assert layers["n_removed"].sum() == keep.n_removed
-    assert found.total == pytest.approx(expected["value"].sum(), rel=1e-5)
+    assert attribution.total == pytest.approx(expected["value"].sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,15 +106,15 @@ def test_attribution_of_a_token(family: str) -> None:
     keep = random_keep(model)
     layer, place = keep.layers[-1], 3
     expected = by_hand(model, keep, ids).query("layer == @layer and place == @place")
-    found = attribute_token(model, keep, ids, layer=layer, position=place)
-    assert found["first_order"].abs().is_monotonic_decreasing
-    both = found.merge(expected, on=["expert", "atom"], validate="one_to_one")
-    assert len(both) == len(found) == len(expected)
+    frame = attribute_token(model, keep, ids, layer=layer, position=place)
+    assert frame["first_order"].abs().is_monotonic_decreasing
+    pairs = frame.merge(expected, on=["expert", "atom"], validate="one_to_one")
+    assert len(pairs) == len(frame) == len(expected)
     close = tolerance(family)
-    np.testing.assert_allclose(both["first_order"], both["value"], **close)
-    np.testing.assert_allclose(both["p_x"], both["p_y"], **close)
+    np.testing.assert_allclose(pairs["first_order"], pairs["value"], **close)
+    np.testing.assert_allclose(pairs["p_x"], pairs["p_y"], **close)
     whole = attribute_loss(model, keep, ids).tokens[0, place, -1]
-    assert found["first_order"].sum() == pytest.approx(whole, rel=1e-5, abs=1e-9)
+    assert frame["first_order"].sum() == pytest.approx(whole, rel=1e-5, abs=1e-9)
 
 
 def gentle(family: str) -> tuple[nn.Module, KeepMask, torch.Tensor]:
@@ -162,15 +162,15 @@ def test_restored_layers(family: str) -> None:
     model, ids = tiny_model(family), tiny_ids()
     keep = random_keep(model)
     dense = nll_of(model, ids)
-    found = restored(model, keep, ids, batch_size=2)
-    assert found.dense_nll == pytest.approx(dense)
-    assert found.pruned_nll == pytest.approx(nll_of(zeroed_twin(model, keep), ids))
-    assert found.frame["layer"].tolist() == list(keep.layers)
-    for row in found.frame.itertuples():
-        own, full = {row.layer}, full_keep(model).arrays
+    losses = restored(model, keep, ids, batch_size=2)
+    assert losses.dense_nll == pytest.approx(dense)
+    assert losses.pruned_nll == pytest.approx(nll_of(zeroed_twin(model, keep), ids))
+    assert losses.frame["layer"].tolist() == list(keep.layers)
+    for row in losses.frame.itertuples():
+        layer, full = {row.layer}, full_keep(model).arrays
         for kept_whole, value in (
-            (own, row.restored_delta),
-            (set(keep.layers) - own, row.alone_delta),
+            (layer, row.restored_delta),
+            (set(keep.layers) - layer, row.alone_delta),
         ):
             arrays = {k: (full if k in kept_whole else keep.arrays)[k] for k in full}
             pruned = zeroed_twin(model, KeepMask(arrays))
@@ -185,9 +185,9 @@ def test_restored_experts(family: str) -> None:
     model, ids = tiny_model(family), tiny_ids()
     keep = random_keep(model)
     layer, dense = keep.layers[-1], nll_of(model, ids)
-    found = restored(model, keep, ids, layer=layer)
-    assert found.frame["expert"].tolist() == [0, 1, 2, 3]
-    for row in found.frame.itertuples():
+    losses = restored(model, keep, ids, layer=layer)
+    assert losses.frame["expert"].tolist() == [0, 1, 2, 3]
+    for row in losses.frame.itertuples():
         back, alone = dict(keep.arrays), dict(full_keep(model).arrays)
         back[layer], alone[layer] = back[layer].copy(), alone[layer].copy()
         back[layer][row.expert] = True
@@ -195,11 +195,11 @@ def test_restored_experts(family: str) -> None:
         for arrays, value in ((back, row.restored_delta), (alone, row.alone_delta)):
             pruned = zeroed_twin(model, KeepMask(arrays))
             assert value == pytest.approx(nll_of(pruned, ids) - dense, abs=1e-6)
-    whole = found.frame.iloc[1]  # keeps all its atoms
-    assert whole["restored_delta"] == found.delta_nll
+    whole = losses.frame.iloc[1]  # keeps all its atoms
+    assert whole["restored_delta"] == losses.delta_nll
     assert whole["alone_delta"] == 0
-    some = restored(model, keep, ids, layer=layer, experts=(3, 0)).frame
-    pd.testing.assert_frame_equal(some, found.frame.iloc[[3, 0]].reset_index(drop=True))
+    two = restored(model, keep, ids, layer=layer, experts=(3, 0)).frame
+    pd.testing.assert_frame_equal(two, losses.frame.iloc[[3, 0]].reset_index(drop=True))
 
 
 def test_runs_are_said_beforehand() -> None:
@@ -216,10 +216,10 @@ def test_runs_are_said_beforehand() -> None:
 
 
 def test_both_can_be_ended() -> None:
-    """By an exception from progress; the model is as it was."""
+    """An exception from progress ends them; the model is as it was."""
     model, ids = tiny_model("qwen2_moe"), tiny_ids()
     keep, before = random_keep(model), logits_of(model, ids)
-    flags = [own.requires_grad for own in model.parameters()]
+    flags = [weight.requires_grad for weight in model.parameters()]
 
     def stop(done: int, _total: int) -> None:
         if done >= 2:
@@ -229,7 +229,7 @@ def test_both_can_be_ended() -> None:
         with pytest.raises(KeyboardInterrupt):
             work(model, keep, ids, progress=stop)
         assert torch.equal(logits_of(model, ids), before)
-        assert [own.requires_grad for own in model.parameters()] == flags
+        assert [weight.requires_grad for weight in model.parameters()] == flags
 
 
 def test_masks_around_do_not_matter() -> None:
@@ -238,8 +238,8 @@ def test_masks_around_do_not_matter() -> None:
     keep = random_keep(model)
     expected = attribute_loss(model, keep, ids).tokens
     with masking(model, random_keep(model, seed=5)), torch.inference_mode():
-        found = attribute_loss(model, keep, ids).tokens
-    np.testing.assert_array_equal(found, expected)
+        tokens = attribute_loss(model, keep, ids).tokens
+    np.testing.assert_array_equal(tokens, expected)
 
 
 def test_what_is_not_there() -> None:
@@ -272,8 +272,8 @@ def test_passes_that_cannot_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = type(experts).forward
 
     def twice(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        found = plain(self, *args)
-        return (found + plain(self, *args)) / 2 if self is experts else found
+        output = plain(self, *args)
+        return (output + plain(self, *args)) / 2 if self is experts else output
 
     twice.__wrapped__ = plain.__wrapped__  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
@@ -283,7 +283,7 @@ def test_passes_that_cannot_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
             "heapr_lab.inspection.attribution.token_nll",
-            lambda *given: token_nll(*given) * float("nan"),
+            lambda *args: token_nll(*args) * float("nan"),
         )
         with pytest.raises(HeaprLabError, match="non-finite gradients in layer"):
             attribute_loss(model, keep, ids)

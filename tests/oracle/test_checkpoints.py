@@ -91,7 +91,7 @@ def saved(
 def test_what_is_loaded_is_the_masked_model(
     family: str, structure: str, tmp_path: Path
 ) -> None:
-    """In float32 to 1e-5, with experts of width 0 where the structure has them.
+    """Equal to 1e-5 in float32, with experts of width 0 where the structure has them.
 
     Saved again, it has the same files.
     """
@@ -171,10 +171,10 @@ def test_generation_and_training(tmp_path: Path) -> None:
     """Greedy text with a cache is that of the masked model; a step lowers the loss."""
     model, keep = saved(tmp_path / "out", "qwen2_moe", "ragged")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
-    asked = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
     with masking(model, keep):
-        expected = model.generate(IDS[:1], **asked)
-    assert torch.equal(loaded.generate(IDS[:1], **asked), expected)
+        expected = model.generate(IDS[:1], **options)
+    assert torch.equal(loaded.generate(IDS[:1], **options), expected)
 
     optimizer = torch.optim.SGD(loaded.parameters(), lr=0.1)
     losses = []
@@ -237,7 +237,7 @@ def with_holes(folder: Path) -> None:
 
 
 def test_it_loads_where_heapr_lab_is_not(tmp_path: Path) -> None:
-    """With the module that the checkpoint carries, and saves with it again.
+    """It loads, and is saved again, with the module that the checkpoint carries.
 
     What lacks a weight or its widths, the module refuses.
     """
@@ -249,8 +249,8 @@ def test_it_loads_where_heapr_lab_is_not(tmp_path: Path) -> None:
             expected[folder] = logits_of(model, IDS)
         torch.save(IDS, folder / "ids.pt")
         with_holes(folder / "out")
-    said = run_each(*(LOAD.format(folder=str(folder)) for folder in expected))
-    routers, widths = said.splitlines()[::2], said.splitlines()[1::2]
+    output = run_each(*(LOAD.format(folder=str(folder)) for folder in expected))
+    routers, widths = output.splitlines()[::2], output.splitlines()[1::2]
     assert len(routers) == len(widths) == len(expected)
     for folder, logits in expected.items():
         assert re.search(r"lacks \d of its weights \(model\.layers\.0", routers.pop())
@@ -280,7 +280,7 @@ def test_folders_that_are_not_new_and_models_that_are_not_pruned(
 
 
 def test_a_newer_format_and_wrong_widths_are_refused(tmp_path: Path) -> None:
-    """Before any weight is believed."""
+    """They are refused before any weight is believed."""
     saved(tmp_path / "out", "qwen2_moe", "ragged")
     with changed_json(tmp_path / "out") as config:
         version = config["quantization_config"]["format_version"]
@@ -288,9 +288,9 @@ def test_a_newer_format_and_wrong_widths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="upgrade heapr_lab"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with changed_json(tmp_path / "out") as config:
-        own = config["quantization_config"]
-        widths = {name: [8, *found[1:]] for name, found in own["widths"].items()}
-        own |= {"format_version": version, "widths": widths}
+        settings = config["quantization_config"]
+        widths = {name: [8, *sizes[1:]] for name, sizes in settings["widths"].items()}
+        settings |= {"format_version": version, "widths": widths}
     with pytest.raises((ValueError, RuntimeError)):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -318,9 +318,9 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in bfloat16, in which router corrections are in float32."""
     folder = tmp_path_factory.mktemp("halves")
     model = tiny_model("deepseek_v3", dtype=torch.bfloat16, tie_word_embeddings=True)
-    for name, own in model.named_buffers():
+    for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            own.data = torch.rand(own.shape)  # no numbers of bfloat16
+            buffer.data = torch.rand(buffer.shape)  # no numbers of bfloat16
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
@@ -331,7 +331,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_have_the_type_of_the_source(
     structure: str, stream: bool, halves: Path, tmp_path: Path
 ) -> None:
-    """Though the model runs in float32, and stays as it is; they are smaller."""
+    """The model runs in float32, and stays as it is; its files are smaller."""
     model, _ = load_model(halves, device="cpu", dtype="float32", stream=stream)
     keep = KeepMask(
         widths_keep(model, 8, structure=structure).arrays, {"structure": structure}
@@ -342,8 +342,8 @@ def test_files_have_the_type_of_the_source(
         save_pruned(pruned, tmp_path / name, dtype=dtype)
         same_types(tmp_path / name, halves, dtype or torch.bfloat16)
         written = tensors_in(tmp_path / name)
-        for key, own in tensors_in(halves).items():
-            assert own.dtype == torch.bfloat16 or torch.equal(written[key], own), key
+        for key, t in tensors_in(halves).items():
+            assert t.dtype == torch.bfloat16 or torch.equal(written[key], t), key
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert config["dtype"] == name
         assert torch.equal(logits_of(pruned, IDS), before)
@@ -354,12 +354,12 @@ def test_files_have_the_type_of_the_source(
 def same_types(folder: Path, source: Path, dtype: torch.dtype) -> None:
     """All tensors are of a type, but those that the source has in float32."""
     wide = {k for k, t in tensors_in(source).items() if t.dtype == torch.float32}
-    for name, own in tensors_in(folder).items():
-        assert own.dtype == (torch.float32 if name in wide else dtype), name
+    for name, tensor in tensors_in(folder).items():
+        assert tensor.dtype == (torch.float32 if name in wide else dtype), name
 
 
 def test_weights_that_changed_are_rounded(halves: Path, tmp_path: Path) -> None:
-    """To the nearest number of the source's type; without a source to none."""
+    """To the nearest number of the source's type; without a source, not at all."""
     model, _ = load_model(halves, device="cpu", dtype="float32", stream=False)
     pruned = prune(model, keep_of(model, "ragged"))
     (first, *_) = sliced_experts(pruned).values()
@@ -368,15 +368,15 @@ def test_weights_that_changed_are_rounded(halves: Path, tmp_path: Path) -> None:
     model.config._name_or_path = pruned.config._name_or_path = ""
     save_pruned(pruned, tmp_path / "unknown")
     known, unknown = (tensors_in(tmp_path / name) for name in ("known", "unknown"))
-    for name, own in unknown.items():
-        assert own.dtype == torch.float32
-        assert torch.equal(own.bfloat16(), known[name].bfloat16()), name
+    for name, tensor in unknown.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor.bfloat16(), known[name].bfloat16()), name
 
 
 def test_other_methods_write_the_type_of_the_source(
     halves: Path, tmp_path: Path
 ) -> None:
-    """As pruning by atoms does."""
+    """Dropping experts does so, as pruning by atoms does."""
     model, _ = load_model(halves, device="cpu", dtype="float32", stream=False)
     kept = {layer.layer: (0, 1, 3) for layer in find_experts(model)}
     save_compressed(drop_experts(model, kept), tmp_path / "dropped")

@@ -44,10 +44,10 @@ def least_squares(
     """
     free = features[:, kept]
     pull = (ridge * free.square().sum(0)).sqrt().diag()
-    wanted = torch.cat([features @ W.T, pull @ W[:, kept].T])
-    found = torch.linalg.lstsq(torch.cat([free, pull]), wanted, driver="gelsd").solution
+    goal = torch.cat([features @ W.T, pull @ W[:, kept].T])
+    weights = torch.linalg.lstsq(torch.cat([free, pull]), goal, driver="gelsd").solution
     new = torch.zeros_like(W)
-    new[:, kept] = found.T
+    new[:, kept] = weights.T
     return new
 
 
@@ -57,27 +57,27 @@ def least_squares(
 def test_new_weights_are_the_least_squares(
     family: str, span: str, ridge: float
 ) -> None:
-    """Against a QR of the features themselves, for every orientation of weights."""
+    """They equal a QR of the features themselves, for every orientation of weights."""
     model = tiny_model(family)
     keep = widths_keep(model, 5, structure="ragged")
-    found = fit_compensation(model, keep, WINDOWS, ridge=ridge, span=span)
+    compensation = fit_compensation(model, keep, WINDOWS, ridge=ridge, span=span)
     features = features_of(model, WINDOWS.ids)
     for layer in find_experts(model):
         kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
-        own, down = features[layer.layer], layer.down.detach()
+        inputs, down = features[layer.layer], layer.down.detach()
         if span == "layer":
             joined = down.movedim(0, 1).flatten(1)
-            new = least_squares(own.flatten(1), joined, kept.flatten(), ridge)
+            new = least_squares(inputs.flatten(1), joined, kept.flatten(), ridge)
             expected = new.unflatten(1, kept.shape).movedim(1, 0)
         else:
             expected = torch.stack(
                 [
-                    least_squares(own[:, e], down[e], kept[e], ridge)
+                    least_squares(inputs[:, e], down[e], kept[e], ridge)
                     for e in range(layer.n_experts)
                 ]
             )
         torch.testing.assert_close(
-            found.down_projs[layer.layer], expected, rtol=1e-6, atol=1e-9
+            compensation.down_projs[layer.layer], expected, rtol=1e-6, atol=1e-9
         )
 
 
@@ -107,18 +107,18 @@ def test_a_copy_of_a_kept_atom_goes_at_no_loss(span: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("span", SPANS)
 def test_no_error_over_the_calibration_tokens_rises(span: str, seed: int) -> None:
-    """Of each expert, or of the layer together; whatever the mask and the ridge."""
+    """The error of each expert, or of the layer, whatever the mask and the ridge."""
     model = tiny_model("qwen2_moe", seed=seed)
     keep = random_keep(model, seed=seed)
     features = features_of(model, WINDOWS.ids)
     for ridge in (0.0, 1e-3, 1.0, None):
-        found = fit_compensation(model, keep, WINDOWS, ridge=ridge, span=span)
+        compensation = fit_compensation(model, keep, WINDOWS, ridge=ridge, span=span)
         for layer in find_experts(model):
-            own, W = features[layer.layer], layer.down.detach()
+            inputs, W = features[layer.layer], layer.down.detach()
             kept = torch.from_numpy(keep.by_layer(layer.layer).copy())
             errors = []
-            for new in (found.down_projs[layer.layer], W * kept[:, None]):
-                change = torch.einsum("tei,edi->ted", own, new - W)
+            for new in (compensation.down_projs[layer.layer], W * kept[:, None]):
+                change = torch.einsum("tei,edi->ted", inputs, new - W)
                 if span == "layer":
                     change = change.sum(1, keepdim=True)
                 errors.append(change.square().sum((0, 2)))
@@ -126,10 +126,10 @@ def test_no_error_over_the_calibration_tokens_rises(span: str, seed: int) -> Non
 
 
 def test_the_ridge_is_the_one_that_errs_least_on_held_out_tokens() -> None:
-    """Fitted on the other windows, by the features themselves."""
+    """It is fitted on the other windows, by the features themselves."""
     model = tiny_model("qwen2_moe")
     keep = widths_keep(model, 4, structure="ragged")
-    found = fit_compensation(model, keep, WINDOWS, span="layer")
+    compensation = fit_compensation(model, keep, WINDOWS, span="layer")
     fitted = features_of(model, WINDOWS.ids[~HELD])
     tested = features_of(model, WINDOWS.ids[HELD])
     for layer in find_experts(model):
@@ -140,7 +140,7 @@ def test_the_ridge_is_the_one_that_errs_least_on_held_out_tokens() -> None:
             new = least_squares(fitted[layer.layer].flatten(1), W, kept, ridge)
             change = tested[layer.layer].flatten(1) @ (new - W).T
             errors[ridge] = float(change.square().sum())
-        row = found.report.set_index("layer").loc[layer.layer]
+        row = compensation.report.set_index("layer").loc[layer.layer]
         assert row["ridge"] == min(errors, key=errors.__getitem__)
         size = (tested[layer.layer].flatten(1) @ W.T).square().sum()
         gone = (tested[layer.layer].flatten(1) @ (W * ~kept).T).square().sum()
@@ -158,7 +158,7 @@ def test_a_broken_expert_that_no_token_reaches(span: str, value: float) -> None:
     model = tiny_model("qwen2_moe")
     few = CalibrationSet.from_ids(WINDOWS.ids[:2, :3])
     number, expert = collect_statistics(model, few).unrouted().iloc[0]
-    layer = next(own for own in find_experts(model) if own.layer == number)
+    layer = next(layer for layer in find_experts(model) if layer.layer == number)
     with torch.no_grad():
         layer.down[expert, 5, 6] = value
     assert logits_of(model, few.ids).isfinite().all()
@@ -180,13 +180,13 @@ def test_masked_is_sliced_with_new_weights(family: str) -> None:
     """The context and the pruned model use the same columns; the model stays."""
     model = tiny_model(family)
     keep = random_keep(model)
-    found = fit_compensation(model, keep, WINDOWS)
+    compensation = fit_compensation(model, keep, WINDOWS)
     dense = logits_of(model, WINDOWS.ids)
-    with masking(model, keep, found.down_projs):
+    with masking(model, keep, compensation.down_projs):
         masked = logits_of(model, WINDOWS.ids)
         with masking(model, keep):  # an inner mask keeps the outer weights
             torch.testing.assert_close(logits_of(model, WINDOWS.ids), masked)
-    pruned = prune(model, keep, down_projs=found.down_projs)
+    pruned = prune(model, keep, down_projs=compensation.down_projs)
     torch.testing.assert_close(masked, logits_of(pruned, WINDOWS.ids), **CLOSE)
     with masking(model, keep):
         assert (masked - logits_of(model, WINDOWS.ids)).abs().max() > 1e-4

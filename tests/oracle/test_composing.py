@@ -50,8 +50,8 @@ SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
 
 def merged(layer: ExpertsLayer) -> Composition:
     """Experts 0 and 1 share the matrices of 2; the others have their own."""
-    own = [layer.expert(e) for e in range(2, layer.n_experts)]
-    return dense_composition(own, of=(0, 0, *range(layer.n_experts - 2)))
+    experts = [layer.expert(e) for e in range(2, layer.n_experts)]
+    return dense_composition(experts, of=(0, 0, *range(layer.n_experts - 2)))
 
 
 def factored(layer: ExpertsLayer) -> Composition:
@@ -59,12 +59,12 @@ def factored(layer: ExpertsLayer) -> Composition:
     experts = [layer.expert(e) for e in range(layer.n_experts)]
 
     def projection(name: str) -> Projection:
-        stack = torch.stack([own[name] for own in experts])
+        stack = torch.stack([expert[name] for expert in experts])
         base = stack.mean(0)
         u, s, v = torch.linalg.svd(stack - base, full_matrices=False)
         left, right = u[..., :2] * s[:, None, :2], v[:, :2]
         key = f"{name}_bias"
-        bias = Shared.own([own[key] for own in experts if key in own])
+        bias = Shared.own([expert[key] for expert in experts if key in expert])
         every = (0,) * len(experts)
         return Projection(
             Shared((base,), every), Shared.own([*left]), Shared.own([*right]), bias
@@ -76,7 +76,7 @@ def factored(layer: ExpertsLayer) -> Composition:
 
 def constant(layer: ExpertsLayer) -> Composition:
     """Expert 0 is a constant vector, the others are unchanged."""
-    own = composition_of(layer)
+    stock = composition_of(layer)
     value = torch.linspace(-1, 1, layer.d_expert, dtype=layer.dtype)
 
     def without_first(part: Shared) -> Shared:
@@ -88,30 +88,30 @@ def constant(layer: ExpertsLayer) -> Composition:
     def shortened(p: Projection) -> Shared:
         return without_first(p.bias) if p.bias.of else Shared()
 
-    biases = (value, *own.down.bias.tensors[1:])
-    of = (
+    biases = (value, *stock.down.bias.tensors[1:])
+    places = (
         tuple(range(layer.n_experts))
         if layer.biased
         else (0,) + (-1,) * (layer.n_experts - 1)
     )
-    gate = None if own.gate is None else projection(own.gate, shortened(own.gate))
-    down = projection(own.down, Shared(biases, of))
-    return Composition(projection(own.up, shortened(own.up)), down, gate)
+    gate = None if stock.gate is None else projection(stock.gate, shortened(stock.gate))
+    down = projection(stock.down, Shared(biases, places))
+    return Composition(projection(stock.up, shortened(stock.up)), down, gate)
 
 
 def some_columns(layer: ExpertsLayer) -> Composition:
     """As `factored`, but of the base every input but the first and the fourth."""
-    made = {}
-    for name, own in factored(layer).projections.items():
-        (base,) = own.dense.tensors
+    projections = {}
+    for name, projection in factored(layer).projections.items():
+        (base,) = projection.dense.tensors
         columns = torch.tensor([i for i in range(base.shape[1]) if i not in (0, 3)])
-        every = own.dense.of
-        made[name] = dataclasses.replace(
-            own,
+        every = projection.dense.of
+        projections[name] = dataclasses.replace(
+            projection,
             dense=Shared((base[:, columns],), every),
             columns=Shared((columns.to(INDEX),), every),
         )
-    return Composition(**made)
+    return Composition(**projections)
 
 
 KINDS: dict[str, Callable[[ExpertsLayer], Composition]] = {
@@ -122,7 +122,7 @@ KINDS: dict[str, Callable[[ExpertsLayer], Composition]] = {
 }
 
 
-def by_hand(model: nn.Module, made: dict[int, Composition]) -> nn.Module:
+def by_hand(model: nn.Module, experts: dict[int, Composition]) -> nn.Module:
     """The same model with its stock modules, whose matrices are multiplied out.
 
     A constant expert is one whose matrices are 0; its value is its output bias.
@@ -133,13 +133,13 @@ def by_hand(model: nn.Module, made: dict[int, Composition]) -> nn.Module:
     for layer in find_experts(twin):
         for expert in range(layer.n_experts):
             for name, target in layer.expert(expert).items():
-                own = made[layer.layer].projections[name.removesuffix("_bias")]
-                target.copy_(multiplied(own, expert, name, target))
+                composed = experts[layer.layer].projections[name.removesuffix("_bias")]
+                target.copy_(multiplied(composed, expert, name, target))
     return twin
 
 
 def multiplied(
-    own: Projection, expert: int, name: str, like: torch.Tensor
+    projection: Projection, expert: int, name: str, like: torch.Tensor
 ) -> torch.Tensor:
     """One matrix or bias of an expert."""
 
@@ -149,23 +149,23 @@ def multiplied(
         return shared.tensors[shared.of[expert]]
 
     if name.endswith("_bias"):
-        found = part(own.bias)
-        return torch.zeros_like(like) if found is None else found
+        bias = part(projection.bias)
+        return torch.zeros_like(like) if bias is None else bias
     total = torch.zeros_like(like)
-    dense, columns = part(own.dense), part(own.columns)
+    dense, columns = part(projection.dense), part(projection.columns)
     if dense is not None and columns is None:
         total = total + dense
     if dense is not None and columns is not None:
         for place, column in enumerate(columns.tolist()):
             total[:, column] += dense[:, place]
-    if part(own.left) is not None:
-        total = total + part(own.left) @ part(own.right)
+    if part(projection.left) is not None:
+        total = total + part(projection.left) @ part(projection.right)
     return total
 
 
 def made_of(model: nn.Module, kind: str) -> dict[int, Composition]:
     """The experts of every layer."""
-    return {own.layer: KINDS[kind](own) for own in find_experts(model)}
+    return {layer.layer: KINDS[kind](layer) for layer in find_experts(model)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,45 +173,45 @@ def made_of(model: nn.Module, kind: str) -> dict[int, Composition]:
 def test_composed_is_multiplied_out(kind: str, family: str, tmp_path: Path) -> None:
     """Applied, materialised and reloaded; counted on the tensors of the files."""
     model = tiny_model(family, **SIX)
-    made = made_of(model, kind)
-    expected = logits_of(by_hand(model, made), IDS)
+    experts = made_of(model, kind)
+    expected = logits_of(by_hand(model, experts), IDS)
     dense = logits_of(model, IDS)
     assert (expected - dense).abs().max() > 1e-3
-    found = compression(model, made)
-    with found.apply(model):
+    compressed = compression(model, experts)
+    with compressed.apply(model):
         torch.testing.assert_close(logits_of(model, IDS), expected, **CLOSE)
     assert torch.equal(logits_of(model, IDS), dense)
-    small = found.materialise(model)
+    small = compressed.materialise(model)
     torch.testing.assert_close(logits_of(small, IDS), expected, **CLOSE)
-    found.save(model, tmp_path / "out", base="")
+    compressed.save(model, tmp_path / "out", base="")
     torch.testing.assert_close(
         logits_of(reloaded(tmp_path / "out"), IDS), expected, **CLOSE
     )
-    stored = sum(own.numel() for own in tensors_in(tmp_path / "out").values())
-    assert found.savings(model).parameters[1] == stored
+    stored = sum(tensor.numel() for tensor in tensors_in(tmp_path / "out").values())
+    assert compressed.savings(model).parameters[1] == stored
 
 
-def compression(model: nn.Module, made: Any, kept: Any = None) -> ExpertComposition:
+def compression(model: nn.Module, experts: Any, kept: Any = None) -> ExpertComposition:
     """A compression of the compositions."""
     shapes = describe(model).layers
-    return ExpertComposition(Made("test", 0.5, 0, {}), made, shapes, kept)
+    return ExpertComposition(Made("test", 0.5, 0, {}), experts, shapes, kept)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "nemotron_h"])
 def test_a_constant_expert(family: str, tmp_path: Path) -> None:
     """It adds p times its vector, also in families without biases."""
     model = tiny_model(family)
-    made = made_of(model, "constant")
+    experts = made_of(model, "constant")
     layer = find_experts(model)[0]
     value = torch.linspace(-1, 1, layer.d_expert, dtype=torch.float64)
-    with composing(model, made):
+    with composing(model, experts):
         module = model.get_submodule(layer.name)
         x = torch.randn(5, layer.d_expert, dtype=torch.float64)
         index = torch.zeros(5, 1, dtype=torch.long)
         out = module(x, index, torch.full((5, 1), 0.25, dtype=torch.float64))
         expected = logits_of(model, IDS)
     torch.testing.assert_close(out, (0.25 * value).expand(5, -1), **CLOSE)
-    compression(model, made).save(model, tmp_path / "out", base="")
+    compression(model, experts).save(model, tmp_path / "out", base="")
     again = logits_of(reloaded(tmp_path / "out"), IDS)
     torch.testing.assert_close(again, expected, **IN_FILES)
 
@@ -222,19 +222,19 @@ def test_stock_shapes_are_an_ordinary_checkpoint(tmp_path: Path) -> None:
         model = tiny_model(family)
         layers = find_experts(model)
         order = [1, 0, 3, 2]
-        made = {
-            own.layer: dense_composition([own.expert(e) for e in order])
-            for own in layers
+        experts = {
+            layer.layer: dense_composition([layer.expert(e) for e in order])
+            for layer in layers
         }
-        found = compression(model, made)
-        small = found.materialise(model)
+        compressed = compression(model, experts)
+        small = compressed.materialise(model)
         assert not composed_experts(small)
-        expected = logits_of(by_hand(model, made), IDS)
+        expected = logits_of(by_hand(model, experts), IDS)
         torch.testing.assert_close(logits_of(small, IDS), expected, **CLOSE)
-        folder = found.save(model, tmp_path / family, base="")
+        folder = compressed.save(model, tmp_path / family, base="")
         assert "quantization_config" not in (folder / "config.json").read_text()
         torch.testing.assert_close(logits_of(reloaded(folder), IDS), expected, **CLOSE)
-        assert found.achieved_ratio == 0.0
+        assert compressed.achieved_ratio == 0.0
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v2", "glm4_moe"])
@@ -242,28 +242,28 @@ def test_stock_shapes_are_an_ordinary_checkpoint(tmp_path: Path) -> None:
 def test_layers_that_keep_different_numbers(
     family: str, composed: bool, tmp_path: Path
 ) -> None:
-    """Are saved with their router rows, and loaded, with and without other experts."""
+    """Saved with their router rows, and loaded, with and without other experts."""
     model = tiny_model(family, **SIX)
     layers = find_experts(model)
-    kept = {own.layer: tuple(range(3 + i % 2, 6)) for i, own in enumerate(layers)}
+    kept = {layer.layer: tuple(range(3 + i % 2, 6)) for i, layer in enumerate(layers)}
     kept[layers[0].layer] = (0, 2, 3, 5)
-    made = {}
+    experts = {}
     if composed:
-        made = {
-            own.layer: dense_composition(
-                [own.expert(kept[own.layer][0])], of=(0,) * len(kept[own.layer])
+        experts = {
+            layer.layer: dense_composition(
+                [layer.expert(kept[layer.layer][0])], of=(0,) * len(kept[layer.layer])
             )
-            for own in layers
+            for layer in layers
         }
-    found = compression(model, made, kept)
-    with found.apply(model):
+    compressed = compression(model, experts, kept)
+    with compressed.apply(model):
         expected = logits_of(model, IDS)
-    small = found.materialise(model)
+    small = compressed.materialise(model)
     torch.testing.assert_close(logits_of(small, IDS), expected, **CLOSE)
-    folder = found.save(model, tmp_path / "out", base="")
+    folder = compressed.save(model, tmp_path / "out", base="")
     torch.testing.assert_close(logits_of(reloaded(folder), IDS), expected, **CLOSE)
-    after = sum(own.numel() for own in small.parameters())
-    assert found.savings(model).parameters == (describe(model).n_parameters, after)
+    after = sum(weight.numel() for weight in small.parameters())
+    assert compressed.savings(model).parameters == (describe(model).n_parameters, after)
 
 
 def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
@@ -286,13 +286,13 @@ def test_what_does_not_fit_is_refused() -> None:
     """Shapes, ranks and numbers of experts, with the layer and expert named."""
     model = tiny_model("qwen3_moe")
     layer = find_experts(model)[0]
-    own = composition_of(layer)
+    stock = composition_of(layer)
     few = dense_composition([layer.expert(0)], of=(0,))
     with pytest.raises(SpecError, match=r"layer 0.*expected 4 experts"):
         compose_experts(model, {0: few})
     half = Projection(left=Shared.own([torch.ones(4, 2)] * 4))
     with pytest.raises(SpecError, match="or neither"):
-        compose_experts(model, {0: Composition(half, own.down, own.gate)})
+        compose_experts(model, {0: Composition(half, stock.down, stock.gate)})
     some = some_columns(layer).up
     for wrong in (
         dataclasses.replace(some, left=Shared(), right=Shared()),
@@ -300,11 +300,11 @@ def test_what_does_not_fit_is_refused() -> None:
         dataclasses.replace(some, columns=Shared((torch.arange(3),), (0,) * 4)),
     ):
         with pytest.raises(SpecError, match=r"expected \(k,\) of \(out, k\), and fac"):
-            compose_experts(model, {0: Composition(wrong, own.down, own.gate)})
+            compose_experts(model, {0: Composition(wrong, stock.down, stock.gate)})
     with pytest.raises(SpecError, match="inner widths"):
-        compose_experts(model, {0: Composition(own.down, own.up, own.gate)})
+        compose_experts(model, {0: Composition(stock.down, stock.up, stock.gate)})
     with pytest.raises(SpecError, match="another model"):
-        compose_experts(model, {7: own})
+        compose_experts(model, {7: stock})
     with pytest.raises(LayoutError, match="already compressed"):
         find_experts(compose_experts(model, {0: merged(layer)}))
 
@@ -326,18 +326,18 @@ def test_columns_are_whole_numbers_in_every_type(tmp_path: Path) -> None:
     """Operations and numbers by hand; indices are not cast with the weights."""
     base, left, right = torch.ones(3, 2), torch.ones(3, 1), torch.ones(1, 300)
     columns = torch.tensor([256, 299], dtype=INDEX)  # 299 is 300 in bfloat16
-    one = (0,)
-    parts = [Shared((own,), one) for own in (base, left, right)]
-    up = Projection(*parts, columns=Shared((columns,), one))
-    plan = Composition(up, Projection(Shared((torch.ones(300, 3),), one))).plan
+    place = (0,)
+    parts = [Shared((tensor,), place) for tensor in (base, left, right)]
+    up = Projection(*parts, columns=Shared((columns,), place))
+    plan = Composition(up, Projection(Shared((torch.ones(300, 3),), place))).plan
     assert n_parameters(plan) == 6 + 2 + 3 + 300 + 900
     assert flops_of(plan, 0) == 2 * (6 + 3 + 300 + 900)
     model = tiny_model("qwen3_moe")
-    made = made_of(model, "some columns")
-    half = compose_experts(model, made).bfloat16()
+    experts = made_of(model, "some columns")
+    half = compose_experts(model, experts).bfloat16()
     half.save_pretrained(tmp_path)
     tensors = tensors_in(tmp_path)
-    kinds = {own.dtype for name, own in tensors.items() if "columns" in name}
+    kinds = {tensor.dtype for name, tensor in tensors.items() if "columns" in name}
     assert kinds == {INDEX}
     x = torch.arange(300.0)[None]
     module = ComposedProjection(plan["up"], base)
@@ -351,12 +351,12 @@ def test_columns_are_whole_numbers_in_every_type(tmp_path: Path) -> None:
 def test_the_package_loads_it(tmp_path: Path) -> None:
     """`load_model` reads such a folder; streaming it is refused by name."""
     model, tokenizer = load_model("lab")
-    made = {own.layer: merged(own) for own in find_experts(model)}
-    folder = compression(model, made).save(model, tmp_path / "out", tokenizer=tokenizer)
-    loaded, _ = load_model(str(folder))
+    experts = {layer.layer: merged(layer) for layer in find_experts(model)}
+    out = compression(model, experts).save(model, tmp_path / "out", tokenizer=tokenizer)
+    loaded, _ = load_model(str(out))
     assert any(isinstance(m, ComposedExperts) for m in loaded.modules())
     ids = IDS[:, :8]
-    with composing(model, made):
+    with composing(model, experts):
         torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids))
     with pytest.raises(SpecError, match="cannot be streamed"):
-        load_model(str(folder), stream=True)
+        load_model(str(out), stream=True)

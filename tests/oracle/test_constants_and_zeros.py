@@ -31,17 +31,17 @@ Outputs = dict[tuple[int, int], tuple[np.ndarray, float]]
 
 
 def outputs_by_hand(model: nn.Module) -> Outputs:
-    """Of each expert its outputs (n, D) and Σ p, one token after the other."""
+    """Each expert's outputs (n, D) and Σ p, one token after the other."""
     model.requires_grad_(False)
     _, records = run(model, IDS)
-    found = {}
+    experts = {}
     for layer in find_experts(model):
         for expert in range(layer.n_experts):
             tokens = records[id(layer.module)].tokens[expert]
             rows = [token.E.detach().numpy() for token in tokens]
             outputs = np.array(rows).reshape(-1, layer.d_expert)
-            found[layer.layer, expert] = outputs, sum(float(t.p) for t in tokens)
-    return found
+            experts[layer.layer, expert] = outputs, sum(float(t.p) for t in tokens)
+    return experts
 
 
 def mone_scores(outputs: Outputs, kind: str) -> dict[Any, float]:
@@ -64,16 +64,16 @@ def test_mone_by_a_loop(scope: str, family: str) -> None:
     """The experts of the lowest scores are the mean of what they put out."""
     model = tiny_model(family, **SIX)
     outputs = outputs_by_hand(model)
-    found = fitted("mone", model, 0.34, scope=scope)
+    compression = fitted("mone", model, 0.34, scope=scope)
     layers = find_experts(model)
     scores = mone_scores(outputs, "product")
     expected = lowest(scores, 4)
     if scope == "layer":
         local = [
-            {k: s for k, s in scores.items() if k[0] == own.layer} for own in layers
+            {k: s for k, s in scores.items() if k[0] == layer.layer} for layer in layers
         ]
-        expected = {key for own in local for key in lowest(own, 2)}
-    small, constants = found.materialise(model), set()
+        expected = {key for group in local for key in lowest(group, 2)}
+    small, constants = compression.materialise(model), set()
     x = torch.randn(3, layers[0].d_expert, dtype=torch.float64)
     for layer in layers:
         for expert in range(6):
@@ -94,12 +94,12 @@ def test_the_scores_of_mone() -> None:
     outputs = outputs_by_hand(model)
     chosen = []
     for kind in ("product", "variance", "routing"):
-        found = fitted("mone", model, 0.17, score=kind, scope="global")
+        compression = fitted("mone", model, 0.17, score=kind, scope="global")
         by_hand = lowest(mone_scores(outputs, kind), 2)
         gone = {
             (layer, e)
-            for layer, made in found.compositions.items()
-            for e, place in enumerate(made.up.dense.of)
+            for layer, composition in compression.compositions.items()
+            for e, place in enumerate(composition.up.dense.of)
             if place < 0
         }
         assert gone == by_hand
@@ -110,10 +110,10 @@ def test_the_scores_of_mone() -> None:
 def test_mone_may_replace_every_expert_of_a_layer() -> None:
     """The router stays, so there is no least number; a wrong option is refused."""
     model = tiny_model("mixtral")
-    found = fitted("mone", model, 0.95)
-    assert found.achieved_ratio == 0.75
+    pruned = fitted("mone", model, 0.95)
+    assert pruned.achieved_ratio == 0.75
     assert fitted("mone", model, 0.99, scope="global").achieved_ratio == 7 / 8
-    assert found.savings(model).routed_flops[1] < found.savings(model).routed_flops[0]
+    assert pruned.savings(model).routed_flops[1] < pruned.savings(model).routed_flops[0]
     with pytest.raises(SpecError, match="expected one of layer, global"):
         fitted("mone", model, 0.5, scope="model")
 
@@ -134,8 +134,8 @@ def pruner_scores(model: nn.Module) -> dict[Any, np.ndarray]:
                 p = float(weights[token, slot])
                 squares += p**2 * x[token].detach().numpy() ** 2
             inner = np.zeros(layer.d_inter)
-            for own in records[id(layer.module)].tokens[expert]:
-                inner += float(own.p) ** 2 * own.h.detach().numpy() ** 2
+            for entry in records[id(layer.module)].tokens[expert]:
+                inner += float(entry.p) ** 2 * entry.h.detach().numpy() ** 2
             for name, w in matrices(layer.module, expert).items():
                 if w is None or not name.startswith("W_"):
                     continue
@@ -149,10 +149,10 @@ def pruner_scores(model: nn.Module) -> dict[Any, np.ndarray]:
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4", "4:8"])
 def test_weights_of_the_lowest_score_are_zero(pattern: str, family: str) -> None:
-    """In each row, or in each group of consecutive weights of it."""
+    """The lowest of each row, or of each group of consecutive weights of it."""
     model = tiny_model(family)
-    found = fitted("moe-pruner", model, 0.5, pattern=pattern)
-    scores, small = pruner_scores(model), found.materialise(model)
+    compression = fitted("moe-pruner", model, 0.5, pattern=pattern)
+    scores, small = pruner_scores(model), compression.materialise(model)
     for layer in find_experts(small):
         dense = next(o for o in find_experts(model) if o.layer == layer.layer)
         for expert in range(layer.n_experts):
@@ -161,26 +161,26 @@ def test_weights_of_the_lowest_score_are_zero(pattern: str, family: str) -> None
                 if name.endswith("_bias"):
                     assert torch.equal(w, before[name])
                     continue
-                own = scores[layer.layer, expert, name]
-                group = own.shape[1] if pattern == "unstructured" else int(pattern[2])
-                parts = own.reshape(-1, group)
-                kept = np.zeros_like(parts, dtype=bool)
-                for row, keep in zip(parts, kept, strict=True):
+                score = scores[layer.layer, expert, name]
+                group = score.shape[1] if pattern == "unstructured" else int(pattern[2])
+                rows = score.reshape(-1, group)
+                kept = np.zeros_like(rows, dtype=bool)
+                for row, keep in zip(rows, kept, strict=True):
                     keep[np.argsort(row, kind="stable")[group // 2 :]] = True
-                expected = np.where(kept.reshape(own.shape), before[name].numpy(), 0)
+                expected = np.where(kept.reshape(score.shape), before[name].numpy(), 0)
                 np.testing.assert_array_equal(w.numpy(), expected)
 
 
 def test_zeros_are_counted_honestly() -> None:
     """Fewer parameters, but no fewer bytes or operations, as nothing is packed."""
     model = tiny_model("mixtral")
-    found = fitted("moe-pruner", model, 0.5)
-    savings = found.savings(model)
+    compression = fitted("moe-pruner", model, 0.5)
+    savings = compression.savings(model)
     routed = 2 * 4 * 3 * 8 * 16
     assert savings.parameters[0] - savings.parameters[1] == routed // 2
     assert savings.bytes[0] == savings.bytes[1] == 8 * savings.parameters[0]
     assert savings.routed_flops[0] == savings.routed_flops[1] > 0
-    assert found.achieved_ratio == 0.5
+    assert compression.achieved_ratio == 0.5
 
 
 def test_what_moe_pruner_refuses() -> None:

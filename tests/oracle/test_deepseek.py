@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-"""Instead of the published ones; there are two shared experts and a dense layer."""
+"""They replace the published sizes; there are two shared experts and a dense layer."""
 
 CODE = """
 from pathlib import Path
@@ -59,7 +59,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the published tensors."""
     D, W = config["hidden_size"], config["moe_intermediate_size"]
     head = D // config["num_attention_heads"]
-    found: dict[str, tuple[int, ...]] = {
+    sizes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], D),
         "model.norm.weight": (D,),
         "lm_head.weight": (config["vocab_size"], D),
@@ -68,20 +68,20 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         stem = f"model.layers.{number}."
         kv = head * config["num_key_value_heads"]
         for name, rows in {"q": D, "k": kv, "v": kv, "o": D}.items():
-            found[f"{stem}self_attn.{name}_proj.weight"] = (rows, D)
-        found[f"{stem}input_layernorm.weight"] = (D,)
-        found[f"{stem}post_attention_layernorm.weight"] = (D,)
+            sizes[f"{stem}self_attn.{name}_proj.weight"] = (rows, D)
+        sizes[f"{stem}input_layernorm.weight"] = (D,)
+        sizes[f"{stem}post_attention_layernorm.weight"] = (D,)
         mlps = {"mlp.": config["intermediate_size"]}
         if number >= config["first_k_dense_replace"]:
-            found[f"{stem}mlp.gate.weight"] = (config["n_routed_experts"], D)
+            sizes[f"{stem}mlp.gate.weight"] = (config["n_routed_experts"], D)
             mlps = {
                 f"mlp.experts.{e}.": W for e in range(config["n_routed_experts"])
             } | {"mlp.shared_experts.": W * config["n_shared_experts"]}
         for name, width in mlps.items():
             for part in ("gate", "up"):
-                found[f"{stem}{name}{part}_proj.weight"] = (width, D)
-            found[f"{stem}{name}down_proj.weight"] = (D, width)
-    return found
+                sizes[f"{stem}{name}{part}_proj.weight"] = (width, D)
+            sizes[f"{stem}{name}down_proj.weight"] = (D, width)
+    return sizes
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +103,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = sorted(tensors)
     halves = [names[: len(names) // 2], names[len(names) // 2 :]]
     files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    for file, own in zip(files, halves, strict=True):
-        save_file({n: tensors[n] for n in own}, folder / file, {"format": "pt"})
-    index = {n: f for f, own in zip(files, halves, strict=True) for n in own}
+    for file, half in zip(files, halves, strict=True):
+        save_file({n: tensors[n] for n in half}, folder / file, {"format": "pt"})
+    index = {n: f for f, half in zip(files, halves, strict=True) for n in half}
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": index})
     )
@@ -127,24 +127,24 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_logits_are_those_of_the_twin(changes: dict[str, Any], tmp_path: Path) -> None:
-    """In float64 to 1e-12, from the tensors that are saved."""
+    """They agree to 1e-12 in float64, from the tensors that are saved."""
     model: Any = tiny_model("deepseek", **changes)
     assert isinstance(model, DeepseekForCausalLM)
     model.save_pretrained(tmp_path)
     config = model.config.to_dict()
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     ids, tensors = tiny_ids(n_sequences=2), tensors_in(tmp_path)
-    for window, found in zip(ids, logits_of(model, ids), strict=True):
+    for window, logits in zip(ids, logits_of(model, ids), strict=True):
         expected = twin.logits(tensors, config, window.tolist())
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_hidden_states_are_those_of_every_layer() -> None:
     """As the models of transformers give them: the embeddings and each layer's."""
     model: Any = tiny_model("deepseek")
-    found = model(tiny_ids(), output_hidden_states=True).hidden_states
-    assert len(found) == model.config.num_hidden_layers + 1
-    assert torch.equal(found[0], model.model.embed_tokens(tiny_ids()))
+    states = model(tiny_ids(), output_hidden_states=True).hidden_states
+    assert len(states) == model.config.num_hidden_layers + 1
+    assert torch.equal(states[0], model.model.embed_tokens(tiny_ids()))
 
 
 def test_layers_with_experts_are_those_of_the_configuration() -> None:
@@ -167,9 +167,9 @@ def test_routing_in_bfloat16_is_in_float32() -> None:
 def test_text_with_a_cache_is_text_without() -> None:
     """Eight tokens, greedily."""
     model: Any = tiny_model("deepseek", dtype=torch.float32)
-    asked = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     ids = tiny_ids(n_sequences=1)
-    texts = [model.generate(ids, use_cache=cache, **asked) for cache in (True, False)]
+    texts = [model.generate(ids, use_cache=cache, **options) for cache in (True, False)]
     assert texts[0].shape == (1, ids.shape[1] + 8)
     assert torch.equal(*texts)
 
@@ -190,7 +190,7 @@ def test_another_routing_is_refused(hub: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_published_layout_is_read(hub: Path, *, stream: bool) -> None:
-    """Without its code, and equal to the twin to 1e-12."""
+    """It is read without its code, and equals the twin to 1e-12."""
     before = set(sys.modules)
     model, _ = load_model(hub, device="cpu", dtype="float64", stream=stream)
     assert isinstance(model, DeepseekForCausalLM)
@@ -236,16 +236,16 @@ def test_its_tokenizer_reads_bytes(hub: Path, tmp_path: Path) -> None:
     )
     _, tokenizer = load_model(folder, device="cpu")
     text = "a b\n12 é"
-    found = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert found == backend.encode(text).ids
-    assert len(found) == len(text.encode())
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == backend.encode(text).ids
+    assert len(ids) == len(text.encode())
 
 
 # --- pruned -----------------------------------------------------------------------
 
 
 def masks(model: Any) -> dict[str, KeepMask]:
-    """One of each kind of checkpoint: packed by widths, and stock."""
+    """A mask for each kind of checkpoint: packed by widths, and stock."""
     windows = CalibrationSet.from_ids(torch.randint(300, (4, 16)))
     table = collect_statistics(model, windows)
     return {
@@ -321,5 +321,5 @@ assert heapr_lab.pretrained.deepseek.DeepseekConfig not in (
 
 
 def test_importing_heapr_lab_is_enough(hub: Path) -> None:
-    """In either order; and what transformers has is left alone."""
+    """Imports work in either order, and what transformers has is left alone."""
     run_each(*(code.format(folder=str(hub)) for code in ORDERS))

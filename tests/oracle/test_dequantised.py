@@ -73,16 +73,16 @@ def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any
 
 
 def types_in(folder: Path) -> set[torch.dtype]:
-    """Of all tensors but a router's corrections, which stay in float32."""
-    found = tensors_in(folder)
-    return {own.dtype for name, own in found.items() if "correction_bias" not in name}
+    """The types of all tensors but a router's corrections, which stay in float32."""
+    tensors = tensors_in(folder)
+    return {t.dtype for name, t in tensors.items() if "correction_bias" not in name}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_weights_are_those_of_transformers(
     quantised: tuple[Path, Any], dtype: str
 ) -> None:
-    """Bit for bit, in the type that is asked for."""
+    """They are equal bit for bit, in the type that is asked for."""
     folder, setting = quantised
     kind = getattr(torch, dtype)
     whole = AutoModelForCausalLM.from_pretrained(
@@ -91,17 +91,17 @@ def test_the_weights_are_those_of_transformers(
     model, _ = load_model(folder, device="cpu", dtype=dtype, stream=True)
     stream = stream_of(model)
     assert stream is not None
-    found, wanted = dict(stream.each(torch.clone)), whole.state_dict()
-    assert found.keys() == wanted.keys()
+    weights, wanted = dict(stream.each(torch.clone)), whole.state_dict()
+    assert weights.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert found[name].dtype == kind, name
-        assert torch.equal(found[name], tensor.to(kind)), name
+        assert weights[name].dtype == kind, name
+        assert torch.equal(weights[name], tensor.to(kind)), name
 
 
 def test_it_is_scored_pruned_and_saved(
     quantised: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """In bfloat16, without the quantisation, which card and manifest name."""
+    """Files are in bfloat16, without the quantisation, which card and manifest name."""
     model, _ = load_model(quantised[0], device="cpu", dtype="float32", stream=True)
     keep = select(collect_statistics(model, WINDOWS), ratio=0.5)
     with masking(model, keep):
@@ -160,9 +160,9 @@ def test_the_command_prunes_it(
     manifest = json.loads((out / "heapr_manifest.json").read_text())
     assert manifest["atoms_kept"] == manifest["atoms"] / 2
     kind = quantisation(read_config(quantised[0]))
-    said = f"dequantised from {kind} to bfloat16"
-    assert said in manifest["weights"]
-    assert said in (out / "README.md").read_text()
+    note = f"dequantised from {kind} to bfloat16"
+    assert note in manifest["weights"]
+    assert note in (out / "README.md").read_text()
     model, _ = load_model(out, device="cpu", stream=False)
     assert torch.isfinite(window_nll(model, WINDOWS.ids)).all()
 
@@ -219,15 +219,15 @@ def test_the_last_block_may_be_smaller(
     write_tokenizer(tmp_path / "dense")
     shutil.copytree(tmp_path / "dense", tmp_path / "exact")
     exact = in_fp8(tmp_path / "dense", block)
-    assert any(own.shape[0] % block[0] for own in exact.values())
+    assert any(tensor.shape[0] % block[0] for tensor in exact.values())
     with changed_tensors(tmp_path / "exact") as tensors:
         tensors |= exact
     wanted, _ = load_model(tmp_path / "exact", device="cpu", stream=False)
-    found, _ = load_model(tmp_path / "dense", device="cpu", stream=stream)
-    reader = stream_of(found)
-    own = found.state_dict() if reader is None else dict(reader.each(torch.clone))
+    loaded, _ = load_model(tmp_path / "dense", device="cpu", stream=stream)
+    reader = stream_of(loaded)
+    weights = loaded.state_dict() if reader is None else dict(reader.each(torch.clone))
     for name, tensor in wanted.state_dict().items():
-        assert torch.equal(own[name], tensor), name
+        assert torch.equal(weights[name], tensor), name
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -235,7 +235,7 @@ def test_the_last_block_may_be_smaller(
 def test_scales_of_other_blocks_are_refused(
     grid: str, stream: bool, tmp_path: Path
 ) -> None:
-    """In one line, where rows and columns could be divided by them all the same."""
+    """Refused in one line, where rows and columns could still be divided by them."""
     tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
     write_tokenizer(tmp_path / "dense")
     in_fp8(tmp_path / "dense")
@@ -244,8 +244,8 @@ def test_scales_of_other_blocks_are_refused(
         scale = tensors[f"{name}_scale_inv"]
         assert tensors[name].shape == (16, 8)
         assert scale.shape == (4, 2)
-        others = {"transposed": scale.T, "rows": scale[::2], "columns": scale[:, :1]}
-        tensors[f"{name}_scale_inv"] = others[grid]
+        grids = {"transposed": scale.T, "rows": scale[::2], "columns": scale[:, :1]}
+        tensors[f"{name}_scale_inv"] = grids[grid]
     with pytest.raises(HeaprLabError, match=r"expected 4 x 2 for blocks of 4 x 4"):
         load_model(tmp_path / "dense", device="cpu", stream=stream)
     keep = random_keep(tiny_model("qwen3_moe"))
@@ -255,21 +255,21 @@ def test_scales_of_other_blocks_are_refused(
 
 
 def refused(kind: str, folder: Path) -> None:
-    """Whichever way a model is opened: with the format's name and what to do."""
-    said = rf"{re.escape(kind)}'.*that is not quantised, prune it, and quantise"
+    """Check that any way to open a model names the format and says what to do."""
+    message = rf"{re.escape(kind)}'.*that is not quantised, prune it, and quantise"
     for stream in (True, False, "auto"):
-        with pytest.raises(SpecError, match=said):
+        with pytest.raises(SpecError, match=message):
             load_model(folder, device="cpu", stream=stream)
     keep = random_keep(tiny_model("qwen3_moe"))
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         prune_folder(folder, keep, folder / "pruned")
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=message):
         plan(folder)
     assert not (folder / "pruned").exists()
 
 
 def test_a_format_of_the_model_within_a_wrapper_is_refused(tmp_path: Path) -> None:
-    """As published wrappers name theirs: in the configuration of the language model."""
+    """It is named as in published wrappers: in the language model's configuration."""
     tiny_wrapper("qwen3_vl_moe").save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     with changed_json(tmp_path) as config:
@@ -279,7 +279,7 @@ def test_a_format_of_the_model_within_a_wrapper_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "bitsandbytes"])
 def test_other_formats_are_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """With what to do, whether layers would be streamed or not."""
+    """The error says what to do, whether layers would be streamed or not."""
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
     write_tokenizer(tmp_path / "dense")
     configure(tmp_path / "dense", quant_method=kind, bits=4)

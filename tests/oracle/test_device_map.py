@@ -43,22 +43,22 @@ def placed(family: str, *devices: str | int, **options: Any) -> nn.Module:
 
 def check_equal(model: nn.Module, twin: nn.Module) -> None:
     """Statistics, masked losses, pruned losses and perplexity are those of `twin`."""
-    found, wanted = (collect_statistics(m, WINDOWS).frame for m in (model, twin))
-    assert list(found) == list(wanted)
+    frame, wanted = (collect_statistics(m, WINDOWS).frame for m in (model, twin))
+    assert list(frame) == list(wanted)
     for name in wanted.select_dtypes("number"):
         torch.testing.assert_close(
-            torch.tensor(found[name].to_numpy()),
+            torch.tensor(frame[name].to_numpy()),
             torch.tensor(wanted[name].to_numpy()),
             **EXACT,
         )
     keep = half(twin)
     losses = []
-    for own in (model, twin):
-        with masking(own, keep):
-            masked = window_nll(own, WINDOWS.ids)
-        sliced = window_nll(prune(own, keep), WINDOWS.ids)
-        dense = evaluate_perplexity(own, WINDOWS.ids).value
-        best = window_nll(compress(own, WINDOWS, ratio=0.5), WINDOWS.ids)
+    for each in (model, twin):
+        with masking(each, keep):
+            masked = window_nll(each, WINDOWS.ids)
+        sliced = window_nll(prune(each, keep), WINDOWS.ids)
+        dense = evaluate_perplexity(each, WINDOWS.ids).value
+        best = window_nll(compress(each, WINDOWS, ratio=0.5), WINDOWS.ids)
         losses.append([masked, sliced, torch.tensor(dense), best])
     torch.testing.assert_close(*losses, **EXACT)
 
@@ -79,7 +79,7 @@ def test_a_placed_model_is_measured_and_pruned(family: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_on_two_devices(family: str) -> None:
-    """Every other decoder layer on the GPU."""
+    """Every other decoder layer is on the GPU."""
     model = placed(family, "cpu", 0 if GPU == "cuda" else GPU)
     assert {p.device.type for p in model.parameters()} == {"cpu", GPU}
     assert not any(p.is_meta for p in model.parameters())
@@ -88,7 +88,7 @@ def test_layers_on_two_devices(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_offloaded_layers_are_refused(family: str, tmp_path: Path) -> None:
-    """By name, with what to do, before anything is run."""
+    """The error names the layer and what to do, before anything is run."""
     model: Any = placed(family, "cpu", "disk", offload_dir=tmp_path)
     assert any(p.is_meta for p in model.model.layers[1].parameters())
     keep = half(tiny_model(family))

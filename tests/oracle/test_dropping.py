@@ -54,8 +54,8 @@ def by_hand(model: Any, kept: dict[int, tuple[int, ...]]) -> torch.Tensor:
 def _rule(model: Any, kept: tuple[int, ...]) -> Callable[..., Any]:
     config = model.config
 
-    def route(_router: Any, _args: Any, found: Any) -> Any:
-        logits = found[0].clone()
+    def route(_router: Any, _args: Any, output: Any) -> Any:
+        logits = output[0].clone()
         for expert in range(logits.shape[-1]):
             if expert not in kept:
                 logits[..., expert] = -torch.inf
@@ -68,21 +68,21 @@ def _rule(model: Any, kept: tuple[int, ...]) -> Callable[..., Any]:
             weights = weights / weights.sum(-1, keepdim=True)
         if config.model_type == "deepseek_v2":
             weights = weights * config.routed_scaling_factor
-        return logits, weights.to(found[1].dtype), index
+        return logits, weights.to(output[1].dtype), index
 
     return route
 
 
 @pytest.mark.parametrize("family", REFERENCES)
 def test_dropped_is_minus_infinity(family: str) -> None:
-    """Without some experts is as if the router's logits of them were −∞."""
+    """Leaving out experts is as if the router's logits of them were −∞."""
     model = tiny_model(family)
     kept = kept_of(model)
     expected = by_hand(model, kept)
     with dropping(model, kept):
-        found = logits_of(model, IDS)
-    torch.testing.assert_close(found, expected, **IN_SINGLE)
-    assert (found - logits_of(model, IDS)).abs().max() > 0.1
+        logits = logits_of(model, IDS)
+    torch.testing.assert_close(logits, expected, **IN_SINGLE)
+    assert (logits - logits_of(model, IDS)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
@@ -122,11 +122,11 @@ def test_the_copy_owns_its_weights() -> None:
 def test_an_error_inside_leaves_the_dense_model() -> None:
     """Tensors are the very same objects after an exception, and numbers are back."""
     model = tiny_model("qwen3_moe")
-    before = {name: id(own) for name, own in model.named_parameters()}
+    before = {name: id(weight) for name, weight in model.named_parameters()}
     dense = logits_of(model, IDS)
     with pytest.raises(KeyError), dropping(model, kept_of(model)):
         raise KeyError
-    assert {name: id(own) for name, own in model.named_parameters()} == before
+    assert {name: id(weight) for name, weight in model.named_parameters()} == before
     assert torch.equal(logits_of(model, IDS), dense)
 
 
@@ -171,7 +171,7 @@ def test_other_routers_are_refused_by_name(family: str) -> None:
     ],
 )
 def test_impossible_choices_are_refused(kept: Any, message: str) -> None:
-    """Before anything changes."""
+    """They are refused before anything changes."""
     model = tiny_model("qwen2_moe")
     dense = logits_of(model, IDS)
     with pytest.raises(SpecError, match=message):

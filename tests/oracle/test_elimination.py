@@ -33,13 +33,13 @@ def greedy(
     size = features.shape[1]
     pull = (RIDGE * features.square().sum(0)).sqrt().diag()
     rows = torch.cat([features, pull])
-    wanted = rows @ W.T
+    goal = rows @ W.T
 
     def error(stay: list[int]) -> float:
         if not stay:
-            return float(wanted.square().sum())
-        found = torch.linalg.lstsq(rows[:, stay], wanted, driver="gelsd").solution
-        return float((rows[:, stay] @ found - wanted).square().sum())
+            return float(goal.square().sum())
+        weights = torch.linalg.lstsq(rows[:, stay], goal, driver="gelsd").solution
+        return float((rows[:, stay] @ weights - goal).square().sum())
 
     left, now, level, order = list(range(size)), 0.0, 0.0, []
     while left:
@@ -73,11 +73,11 @@ def test_one_by_one_it_is_greedy_least_squares(
 ) -> None:
     """Costs in order, and which atom has which, against every set solved by itself."""
     model, table = measured
-    found = eliminate(model, table, WINDOWS, span=span, ridge=RIDGE, n_steps=10**6)
+    scored = eliminate(model, table, WINDOWS, span=span, ridge=RIDGE, n_steps=10**6)
     layer = find_experts(model)[0]
     features = features_of(model, WINDOWS.ids)[layer.layer]
-    own = found.frame[found.frame["layer"].eq(layer.layer)]
-    costs = own["elimination"].to_numpy().reshape(layer.n_experts, -1)
+    rows = scored.frame[scored.frame["layer"].eq(layer.layer)]
+    costs = rows["elimination"].to_numpy().reshape(layer.n_experts, -1)
     rate = rates(table, layer, features)
     down = layer.down.detach()
     if span == "layer":

@@ -25,7 +25,7 @@ from heapr_lab.pruning.surgery import prune
 
 BLOCK = 8, 4
 WIDTH = 16
-"""Of the pruned experts; the dense ones have 24 atoms."""
+"""The width of the pruned experts; the dense ones have 24 atoms."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Folders:
 def folders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Folders:
-    """As Qwen3-MoE's scales (bfloat16), and DeepSeek-V3's (float32, shared experts)."""
+    """Scales as Qwen3-MoE's (bfloat16) and DeepSeek-V3's (float32, shared experts)."""
     place = tmp_path_factory.mktemp(request.param)
     model = tiny_model(
         request.param,
@@ -50,9 +50,9 @@ def folders(
         vocab_size=D_VOCAB + 2,
         max_position_embeddings=2048,
     )
-    for name, own in model.named_buffers():
+    for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            own.data = torch.rand(own.shape)  # float32, as published
+            buffer.data = torch.rand(buffer.shape)  # float32, as published
     model.save_pretrained(place / "fp8")
     write_tokenizer(place / "fp8")
     shutil.copytree(place / "fp8", place / "exact")
@@ -66,8 +66,8 @@ def folders(
 
 def settings(folder: Path) -> dict[str, object] | None:
     """How config.json says that weights are quantised."""
-    found = json.loads((folder / "config.json").read_text())
-    return found.get("quantization_config")
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("quantization_config")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def settings(folder: Path) -> dict[str, object] | None:
 def test_a_uniform_checkpoint_stays_in_fp8(
     folders: Folders, stream: bool, dtype: str | None, tmp_path: Path
 ) -> None:
-    """What is unchanged to the bit, the experts within the rounding of FP8."""
+    """Unchanged tensors agree to the bit, the experts within the rounding of FP8."""
     if dtype is None:
         prune_folder(folders.fp8, folders.keep, tmp_path / "out")
     else:
@@ -86,26 +86,26 @@ def test_a_uniform_checkpoint_stays_in_fp8(
     twin = prune(twin, folders.keep)
     save_pruned(twin, tmp_path / "twin", dtype=torch.float32)
     assert settings(tmp_path / "out") == settings(folders.fp8)
-    before, found = tensors_in(folders.fp8), tensors_in(tmp_path / "out")
+    before, after = tensors_in(folders.fp8), tensors_in(tmp_path / "out")
     wanted = tensors_in(tmp_path / "twin")
-    assert found.keys() == before.keys()
-    for name, own in found.items():
-        assert own.dtype == before[name].dtype, name
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        assert tensor.dtype == before[name].dtype, name
         if "experts" not in name:
-            assert torch.equal(own.float(), before[name].float()), name
+            assert torch.equal(tensor.float(), before[name].float()), name
     changed = [name for name in wanted if "experts" in name]
     assert len(changed) > 20
     for name in changed:
-        scale = found[f"{name}_scale_inv"].float()
+        scale = after[f"{name}_scale_inv"].float()
         each = of_each_weight(scale, wanted[name].shape, BLOCK)
-        apart = (found[name].float() * each - wanted[name]).abs()
+        apart = (after[name].float() * each - wanted[name]).abs()
         assert (apart <= wanted[name].abs() / 15 + each / 1000).all(), name
     manifest = json.loads((tmp_path / "out" / "heapr_manifest.json").read_text())
     assert "in FP8: those that changed are quantised again" in manifest["weights"]
 
 
 def test_transformers_reads_the_same(folders: Folders, tmp_path: Path) -> None:
-    """The stock class, of the experts; elsewhere last blocks are smaller here."""
+    """The stock class reads equal experts; elsewhere last blocks are smaller here."""
     prune_folder(folders.fp8, folders.keep, tmp_path / "out")
     stock = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out",
@@ -115,14 +115,14 @@ def test_transformers_reads_the_same(folders: Folders, tmp_path: Path) -> None:
     ours, _ = load_model(tmp_path / "out", device="cpu", dtype="bfloat16", stream=False)
     wanted = stock.state_dict()
     assert ours.config.moe_intermediate_size == WIDTH
-    for name, own in ours.state_dict().items():
-        assert torch.equal(own, wanted[name]) or "experts" not in name, name
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, wanted[name]) or "experts" not in name, name
 
 
 def test_a_mask_that_keeps_all_writes_the_same(
     folders: Folders, tmp_path: Path
 ) -> None:
-    """Every tensor to the bit, and of a pruned checkpoint, too."""
+    """Every tensor is the same to the bit, and so are those of a pruned checkpoint."""
     prune_folder(folders.fp8, folders.keep, tmp_path / "once")
     for source in (folders.fp8, tmp_path / "once"):
         model, _ = load_model(source, device="cpu", dtype="float32", stream=True)
@@ -172,16 +172,16 @@ def test_others_are_written_in_floats(
     model, _ = load_model(source, device="cpu", dtype="float32", stream=True)
     keep = widths_keep(model, width, structure=structure)
     folder = save_pruned(prune(model, keep), tmp_path / "out", dtype=dtype)
-    found = {name: own.dtype for name, own in tensors_in(folder).items()}
-    kinds = {own for name, own in found.items() if "correction_bias" not in name}
+    types = {name: tensor.dtype for name, tensor in tensors_in(folder).items()}
+    kinds = {kind for name, kind in types.items() if "correction_bias" not in name}
     assert kinds == {dtype or torch.bfloat16}
     assert (settings(folder) or {}).get("quant_method") != "fp8"
     card = (folder / "README.md").read_text()
     assert "dequantised from fp8" in card
     if dtype is None:
         n = 8 if structure == "ragged" else 16
-        said = f"needs the structure uniform and widths in multiples of {n}"
-        assert said in " ".join(card.split())
+        reason = f"needs the structure uniform and widths in multiples of {n}"
+        assert reason in " ".join(card.split())
 
 
 def test_the_command_keeps_fp8(
@@ -191,12 +191,12 @@ def test_the_command_keeps_fp8(
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
     shape = "--ratio", 0.3, "--structure", "uniform", "--multiple", 8
-    asked = "prune", folders.fp8, *shape, "--method", "paper", "--device", "cpu", *text
-    told = json.loads(run(*asked, "--json"))
+    args = "prune", folders.fp8, *shape, "--method", "paper", "--device", "cpu", *text
+    told = json.loads(run(*args, "--json"))
     out = tmp_path / "out"
-    written = json.loads(run(*asked, "--out", out, "--json"))
+    written = json.loads(run(*args, "--out", out, "--json"))
     assert settings(out) == settings(folders.fp8)
-    kinds = [own.dtype for own in tensors_in(out).values()]
+    kinds = [tensor.dtype for tensor in tensors_in(out).values()]
     assert kinds.count(torch.float8_e4m3fn) > 20
     assert told["bytes_after"] == pytest.approx(written["bytes_after"], rel=0.2)
     manifest = json.loads((out / "heapr_manifest.json").read_text())

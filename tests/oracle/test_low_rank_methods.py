@@ -40,20 +40,20 @@ Inputs = dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor, float]]]
 
 
 def inputs_by_hand(model: nn.Module) -> Inputs:
-    """Of each expert, (x, h, p) of each token routed to it, one after the other."""
+    """For each expert, (x, h, p) of each token routed to it, one after the other."""
     layers = find_experts(model)
-    found: Inputs = {(k.layer, e): [] for k in layers for e in range(k.n_experts)}
+    inputs: Inputs = {(k.layer, e): [] for k in layers for e in range(k.n_experts)}
     calls = experts_calls(model, IDS)
     for layer in layers:
         x, index, weights = calls[layer.layer]
         for token, slot in torch.cartesian_prod(*map(torch.arange, index.shape)):
             expert = int(index[token, slot])
             with torch.no_grad():
-                own = by_hand(layer.module, expert)
-                h = atom_activations(layer.module, x[token], own)
+                matrices = by_hand(layer.module, expert)
+                h = atom_activations(layer.module, x[token], matrices)
             p = float(weights[token, slot])
-            found[layer.layer, expert].append((x[token].detach(), h, p))
-    return found
+            inputs[layer.layer, expert].append((x[token].detach(), h, p))
+    return inputs
 
 
 def moment(tokens: list[Any], name: str, *, d_in: int) -> torch.Tensor:
@@ -76,31 +76,31 @@ def whitened(matrix: torch.Tensor, rank: int, second: torch.Tensor) -> torch.Ten
     return total @ torch.linalg.inv(root)
 
 
-def product(own: Projection, expert: int) -> torch.Tensor:
+def product(proj: Projection, expert: int) -> torch.Tensor:
     """One matrix of an expert."""
     total: Any = 0.0
-    if own.left.of and own.left.of[expert] >= 0:
-        left = own.left.tensors[own.left.of[expert]]
-        total = left @ own.right.tensors[own.right.of[expert]]
-    if own.dense.of and own.dense.of[expert] >= 0:
-        dense = own.dense.tensors[own.dense.of[expert]]
-        if not own.columns.of:
+    if proj.left.of and proj.left.of[expert] >= 0:
+        left = proj.left.tensors[proj.left.of[expert]]
+        total = left @ proj.right.tensors[proj.right.of[expert]]
+    if proj.dense.of and proj.dense.of[expert] >= 0:
+        dense = proj.dense.tensors[proj.dense.of[expert]]
+        if not proj.columns.of:
             return (total + dense).double()
-        for place, column in enumerate(own.columns.tensors[0].tolist()):
+        for place, column in enumerate(proj.columns.tensors[0].tolist()):
             total[:, column] += dense[:, place]
     return total.double()
 
 
 def every_matrix(
-    model: nn.Module, found: ExpertComposition
+    model: nn.Module, compression: ExpertComposition
 ) -> Iterator[tuple[ExpertsLayer, int, str, torch.Tensor, torch.Tensor]]:
     """Layer, expert, projection, its own matrix and the one in its place."""
     for layer in find_experts(model):
-        own = found.compositions[layer.layer]
+        composition = compression.compositions[layer.layer]
         for expert in range(layer.n_experts):
             for name in NAMES:
                 matrix = by_hand(layer.module, expert)[f"W_{name}"].detach()
-                new = product(own.projections[name], expert)
+                new = product(composition.projections[name], expert)
                 yield layer, expert, name, matrix, new
 
 
@@ -109,22 +109,22 @@ def every_matrix(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_moments(family: str) -> None:
-    """Of inputs and activations, with tokens, weights and outliers."""
+    """Moments of inputs and activations, with tokens, weights and outliers."""
     model = tiny_model(family, **SIX)
-    found = Measurements(model, WINDOWS).collected(MOMENTS)
+    moments = Measurements(model, WINDOWS).collected(MOMENTS)
     for (layer, expert), tokens in inputs_by_hand(model).items():
-        own = found[layer]
-        assert int(own.tokens[expert]) == len(tokens)
-        assert float(own.weights[expert]) == pytest.approx(sum(p for *_, p in tokens))
+        sums = moments[layer]
+        assert int(sums.tokens[expert]) == len(tokens)
+        assert float(sums.weights[expert]) == pytest.approx(sum(p for *_, p in tokens))
         for name, i in (("up", 0), ("down", 1)):
-            expected = torch.zeros_like(own.of(name)[expert])
+            expected = torch.zeros_like(sums.of(name)[expert])
             for token in tokens:
                 expected += torch.outer(token[i], token[i])
-            torch.testing.assert_close(own.of(name)[expert], expected)
+            torch.testing.assert_close(sums.of(name)[expert], expected)
         sizes = [abs(float(value)) for _, h, _ in tokens for value in h]
         mean = sum(sizes) / max(1, len(sizes))
         share = sum(size > 2 * mean for size in sizes) / max(1, len(sizes))
-        assert float(own.outliers[expert]) == pytest.approx(share)
+        assert float(sums.outliers[expert]) == pytest.approx(share)
 
 
 def test_truncation_is_optimal() -> None:
@@ -167,10 +167,10 @@ def test_ranks_by_hand() -> None:
 def test_svd(family: str, whiten: bool) -> None:
     """Every matrix is the truncated one, with and without whitening."""
     model = tiny_model(family, **SIX)
-    found = fitted("svd", model, 0.4, whiten=whiten)
+    compression = fitted("svd", model, 0.4, whiten=whiten)
     inputs = inputs_by_hand(model)
-    shapes = found.shapes
-    for layer, expert, name, matrix, new in every_matrix(model, found):
+    shapes = compression.shapes
+    for layer, expert, name, matrix, new in every_matrix(model, compression):
         rank = ranks_of(shapes[layer.layer], Fraction(2, 5), layer=0)[name]
         tokens = inputs[layer.layer, expert] if whiten else []
         second = moment(tokens, name, d_in=matrix.shape[1])
@@ -179,15 +179,15 @@ def test_svd(family: str, whiten: bool) -> None:
 
 
 def test_the_control_is_whitened() -> None:
-    """By default the outputs change least, and so less than of the plain SVD."""
+    """By default the outputs change least, and so less than with the plain SVD."""
     model = tiny_model("mixtral", **SIX)
-    found, plain = (fitted("svd", model, 0.4, **o) for o in ({}, {"whiten": False}))
+    default, plain = (fitted("svd", model, 0.4, **o) for o in ({}, {"whiten": False}))
     inputs, changes = inputs_by_hand(model), {0: 0.0, 1: 0.0}
-    pairs = zip(every_matrix(model, found), every_matrix(model, plain), strict=True)
+    pairs = zip(every_matrix(model, default), every_matrix(model, plain), strict=True)
     for (layer, expert, name, matrix, new), (*_, other) in pairs:
         second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
-        for place, own in enumerate((new, other)):
-            left = matrix - own
+        for place, estimate in enumerate((new, other)):
+            left = matrix - estimate
             changes[place] += float((left @ second * left).sum())
     assert changes[0] < 0.9 * changes[1]
 
@@ -195,16 +195,16 @@ def test_the_control_is_whitened() -> None:
 def test_a_matrix_that_factors_would_not_shrink_stays_dense() -> None:
     """11 ranks of 21 numbers fit, so up and down have 4, more than their 80 numbers."""
     model = tiny_model("mixtral", intermediate_size=5, hidden_size=16)
-    found = fitted("svd", model, 0.02)
+    compression = fitted("svd", model, 0.02)
     layer = find_experts(model)[0]
-    ranks = ranks_of(found.shapes[layer.layer], Fraction("0.02"), layer=0)
+    ranks = ranks_of(compression.shapes[layer.layer], Fraction("0.02"), layer=0)
     assert ranks == {"gate": 3, "up": 4, "down": 4}
-    projections = found.compositions[layer.layer].projections
+    projections = compression.compositions[layer.layer].projections
     for name in ("up", "down"):
-        own = projections[name]
-        assert [len(part.of) for part in (own.dense, own.left)] == [4, 0]
-        assert torch.equal(own.dense.tensors[1], layer.expert(1)[name])
-    assert found.achieved_ratio == pytest.approx((80 - 3 * 21) / 240)
+        proj = projections[name]
+        assert [len(part.of) for part in (proj.dense, proj.left)] == [4, 0]
+        assert torch.equal(proj.dense.tensors[1], layer.expert(1)[name])
+    assert compression.achieved_ratio == pytest.approx((80 - 3 * 21) / 240)
 
 
 # --- D²-MoE -----------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_a_matrix_that_factors_would_not_shrink_stays_dense() -> None:
 
 def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]:
     """The mean over windows of the squared gradient of each matrix."""
-    found: dict[tuple[int, int, str], torch.Tensor] = {}
+    fisher: dict[tuple[int, int, str], torch.Tensor] = {}
     layers = find_experts(model)
     model.requires_grad_(True)
     for window in IDS:
@@ -221,21 +221,21 @@ def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]
         torch.nn.functional.cross_entropy(logits, window[1:]).backward()
         for layer in layers:
             gradients = SimpleNamespace(
-                **{name: own.grad for name, own in layer.module.named_parameters()},
+                **{name: p.grad for name, p in layer.module.named_parameters()},
                 has_gate=layer.module.has_gate,
                 has_bias=False,
                 is_transposed=layer.module.is_transposed,
                 is_concatenated=layer.module.is_concatenated,
             )
             for expert in range(layer.n_experts):
-                own = by_hand(gradients, expert)
+                matrices = by_hand(gradients, expert)
                 for name in NAMES:
                     key = (layer.layer, expert, name)
-                    square = own[f"W_{name}"].square() / len(IDS)
-                    found[key] = found.get(key, 0) + square
+                    square = matrices[f"W_{name}"].square() / len(IDS)
+                    fisher[key] = fisher.get(key, 0) + square
     model.requires_grad_(False)
     model.zero_grad()
-    return found
+    return fisher
 
 
 @pytest.mark.parametrize("base_ratio", [0.0, 0.3])
@@ -243,12 +243,12 @@ def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]
 def test_d2_moe(family: str, base_ratio: float) -> None:
     """The base is the weighted mean; differences are those of the whitened SVD.
 
-    Of the base, the columns with the least norm times that of their inputs are 0.
+    In the base, the columns with the least norm times that of their inputs are 0.
     """
     model = tiny_model(family, **SIX)
     fisher, inputs = fisher_by_hand(model), inputs_by_hand(model)
-    found = fitted("d2-moe", model, 0.4, base_ratio=base_ratio)
-    for layer, expert, name, matrix, new in every_matrix(model, found):
+    compression = fitted("d2-moe", model, 0.4, base_ratio=base_ratio)
+    for layer, expert, name, matrix, new in every_matrix(model, compression):
         number = layer.layer
         top = bottom = torch.zeros_like(matrix)
         for e in range(6):
@@ -256,13 +256,13 @@ def test_d2_moe(family: str, base_ratio: float) -> None:
             top = top + weight * by_hand(layer.module, e)[f"W_{name}"].detach()
             bottom = bottom + weight
         base = top / bottom
-        own = found.compositions[number].projections[name]
+        proj = compression.compositions[number].projections[name]
         gone = least_columns(base, number, name, inputs, base_ratio)
         left = [column for column in range(matrix.shape[1]) if column not in gone]
-        assert [own.tolist() for own in own.columns.tensors] == [left] * bool(gone)
-        torch.testing.assert_close(own.dense.tensors, (base[:, left],), **IN_SINGLE)
+        assert [index.tolist() for index in proj.columns.tensors] == [left] * bool(gone)
+        torch.testing.assert_close(proj.dense.tensors, (base[:, left],), **IN_SINGLE)
         second = moment(inputs[number, expert], name, d_in=matrix.shape[1])
-        rank = len(own.right.tensors[expert])
+        rank = len(proj.right.tensors[expert])
         thinned = base.clone()
         thinned[:, gone] = 0
         expected = thinned + whitened(matrix - base, rank, second)
@@ -285,24 +285,24 @@ def test_the_base_where_nothing_is_known() -> None:
     """Entries without a gradient are the mean, those of one expert its own."""
     stack = torch.tensor([[[1.0, 2.0]], [[5.0, 8.0]]], dtype=torch.float64)
     fisher = torch.tensor([[[0.0, 1.0]], [[0.0, 1.0]]], dtype=torch.float64)
-    found = base_of(stack, fisher, torch.tensor([3.0, 1.0]))
-    assert found.tolist() == [[3.0, 3.5]]
+    base = base_of(stack, fisher, torch.tensor([3.0, 1.0]))
+    assert base.tolist() == [[3.0, 3.5]]
     assert base_of(stack, fisher, torch.tensor([0.0, 1.0])).tolist() == [[3.0, 8.0]]
 
 
 def test_d2_moe_has_room_for_its_base() -> None:
-    """Of 4 experts the base takes a quarter, three ranks of each 72 of 384 numbers."""
+    """The base takes a quarter of 4 experts, three ranks of each 72 of 384 numbers."""
     model = tiny_model("mixtral")
     most = 1 - (Fraction(1, 4) + Fraction(72, 384))
     assert fitted("d2-moe", model, float(most)).achieved_ratio == float(most)
     with pytest.raises(SpecError, match=r"largest possible ratio is 0\.5625"):
         fitted("d2-moe", model, float(most) + 0.01)
     for share in (0.25, 0.5):
-        found = fitted("d2-moe", model, 0.5, base_ratio=share)
-        files = sum(n_parameters(own.plan) for own in found.compositions.values())
-        dense = sum(own.n_atoms * own.atom_parameters for own in found.shapes.values())
-        assert found.achieved_ratio == 1 - files / dense
-        assert 0.5 <= found.achieved_ratio < 0.5 + 4 * 2 * 24 / dense
+        compression = fitted("d2-moe", model, 0.5, base_ratio=share)
+        files = sum(n_parameters(c.plan) for c in compression.compositions.values())
+        dense = sum(s.n_atoms * s.atom_parameters for s in compression.shapes.values())
+        assert compression.achieved_ratio == 1 - files / dense
+        assert 0.5 <= compression.achieved_ratio < 0.5 + 4 * 2 * 24 / dense
     with pytest.raises(SpecError, match="base_ratio must be in"):
         fitted("d2-moe", model, 0.5, base_ratio=1.0)
 
@@ -334,8 +334,8 @@ def test_the_least_sensitive_layers_are_decomposed(family: str) -> None:
     scores = {k.layer: sensitivity_by_hand(k, inputs) for k in find_experts(model)}
     assert len(set(scores.values())) == 2
     for ratio in (0.1, 0.15):
-        found = fitted("moe-svd-like", model, ratio)
-        assert list(found.compositions) == [min(scores, key=lambda k: scores[k])]
+        compression = fitted("moe-svd-like", model, ratio)
+        assert list(compression.compositions) == [min(scores, key=lambda k: scores[k])]
     assert len(fitted("moe-svd-like", model, 0.16).compositions) == 2
 
 
@@ -345,21 +345,21 @@ def test_moe_svd(family: str, ratio: float) -> None:
     """V is that of the expert with most tokens, U the least squares for its inputs."""
     model = tiny_model(family, **SIX)
     inputs = inputs_by_hand(model)
-    found = fitted("moe-svd-like", model, ratio, most_of_layer=0.6)
+    reduced = fitted("moe-svd-like", model, ratio, most_of_layer=0.6)
     shared_lefts = dense_experts = 0
-    for layer in [k for k in find_experts(model) if k.layer in found.compositions]:
+    for layer in [k for k in find_experts(model) if k.layer in reduced.compositions]:
         for name in NAMES:
-            own = found.compositions[layer.layer].projections[name]
-            low = [e for e in range(6) if own.left.of and own.left.of[e] >= 0]
+            proj = reduced.compositions[layer.layer].projections[name]
+            low = [e for e in range(6) if proj.left.of and proj.left.of[e] >= 0]
             dense_experts += 6 - len(low)
-            shared_lefts += len(low) - len(own.left.tensors)
-            check_projection(layer, name, own, low, inputs)
+            shared_lefts += len(low) - len(proj.left.tensors)
+            check_projection(layer, name, proj, low, inputs)
     assert (dense_experts > 0) == (ratio == 0.03)
     assert (shared_lefts > 0) == (ratio > 0.03)
 
 
 def check_projection(
-    layer: ExpertsLayer, name: str, own: Projection, low: list[int], inputs: Inputs
+    layer: ExpertsLayer, name: str, proj: Projection, low: list[int], inputs: Inputs
 ) -> None:
     """One projection of a decomposed layer, against least squares on its tokens."""
 
@@ -370,16 +370,16 @@ def check_projection(
     low = sorted(low, key=weight_of, reverse=True)
     for expert in set(range(6)) - set(low):
         assert weight_of(expert) > weight_of(low[0])
-        assert torch.equal(product(own, expert), layer.expert(expert)[name])
+        assert torch.equal(product(proj, expert), layer.expert(expert)[name])
     if not low:
         return
-    best = {e: fitted_left(layer, name, e, own, inputs) for e in low}
-    (right,) = own.right.tensors
+    best = {e: fitted_left(layer, name, e, proj, inputs) for e in low}
+    (right,) = proj.right.tensors
     first = layer.expert(low[0])[name]
     second = moment(inputs[layer.layer, low[0]], name, d_in=first.shape[1])
     expected = whitened(first, len(right), second)
     torch.testing.assert_close(best[low[0]] @ right, expected, **CLOSE)
-    kept = low[: len(own.left.tensors)]
+    kept = low[: len(proj.left.tensors)]
     for expert in low:
         matrix = layer.expert(expert)[name]
         second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
@@ -389,15 +389,15 @@ def check_projection(
             )
             for e in kept
         }
-        nearest = min(errors, key=lambda e: errors[e])
-        torch.testing.assert_close(product(own, expert), best[nearest] @ right, **CLOSE)
+        near = min(errors, key=lambda e: errors[e])
+        torch.testing.assert_close(product(proj, expert), best[near] @ right, **CLOSE)
 
 
 def fitted_left(
-    layer: ExpertsLayer, name: str, expert: int, own: Projection, inputs: Inputs
+    layer: ExpertsLayer, name: str, expert: int, proj: Projection, inputs: Inputs
 ) -> torch.Tensor:
     """U by least squares on the square root of the moment of the expert's inputs."""
-    (right,), matrix = own.right.tensors, layer.expert(expert)[name]
+    (right,), matrix = proj.right.tensors, layer.expert(expert)[name]
     second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
     rows = torch.linalg.cholesky(second).mT
     return torch.linalg.lstsq(rows @ right.mT, rows @ matrix.mT).solution.mT
@@ -408,16 +408,16 @@ def test_sizes_fit_the_budget() -> None:
     for n_experts, out, into in ((6, 8, 16), (6, 16, 8), (4, 5, 5), (8, 3, 40)):
         dense = n_experts * out * into
         for budget in range(out + into, dense, 7):
-            own = sizes_of(Fraction(budget), n_experts, out, into)
-            numbers = own.numbers(n_experts, out, into)
-            assert budget - own.lefts * out - into < numbers <= budget
-            assert 1 <= own.rank <= min(out, into)
+            sizes = sizes_of(Fraction(budget), n_experts, out, into)
+            numbers = sizes.numbers(n_experts, out, into)
+            assert budget - sizes.lefts * out - into < numbers <= budget
+            assert 1 <= sizes.rank <= min(out, into)
             half = math.ceil(min(out, into) / 2)
-            more = Sizes(own.decomposed, own.lefts + 1, half)
-            if own.lefts < own.decomposed:
+            more = Sizes(sizes.decomposed, sizes.lefts + 1, half)
+            if sizes.lefts < sizes.decomposed:
                 assert more.numbers(n_experts, out, into) > budget
-            more = Sizes(own.decomposed + 1, own.decomposed + 1, min(out, into))
-            if own.decomposed < n_experts:
+            more = Sizes(sizes.decomposed + 1, sizes.decomposed + 1, min(out, into))
+            if sizes.decomposed < n_experts:
                 assert more.numbers(n_experts, out, into) < budget
 
 
@@ -435,5 +435,5 @@ def test_experts_without_tokens_or_weights(name: str) -> None:
     for layer in find_experts(model):
         for expert in range(6):
             layer.expert(expert)["up"][:6] = 0
-    found = methods.get(name).fit(model, two, ratio=0.4)
-    assert all(own.isfinite().all() for *_, own in every_matrix(model, found))
+    compression = methods.get(name).fit(model, two, ratio=0.4)
+    assert all(new.isfinite().all() for *_, new in every_matrix(model, compression))

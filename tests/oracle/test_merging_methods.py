@@ -43,15 +43,15 @@ NAMES = ("hc-smoe", "mc-smoe", "sub-moe-like", "ream", "random-groups")
 def test_what_is_measured(family: str) -> None:
     """Mean outputs and the router's cosines, by a loop over all tokens and experts."""
     model = tiny_model(family)
-    asked = {own.name: own for own in (merging.MEAN_OUTPUTS, merging.LOGIT_COSINES)}
-    outputs, cosines = collect(model, WINDOWS, asked).values()
+    collectors = {c.name: c for c in (merging.MEAN_OUTPUTS, merging.LOGIT_COSINES)}
+    outputs, cosines = collect(model, WINDOWS, collectors).values()
     calls = experts_calls(model, IDS)
     for layer in find_experts(model):
         x = calls[layer.layer][0]
         f, logits = outputs_of(layer, x), logits_by_hand(model, layer.layer, x)
-        found, p = outputs[layer.layer], logits.softmax(1).T[:, :, None]
-        torch.testing.assert_close(found.plain, f.mean(1), **CLOSE)
-        torch.testing.assert_close(found.gated, (p * f).mean(1), **IN_SINGLE)
+        means, p = outputs[layer.layer], logits.softmax(1).T[:, :, None]
+        torch.testing.assert_close(means.plain, f.mean(1), **CLOSE)
+        torch.testing.assert_close(means.gated, (p * f).mean(1), **IN_SINGLE)
         for i, j in itertools.product(range(4), repeat=2):
             a, b = logits[:, i], logits[:, j]
             expected = float(a @ b / a.norm() / b.norm())
@@ -72,18 +72,18 @@ def linked_by_hand(features: torch.Tensor, number: int) -> set[frozenset[int]]:
             for a, b in itertools.combinations(groups, 2)
         }
         a, b = min(means, key=lambda pair: means[pair])
-        groups = [own for own in groups if own not in (a, b)] + [a | b]
+        groups = [group for group in groups if group not in (a, b)] + [a | b]
     return set(groups)
 
 
 @pytest.mark.parametrize("number", range(1, 7))
 def test_average_linkage_by_hand(number: int) -> None:
-    """On six rows, for every number of groups and several draws."""
+    """Six rows, for every number of groups and several draws."""
     for seed in range(10):
         rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
-        found = hc_smoe.average_linkage(rows, number)
-        assert sets(found) == linked_by_hand(rows.double(), number)
-        assert [min(own) for own in found] == sorted(min(own) for own in found)
+        groups = hc_smoe.average_linkage(rows, number)
+        assert sets(groups) == linked_by_hand(rows.double(), number)
+        assert [min(g) for g in groups] == sorted(min(g) for g in groups)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,13 +98,13 @@ def test_hc_smoe_by_hand(family: str) -> None:
             experts = [layer.expert(e) for e in group]
             mean = mean_by_hand(experts, [tokens[number][e] for e in group])
             new |= {(number, e): mean for e in group}
-    found = fitted("hc-smoe", model, 0.5)
-    check(found, model, replaced(model, new))
-    assert found.achieved_ratio == 0.5
+    compression = fitted("hc-smoe", model, 0.5)
+    check(compression, model, replaced(model, new))
+    assert compression.achieved_ratio == 0.5
 
 
 def test_a_group_without_tokens_is_the_plain_mean() -> None:
-    """By hand: of 1 and 3 it is 2, with weights 1 and 3 it is 2.5."""
+    """By hand: 1 and 3 give 2, and with weights 1 and 3 they give 2.5."""
     one, three = ({"up": torch.full((1, 1), value)} for value in (1.0, 3.0))
     assert merging.averaged([one, three], [0.0, 0.0])["up"].item() == 2.0
     assert merging.averaged([one, three], [1.0, 3.0])["up"].item() == 2.5
@@ -117,7 +117,7 @@ def test_a_group_without_tokens_is_the_plain_mean() -> None:
 def test_cosines_of_outputs_by_a_loop(family: str) -> None:
     """The cosine of two experts' outputs for each token, its mean over all tokens."""
     model = tiny_model(family)
-    found = collect(model, WINDOWS, {"cosines": sub_moe.OUTPUT_COSINES})["cosines"]
+    matrices = collect(model, WINDOWS, {"cosines": sub_moe.OUTPUT_COSINES})["cosines"]
     calls = experts_calls(model, IDS)
     for layer in find_experts(model):
         f = outputs_of(layer, calls[layer.layer][0])
@@ -125,7 +125,7 @@ def test_cosines_of_outputs_by_a_loop(family: str) -> None:
             tokens = zip(f[i], f[j], strict=True)
             cosines = [float(a @ b / a.norm() / b.norm()) for a, b in tokens]
             expected = np.mean(cosines)
-            assert found[layer.layer][i, j] == pytest.approx(expected, abs=1e-9)
+            assert matrices[layer.layer][i, j] == pytest.approx(expected, abs=1e-9)
 
 
 def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
@@ -141,7 +141,7 @@ def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
         centres = torch.stack(
             [
                 torch.stack(
-                    [u for u, own in zip(units, labels, strict=True) if own == c]
+                    [u for u, label in zip(units, labels, strict=True) if label == c]
                 ).mean(0)
                 for c in range(len(centres))
             ]
@@ -150,7 +150,7 @@ def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("number", range(1, 7))
 def test_k_means_by_hand(number: int) -> None:
-    """On six rows, for every number of groups and several draws of first centres."""
+    """Six rows, for every number of groups and several draws of first centres."""
     for seed in range(10):
         rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed)).double()
         units = rows / rows.norm(dim=1, keepdim=True)
@@ -158,8 +158,8 @@ def test_k_means_by_hand(number: int) -> None:
         first = sub_moe.seeds(cosines, number, np.random.default_rng(seed))
         labels = k_means_by_hand(units, units[first])
         expected = [np.flatnonzero(np.array(labels) == c).tolist() for c in set(labels)]
-        found = sub_moe.k_means(cosines, number, np.random.default_rng(seed))
-        assert sets(found) == sets(expected)
+        groups = sub_moe.k_means(cosines, number, np.random.default_rng(seed))
+        assert sets(groups) == sets(expected)
 
 
 def test_first_centres_are_drawn_by_their_squared_distance() -> None:
@@ -175,8 +175,8 @@ def test_first_centres_are_drawn_by_their_squared_distance() -> None:
 def test_equal_directions_are_still_as_many_groups() -> None:
     """Where k-means would leave a group empty, and no distance is left to draw by."""
     rows = np.array([[1.0, 0.0]] * 4 + [[0.0, 1.0]])
-    found = sub_moe.k_means(rows @ rows.T, 4, np.random.default_rng(0))
-    assert len(found) == 4
+    groups = sub_moe.k_means(rows @ rows.T, 4, np.random.default_rng(0))
+    assert len(groups) == 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,7 +189,7 @@ def test_sub_moe_by_hand(family: str) -> None:
         k, (x, index, p) = layer.layer, calls[layer.layer]
         f = outputs_of(layer, x)
         units = f / f.norm(dim=2, keepdim=True) / len(x) ** 0.5
-        used = {e: (own, float(p[index == e].sum())) for e, own in tokens[k].items()}
+        used = {e: (n, float(p[index == e].sum())) for e, n in tokens[k].items()}
         order = sorted(used, key=used.__getitem__, reverse=True)
         rows = units[order].flatten(1)
         first = sub_moe.seeds((rows @ rows.T).numpy(), 3, rng)
@@ -210,8 +210,8 @@ def test_sub_moe_by_hand(family: str) -> None:
 def by_decomposition(experts: list[torch.Tensor], shares: np.ndarray) -> torch.Tensor:
     """Sub-MoE's merge of matrices (out, in)."""
     u, s, v = torch.linalg.svd(torch.cat(experts, dim=1), full_matrices=False)
-    parts = v.chunk(len(experts), dim=1)
-    mean = sum(f * own for f, own in zip(shares.tolist(), parts, strict=True))
+    blocks = v.chunk(len(experts), dim=1)
+    mean = sum(f * block for f, block in zip(shares.tolist(), blocks, strict=True))
     return u @ torch.diag(s) @ mean
 
 
@@ -222,25 +222,25 @@ def by_decomposition(experts: list[torch.Tensor], shares: np.ndarray) -> torch.T
 def test_random_groups_by_hand(family: str) -> None:
     """As many groups as HC-SMoE's, merged as those are, of experts that are drawn."""
     model = tiny_model(family, **SIX)
-    tokens, found = counted(model), fitted("random-groups", model, 0.5)
+    tokens, compression = counted(model), fitted("random-groups", model, 0.5)
     new: dict[tuple[int, int], Any] = {}
     for layer in find_experts(model):
         k = layer.layer
-        index = found.compositions[k].up.dense.of
+        index = compression.compositions[k].up.dense.of
         assert len(set(index)) == 3
-        for group in [np.flatnonzero(np.array(index) == own) for own in set(index)]:
+        for group in [np.flatnonzero(np.array(index) == place) for place in set(index)]:
             experts = [layer.expert(e) for e in group]
             mean = mean_by_hand(experts, [tokens[k][e] for e in group])
             new |= {(k, int(e)): mean for e in group}
-    check(found, model, replaced(model, new))
+    check(compression, model, replaced(model, new))
 
 
 def test_every_grouping_can_be_drawn() -> None:
-    """Of four experts in two groups: three pairs of pairs, and four single ones."""
+    """Four experts in two groups: three pairs of pairs, and four single ones."""
     rng = np.random.default_rng(0)
-    found = [random_groups.drawn(4, 2, rng) for _ in range(200)]
-    assert len({frozenset(map(frozenset, own)) for own in found}) == 7
-    assert all(sorted(itertools.chain(*own)) == [0, 1, 2, 3] for own in found)
+    draws = [random_groups.drawn(4, 2, rng) for _ in range(200)]
+    assert len({frozenset(map(frozenset, groups)) for groups in draws}) == 7
+    assert all(sorted(itertools.chain(*groups)) == [0, 1, 2, 3] for groups in draws)
 
 
 # --- refusals ---------------------------------------------------------------------
@@ -256,9 +256,9 @@ def test_what_is_refused_by_name() -> None:
     assert fitted("hc-smoe", model, 0.95).achieved_ratio == pytest.approx(5 / 6)
     odd: Any = tiny_model("minimax_m2")
     with torch.no_grad():
-        for name, own in odd.named_buffers():
+        for name, buffer in odd.named_buffers():
             if "correction" in name:
-                own.copy_(torch.tensor([9.0, 0, 0, 0]))
+                buffer.copy_(torch.tensor([9.0, 0, 0, 0]))
     for name in ("mc-smoe", "ream"):
         with pytest.raises(LayoutError, match=f"{name} needs its logits"):
             fitted(name, odd, 0.25)
@@ -266,7 +266,7 @@ def test_what_is_refused_by_name() -> None:
 
 
 def test_streamed_models_are_refused() -> None:
-    """Before any text is read."""
+    """They are refused before any text is read."""
     model, _ = load_model("lab", stream=True)
     for name in NAMES:
         with pytest.raises(SpecError, match="stream=False"):

@@ -38,25 +38,25 @@ def test_the_plain_layer_is_the_models(family: str) -> None:
 def test_restatements_find_what_ours_find(name: str) -> None:
     """The same experts are kept in every layer."""
     model = model_of("qwen3_moe")
-    found: Any = method_twins.fitted(name, model, WINDOWS)
-    assert found.kept == method_twins.TWINS[name](model, IDS, 1)
-    assert all(len(own) == 7 for own in found.kept.values())
+    compression: Any = method_twins.fitted(name, model, WINDOWS)
+    assert compression.kept == method_twins.TWINS[name](model, IDS, 1)
+    assert all(len(kept) == 7 for kept in compression.kept.values())
 
 
 def test_merging_leaves_one_expert_less() -> None:
     """The merged W_down of eight experts are those of seven clusters, and ours."""
     model = model_of("qwen3_moe")
     merged = method_twins.hc_smoe(model, IDS, 1)
-    assert [len(own) for own in merged.values()] == [7, 7]
-    found = method_twins.fitted("hc-smoe", model, WINDOWS)
-    assert method_twins.agree(found, merged)
+    assert [len(clusters) for clusters in merged.values()] == [7, 7]
+    compression = method_twins.fitted("hc-smoe", model, WINDOWS)
+    assert method_twins.agree(compression, merged)
     merged[0][3] += 1e-3
-    assert not method_twins.agree(found, merged)
+    assert not method_twins.agree(compression, merged)
 
 
 def test_methods_with_gradients_are_found_by_what_they_do() -> None:
     """HEAPr computes them, and so does a method of the same statistics; REAP not."""
     model = model_of("qwen3_moe")
     names = ("heapr", "fisher-moe-like", "reap")
-    found = [method_twins.by_gradients(name, model, WINDOWS) for name in names]
-    assert found == [True, True, False]
+    flags = [method_twins.by_gradients(name, model, WINDOWS) for name in names]
+    assert flags == [True, True, False]

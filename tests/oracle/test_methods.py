@@ -35,7 +35,7 @@ def without(scores: dict[Any, float], number: int) -> set[Any]:
 
 
 def outputs_by_hand(model: nn.Module) -> dict[tuple[int, int], list[Any]]:
-    """Of each expert, (f, p) of each token routed to it, one after the other."""
+    """For each expert, (f, p) of each token routed to it, one after the other."""
     model.requires_grad_(False)
     _, records = run(model, IDS)
     return {
@@ -49,12 +49,12 @@ def outputs_by_hand(model: nn.Module) -> dict[tuple[int, int], list[Any]]:
 
 
 SCORES = {
-    "frequency": lambda own: len(own),
-    "ean": lambda own: sum(float(f.norm()) for f, _ in own),
-    "reap": lambda own: np.mean([p * float(f.norm()) for f, p in own] or [0]),
-    "seer-like": lambda own: sum(p for _, p in own),
-    "man": lambda own: np.mean([float(f.norm()) for f, _ in own] or [0]),
-    "msan": lambda own: np.mean([float(f @ f) for f, _ in own] or [0]),
+    "frequency": lambda tokens: len(tokens),
+    "ean": lambda tokens: sum(float(f.norm()) for f, _ in tokens),
+    "reap": lambda tokens: np.mean([p * float(f.norm()) for f, p in tokens] or [0]),
+    "seer-like": lambda tokens: sum(p for _, p in tokens),
+    "man": lambda tokens: np.mean([float(f.norm()) for f, _ in tokens] or [0]),
+    "msan": lambda tokens: np.mean([float(f @ f) for f, _ in tokens] or [0]),
 }
 
 
@@ -63,13 +63,13 @@ SCORES = {
 def test_experts_of_the_lowest_score_are_dropped(name: str, family: str) -> None:
     """Each layer loses two of six, by the score of a loop over its tokens."""
     model = tiny_model(family, **SIX)
-    found = fitted(name, model, 0.34)
-    by_hand = {key: SCORES[name](own) for key, own in outputs_by_hand(model).items()}
-    for layer, kept in found.kept.items():
-        own = {e: by_hand[layer, e] for e in range(6)}
-        ordered = sorted(own.values())
+    compression = fitted(name, model, 0.34)
+    by_hand = {k: SCORES[name](tokens) for k, tokens in outputs_by_hand(model).items()}
+    for layer, kept in compression.kept.items():
+        scores = {e: by_hand[layer, e] for e in range(6)}
+        ordered = sorted(scores.values())
         assert ordered[1] < ordered[2]  # no tie, which would hide a difference
-        assert set(range(6)) - set(kept) == without(own, 2)
+        assert set(range(6)) - set(kept) == without(scores, 2)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "nemotron_h"])
@@ -77,16 +77,16 @@ def test_the_statistics_of_experts(family: str) -> None:
     """Every column, with biases and without gates, equals the loop's."""
     model = tiny_model(family)
     frame = expert_statistics(model, WINDOWS).set_index(["layer", "expert"])
-    for key, own in outputs_by_hand(model).items():
+    for key, tokens in outputs_by_hand(model).items():
         row = frame.loc[key]
-        norms, p = [float(f.norm()) for f, _ in own], [p for _, p in own]
+        norms, p = [float(f.norm()) for f, _ in tokens], [p for _, p in tokens]
         expected = {
-            "tokens": len(own),
+            "tokens": len(tokens),
             "sum_p": sum(p),
             "sum_norm": sum(norms),
             "sum_norm2": sum(a * a for a in norms),
             "sum_p_norm": sum(a * b for a, b in zip(norms, p, strict=True)),
-            "peak": max([float(f.abs().max()) for f, _ in own], default=0.0),
+            "peak": max([float(f.abs().max()) for f, _ in tokens], default=0.0),
         }
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-5), (key, name)
@@ -98,7 +98,7 @@ def test_reap_has_the_weights_of_the_authors(renormalised: bool) -> None:
     model = tiny_model("qwen3_moe", **SIX, norm_topk_prob=renormalised)
     shared = Measurements(model, WINDOWS)
     scores = experts.reap_scores(shared.experts())
-    axes, place = {own.layer.layer: own for own in find_expert_axes(model)}, 0
+    axes, place = {axis.layer.layer: axis for axis in find_expert_axes(model)}, 0
     for layer, calls in iter_expert_calls(model, IDS):
         router: Any = axes[layer.layer].router
         p = (calls.hidden_states @ router.weight.detach().T).softmax(1)
@@ -118,8 +118,8 @@ def test_super_experts_by_hand() -> None:
     peaks = [1.0] * 400
     peaks[5], peaks[350] = 50.0, 60.0  # in layer 0 of 4, and in layer 3
     frame = pd.DataFrame({"layer": np.repeat(range(4), 100), "peak": peaks})
-    found = experts.super_experts(frame, n_layers=4)
-    assert np.flatnonzero(found).tolist() == [5]
+    mask = experts.super_experts(frame, n_layers=4)
+    assert np.flatnonzero(mask).tolist() == [5]
     frame["peak"] = [1.0] * 399 + [2.0]
     assert not experts.super_experts(frame, n_layers=4).any()
 
@@ -148,14 +148,14 @@ def test_reap_keeps_super_experts() -> None:
 
 def output_of(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What a block returns, without the logits that some return too."""
-    found = block(x)
-    return found[0] if isinstance(found, tuple) else found
+    output = block(x)
+    return output[0] if isinstance(output, tuple) else output
 
 
 def change_by_running(model: nn.Module, layer: int, kept: tuple[int, ...]) -> float:
     """‖Z − Z_S‖ of a layer's experts, by running the whole layer without experts."""
-    full = {own.layer: tuple(range(own.n_experts)) for own in find_experts(model)}
-    dense = {own.layer: calls for own, calls in iter_expert_calls(model, IDS)}
+    full = {o.layer: tuple(range(o.n_experts)) for o in find_experts(model)}
+    dense = {o.layer: calls for o, calls in iter_expert_calls(model, IDS)}
     block = model.get_submodule(
         next(o.name for o in find_experts(model) if o.layer == layer).rpartition(".")[0]
     )
@@ -175,8 +175,8 @@ def test_naee_measures_the_change_of_the_output(family: str) -> None:
     for layer, calls in iter_expert_calls(model, IDS):
         with torch.no_grad():
             loss = naee.LayerLoss(axes[layer.layer], calls)
-            found = {s: loss(s) for s in itertools.combinations(range(4), 3)}
-        for subset, value in found.items():
+            losses = {s: loss(s) for s in itertools.combinations(range(4), 3)}
+        for subset, value in losses.items():
             expected = change_by_running(model, layer.layer, subset)
             assert value == pytest.approx(expected, rel=1e-5, abs=1e-9)
             assert value > 0
@@ -187,8 +187,8 @@ def test_naee_tries_every_subset(family: str) -> None:
     """No pair of five experts is better to lose than the one that it drops."""
     five = dict.fromkeys(SIX, 5)
     model = tiny_model(family, **five)
-    found = fitted("naee", model, 0.4)
-    for layer, kept in found.kept.items():
+    compression = fitted("naee", model, 0.4)
+    for layer, kept in compression.kept.items():
         losses = {
             subset: change_by_running(model, layer, subset)
             for subset in itertools.combinations(range(5), 3)
@@ -197,10 +197,10 @@ def test_naee_tries_every_subset(family: str) -> None:
 
 
 def test_naee_is_greedy_where_there_are_too_many_subsets() -> None:
-    """One after the other, each the one whose loss is least, by a loop."""
+    """One goes after the other, each the one whose loss is least, by a loop."""
     model = tiny_model("qwen2_moe", **SIX)
-    found = fitted("naee", model, 0.5, most_subsets=1)
-    for layer, kept in found.kept.items():
+    compression = fitted("naee", model, 0.5, most_subsets=1)
+    for layer, kept in compression.kept.items():
         left = set(range(6))
         for _ in range(3):
             losses = {
@@ -231,9 +231,9 @@ def test_naee_refuses_routing_that_it_cannot_repeat() -> None:
     """Where the block, not the router, corrects the choice of experts."""
     model: Any = tiny_model("minimax_m2")
     with torch.no_grad():
-        for name, own in model.named_buffers():
+        for name, buffer in model.named_buffers():
             if "correction" in name:
-                own.copy_(torch.tensor([9.0, 0, 0, 0]))
+                buffer.copy_(torch.tensor([9.0, 0, 0, 0]))
     with pytest.raises(LayoutError, match="cannot route tokens anew"):
         fitted("naee", model, 0.25)
 
@@ -248,8 +248,8 @@ def test_heapr_by_the_matrix_of_the_paper() -> None:
     scores: dict[Any, float] = {}
     for layer in find_experts(model):
         for expert in range(layer.n_experts):
-            own = statistics(records[id(layer.module)], expert)["heapr"]
-            scores |= {(layer.layer, expert, k): float(v) for k, v in enumerate(own)}
+            atoms = statistics(records[id(layer.module)], expert)["heapr"]
+            scores |= {(layer.layer, expert, k): float(v) for k, v in enumerate(atoms)}
     assert removed(fitted("heapr", model, 0.3)) == without(scores, 19)  # of 64
     local = {k: s for k, s in scores.items() if k[0] == 1}
     of_layer = {k for k in removed(fitted("heapr-l", model, 0.3)) if k[0] == 1}
@@ -269,13 +269,13 @@ def test_fisher_and_magnitude_by_hand() -> None:
     sizes: dict[Any, float] = {}
     for layer in find_experts(model):
         for expert in range(layer.n_experts):
-            own = statistics(records[id(layer.module)], expert)["fisher_sum"]
+            sums = statistics(records[id(layer.module)], expert)["fisher_sum"]
             w = matrices(layer.module, expert)
             for atom in range(layer.d_inter):
                 parts = w["W_down"][:, atom], w["W_up"][atom], w["W_gate"][atom]
                 key = layer.layer, expert, atom
                 sizes[key] = sum(float(part.square().sum()) for part in parts)
-                fisher[key] = float(own[atom])
+                fisher[key] = float(sums[atom])
     assert removed(fitted("fisher-moe-like", model, 0.3)) == without(fisher, 19)
     assert removed(fitted("magnitude", model, 0.3)) == without(sizes, 19)
 
@@ -293,16 +293,16 @@ def test_minitron_by_a_loop() -> None:
     frame = activations(model)
     means = frame.assign(size=frame["h"].abs()).groupby(["layer", "expert", "atom"])
     expected = set()
-    for _, own in means["size"].mean().groupby(level=["layer", "expert"]):
-        expected |= without(own.to_dict(), 2)
+    for _, sizes in means["size"].mean().groupby(level=["layer", "expert"]):
+        expected |= without(sizes.to_dict(), 2)
     assert removed(fitted("minitron", model, 0.25)) == expected
 
 
 def camera_by_hand(frame: pd.DataFrame, formula: str) -> dict[Any, float]:
     """CAMERA's score of each atom of each layer, from all p · h."""
     scores = {}
-    for key, own in frame.groupby(["layer", "expert", "atom"]):
-        ph, w = np.abs(own["p"] * own["h"]), own["w_down_norm"].iloc[0]
+    for key, rows in frame.groupby(["layer", "expert", "atom"]):
+        ph, w = np.abs(rows["p"] * rows["h"]), rows["w_down_norm"].iloc[0]
         if formula == "code":
             scores[key] = w**2 * (0.1 * sum(ph**2) + 0.9 * max(ph) ** 2)
         else:
@@ -314,23 +314,23 @@ def camera_by_hand(frame: pd.DataFrame, formula: str) -> dict[Any, float]:
 def test_camera_at_once_by_a_loop(formula: str) -> None:
     """On the dense model, each layer loses eight of 32 atoms."""
     model = tiny_model("qwen2_moe")
-    found = fitted("camera-p", model, 0.25, formula=formula, sequential=False)
+    compression = fitted("camera-p", model, 0.25, formula=formula, sequential=False)
     scores, expected = camera_by_hand(activations(model), formula), set()
     for layer in (0, 1):
         expected |= without({k: s for k, s in scores.items() if k[0] == layer}, 8)
-    assert removed(found) == expected
+    assert removed(compression) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_camera_is_sequential(family: str) -> None:
     """The last layer's atoms are scored on what the pruned ones before it give."""
     model = tiny_model(family)
-    found = fitted("camera-p", model, 0.5)
+    compression = fitted("camera-p", model, 0.5)
     expected = set()
     n_atoms = {layer.layer: 32 for layer in find_experts(model)}
     keep = {k: np.ones((4, 8), bool) for k in n_atoms}
     for layer in n_atoms:
-        mask = type(found.keep).from_arrays(keep)
+        mask = type(compression.keep).from_arrays(keep)
         with masking(model, mask):
             frame = atoms_by_hand(model, IDS)
         scores = camera_by_hand(frame[frame["layer"] == layer], "code")
@@ -339,4 +339,4 @@ def test_camera_is_sequential(family: str) -> None:
         expected |= gone
         for _, expert, atom in gone:
             keep[layer][expert, atom] = False
-    assert removed(found) == expected
+    assert removed(compression) == expected

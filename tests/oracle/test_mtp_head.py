@@ -63,8 +63,8 @@ def source_of(folder: Path, family: str, **sizes: int) -> Path:
     generator = torch.Generator().manual_seed(5)
     with changed_tensors(folder) as stored:
         shapes = {
-            name.replace(f"model.layers.{last}.", new): own.shape
-            for name, own in stored.items()
+            name.replace(f"model.layers.{last}.", new): tensor.shape
+            for name, tensor in stored.items()
             if name.startswith(f"model.layers.{last}.")
         }
         for name, shape in {**extra, "eh_proj": (d_model, 2 * d_model)}.items():
@@ -95,21 +95,21 @@ def slow_nll(model: Any, layer: Any, window: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         trunk = model(window[None], output_hidden_states=True, use_cache=False)
     before = trunk.hidden_states[-1][0, :-1]
-    own = layer.layers[0]
+    mtp = layer.layers[0]
     embedded = model.get_input_embeddings()(window[1:])
-    joined = torch.cat([own.enorm(embedded), own.hnorm(before)], dim=-1)
+    joined = torch.cat([mtp.enorm(embedded), mtp.hnorm(before)], dim=-1)
     n = len(joined)
     positions = torch.arange(1, n + 1)[None]
     turned = model.get_decoder().rotary_emb(joined[None], position_ids=positions)
     causal = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
-    states = own.mtp_block(
-        own.eh_proj(joined)[None],
+    states = mtp.mtp_block(
+        mtp.eh_proj(joined)[None],
         attention_mask=causal[None, None],
         position_embeddings=turned,
         position_ids=positions,
         past_key_values=None,
     )
-    logits = model.lm_head(own.post_norm(states))[0]
+    logits = model.lm_head(mtp.post_norm(states))[0]
     return sum(
         nn.functional.cross_entropy(logits[i], window[i + 2]) for i in range(n - 1)
     )
@@ -128,15 +128,15 @@ def test_statistics_are_of_the_loss_of_the_layer(tmp_path, family):
     change = (weight.detach() * weight.grad).sum(
         2 if experts.module.is_transposed else 1
     )
-    found = table.frame["sum_hg"].to_numpy().reshape(change.shape)
-    np.testing.assert_allclose(found, change.numpy(), rtol=1e-9, atol=1e-14)
+    sums = table.frame["sum_hg"].to_numpy().reshape(change.shape)
+    np.testing.assert_allclose(sums, change.numpy(), rtol=1e-9, atol=1e-14)
     assert table.metadata["N"] == ids.numel() - 2 * len(ids)
 
 
 @pytest.mark.parametrize("how", ["memory", "files"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_uniform_checkpoint_has_it_as_narrow_as_all_others(tmp_path, family, how):
-    """Its atoms of the highest scores; it computes what zeroed columns do."""
+    """It keeps its atoms of the highest scores; it computes what zeroed columns do."""
     source = source_of(tmp_path / "source", family)
     model, layer = opened(source)
     keep = widths_keep(model, WIDTH, structure="uniform")
@@ -149,17 +149,17 @@ def test_a_uniform_checkpoint_has_it_as_narrow_as_all_others(tmp_path, family, h
         prune_folder(source, keep, tmp_path / "out", calibration=text)
     pruned, narrow = opened(tmp_path / "out")
     table = head_table(zeroed_twin(model, keep), layer, text)
-    own = highest(table, WIDTH)
-    assert set(own.by_layer(0).sum(1)) == {WIDTH}
+    mask = highest(table, WIDTH)
+    assert set(mask.by_layer(0).sum(1)) == {WIDTH}
     (experts,) = find_experts(MtpHead(layer, {}))
     twin = copy.deepcopy(MtpHead(layer, {}))
-    twin = zeroed_twin(twin, KeepMask.from_arrays({experts.layer: own.by_layer(0)}))
+    twin = zeroed_twin(twin, KeepMask.from_arrays({experts.layer: mask.by_layer(0)}))
     window = tiny_ids(seed=7)[0]
     expected = slow_nll(zeroed_twin(model, keep), twin.body.layer, window)
     torch.testing.assert_close(slow_nll(pruned, narrow, window), expected)
-    said = read_json(tmp_path / "out" / "heapr_manifest.json")["also pruned"]
-    assert "by its own loss on token ids" in said
-    assert f"| also pruned | {said} |" in (tmp_path / "out" / "README.md").read_text()
+    note = read_json(tmp_path / "out" / "heapr_manifest.json")["also pruned"]
+    assert "by its own loss on token ids" in note
+    assert f"| also pruned | {note} |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_speculative_decoding_with_the_pruned_one(tmp_path):
@@ -181,18 +181,18 @@ def test_speculative_decoding_with_the_pruned_one(tmp_path):
 
 @pytest.mark.parametrize("method", ["paper", "best"])
 def test_on_the_command_line(tmp_path, method):
-    """With the text that the atoms were scored on, for either way to make weights."""
+    """It uses the text that atoms were scored on, for either way to make weights."""
     sizes = {"vocab_size": TEXT_VOCABULARY, "max_position_embeddings": 2048}
     source = source_of(tmp_path / "source", "glm4_moe", **sizes)
     write_tokenizer(source)
     write_text(tmp_path / "text.txt")
     chosen = ("--ratio", 0.5, "--method", method, "--structure", "uniform")
     run("prune", source, *chosen, "--out", tmp_path / "out", *text_of(tmp_path))
-    said = read_json(tmp_path / "out" / "heapr_manifest.json")["also pruned"]
-    assert "by its own loss on" in said
+    note = read_json(tmp_path / "out" / "heapr_manifest.json")["also pruned"]
+    assert "by its own loss on" in note
     shapes = {
-        own.shape
-        for name, own in tensors_in(tmp_path / "out").items()
+        tensor.shape
+        for name, tensor in tensors_in(tmp_path / "out").items()
         if "experts.0.up_proj" in name
     }
     assert shapes == {(WIDTH, 16)}
@@ -200,7 +200,7 @@ def test_on_the_command_line(tmp_path, method):
 
 @pytest.mark.parametrize("lost", ["experts.2.up_proj", "eh_proj"])
 def test_half_of_it_is_refused_before_anything_is_written(tmp_path, lost):
-    """In one line that names it."""
+    """The error is one line that names it."""
     source = source_of(tmp_path / "source", "glm4_moe")
     keep = widths_keep(read_weights(source), WIDTH, structure="uniform")
     with changed_tensors(source) as stored:

@@ -42,7 +42,7 @@ def quantised(
     assert f"{EXPERT}.weight" in numbers
     assert any("self_attn" in name for name in numbers)
     with changed_tensors(place / "exact") as tensors:
-        tensors |= {name: own.float() for name, own in numbers.items()}
+        tensors |= {name: tensor.float() for name, tensor in numbers.items()}
     return place / "nvfp4", place / "exact"
 
 
@@ -50,13 +50,13 @@ def quantised(
 def test_the_weights_are_the_numbers_times_both_scales(
     quantised: tuple[Path, Path], stream: bool
 ) -> None:
-    """In float32, of experts and all others; what was not quantised is unchanged."""
-    wanted, _ = load_model(quantised[1], device="cpu", dtype="float32", stream=False)
+    """In float32, for experts and all others; what was not quantised is unchanged."""
+    exact, _ = load_model(quantised[1], device="cpu", dtype="float32", stream=False)
     model, _ = load_model(quantised[0], device="cpu", dtype="float32", stream=stream)
     reader = stream_of(model)
-    own = model.state_dict() if reader is None else dict(reader.each(torch.clone))
-    for name, tensor in wanted.state_dict().items():
-        torch.testing.assert_close(own[name], tensor, rtol=1e-6, atol=0)
+    weights = model.state_dict() if reader is None else dict(reader.each(torch.clone))
+    for name, tensor in exact.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -70,16 +70,16 @@ def test_a_pruned_model_is_in_bfloat16(
     assert (stream_of(model) is not None) == stream
     keep = random_keep(model)
     folder = save_pruned(prune(model, keep), tmp_path / "out", dtype=torch.bfloat16)
-    assert {own.dtype for own in tensors_in(folder).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in tensors_in(folder).values()} == {torch.bfloat16}
     load_model(folder, device="cpu", stream=False)
     assert "dequantised from nvfp4 to bfloat16" in (folder / "README.md").read_text()
 
 
 def test_a_plan_counts_numbers(quantised: tuple[Path, Path]) -> None:
-    """Not bytes, nor scales; and says that it is streamed."""
-    found, wanted = plan(quantised[0]), plan(quantised[1])
-    assert found.n_parameters == wanted.n_parameters
-    assert "nvfp4: they are dequantised" in found.why
+    """It counts neither bytes nor scales, and says that the model is streamed."""
+    nvfp4, exact = plan(quantised[0]), plan(quantised[1])
+    assert nvfp4.n_parameters == exact.n_parameters
+    assert "nvfp4: they are dequantised" in nvfp4.why
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -87,7 +87,7 @@ def test_a_plan_counts_numbers(quantised: tuple[Path, Path]) -> None:
 def test_scales_that_do_not_fit(
     damage: str, stream: bool, quantised: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Are refused; streamed, or pruned from the files, before anything is done."""
+    """They are refused; streamed, or pruned from files, before anything is done."""
     folder = shutil.copytree(quantised[0], tmp_path / "nvfp4")
     with changed_tensors(folder) as tensors:
         if damage == "grid":
@@ -97,11 +97,11 @@ def test_scales_that_do_not_fit(
             ends = ("_scale",) if damage == "none" else ("_scale_2", "_global_scale")
             for end in ends:
                 tensors.pop(f"{EXPERT}.weight{end}", None)
-    said = r"32 x 2 for blocks of 1 x 16" if damage == "grid" else "scale"
-    with pytest.raises(HeaprLabError, match=said):
+    message = r"32 x 2 for blocks of 1 x 16" if damage == "grid" else "scale"
+    with pytest.raises(HeaprLabError, match=message):
         load_model(folder, device="cpu", stream=stream)
     keep = random_keep(tiny_model("qwen3_moe", moe_intermediate_size=32))
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(LayoutError, match=message):
         prune_folder(folder, keep, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["nvfp4"]
 
@@ -129,7 +129,7 @@ GROUP = {"config_groups": {"group_0": {"format": "pack-quantized"}}}
 def test_other_layouts_are_refused_by_name(
     settings: dict[str, object], name: str, tmp_path: Path
 ) -> None:
-    """With what to do."""
+    """The message says what to do."""
     assert format_of(settings) == name
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     write_tokenizer(tmp_path)

@@ -62,7 +62,7 @@ class Side:
 
     @functools.cached_property
     def table(self) -> heapr_lab.ImportanceTable:
-        """Of its windows."""
+        """The statistics of its windows."""
         return heapr_lab.collect_statistics(self.model, self.windows)
 
     @functools.cached_property
@@ -93,40 +93,40 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> list[Side]:
     root = tmp_path_factory.mktemp("sides")
     write_model(root / "moe")
     write_text(root / "text.txt")
-    found = [Side(device, root) for device in ("cpu", GPU)]
-    assert {p.device.type for p in found[1].model.parameters()} == {GPU}
-    return found
+    pair = [Side(device, root) for device in ("cpu", GPU)]
+    assert {p.device.type for p in pair[1].model.parameters()} == {GPU}
+    return pair
 
 
 def same(
     sides: list[Side], call: Callable[[Side], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both give the same numbers, with a cache of their own."""
-    found = []
+    outputs = []
     for side in sides:
         monkeypatch.setenv("HEAPR_CACHE_DIR", str(side.place / "cache"))
         torch.manual_seed(0)
-        found.append(list(numbers(call(side))))
-    assert found[0]
-    for ours, theirs in zip(*found, strict=True):
+        outputs.append(list(numbers(call(side))))
+    assert outputs[0]
+    for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(theirs, ours, equal_nan=True, **CLOSE)
 
 
-def numbers(found: Any) -> Iterator[torch.Tensor]:
-    """All numbers in a result, on the CPU; of a model its logits."""
-    if isinstance(found, torch.nn.Module):
-        ids = IDS.to(next(found.parameters()).device)
-        yield logits_of(found, ids).cpu()
-    elif isinstance(found, pd.DataFrame):
-        plain = found.select_dtypes("number").to_numpy(dtype=float)
+def numbers(output: Any) -> Iterator[torch.Tensor]:
+    """All numbers in a result, on the CPU; for a model, its logits."""
+    if isinstance(output, torch.nn.Module):
+        ids = IDS.to(next(output.parameters()).device)
+        yield logits_of(output, ids).cpu()
+    elif isinstance(output, pd.DataFrame):
+        plain = output.select_dtypes("number").to_numpy(dtype=float)
         yield torch.from_numpy(plain.copy())
-    elif isinstance(found, torch.Tensor):
-        yield found.cpu()
-    elif isinstance(found, list | tuple):
-        for part in found:
+    elif isinstance(output, torch.Tensor):
+        yield output.cpu()
+    elif isinstance(output, list | tuple):
+        for part in output:
             yield from numbers(part)
     else:
-        yield torch.tensor(float(found))
+        yield torch.tensor(float(output))
 
 
 # --- public functions -----------------------------------------------------------------
@@ -205,7 +205,7 @@ CALLS: dict[str, Callable[[Side], Any]] = {
     "save_pruned": saved,
 }
 OTHERS = {"plan"}
-"""Reads configurations alone."""
+"""Functions that read configurations alone."""
 TAKEN = {"model", "dense", "bench", "name_or_path", "source"}
 """The names of parameters that take a model."""
 
@@ -218,7 +218,7 @@ def _takes_a_model(name: str) -> bool:
 
 
 def test_every_public_function_that_takes_a_model_is_here() -> None:
-    """Of these and no others."""
+    """The calls are those functions and no others."""
     assert set(filter(_takes_a_model, heapr_lab.__all__)) == CALLS.keys() | OTHERS
 
 
@@ -226,7 +226,7 @@ def test_every_public_function_that_takes_a_model_is_here() -> None:
 def test_public_functions(
     name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them."""
+    """Each function gives the same numbers on both devices."""
     same(sides, CALLS[name], monkeypatch)
 
 
@@ -264,7 +264,7 @@ INSPECTED: dict[str, Callable[[Side], Any]] = {
 def test_what_is_shown_of_a_passage(
     name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them."""
+    """Each inspection gives the same numbers on both devices."""
     same(sides, INSPECTED[name], monkeypatch)
 
 
@@ -277,15 +277,15 @@ def test_methods(name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch) 
     method = methods.get(name)
 
     def fitted(side: Side) -> list[Any]:
-        found = method.fit(side.model, side.windows, ratio=0.25)
-        return [found.achieved_ratio, found.materialise(side.model)]
+        compression = method.fit(side.model, side.windows, ratio=0.25)
+        return [compression.achieved_ratio, compression.materialise(side.model)]
 
     same(sides, fitted, monkeypatch)
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_families_by_every_implementation(family: str) -> None:
-    """Of transformers' experts: statistics, and losses under a mask."""
+    """Statistics and masked losses, by each experts implementation of transformers."""
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=2))
     model: Any = tiny_model(family, dtype=torch.float32)
     table = collect_statistics(model, windows)
@@ -295,10 +295,10 @@ def test_families_by_every_implementation(family: str) -> None:
     model.to(GPU)
     for name in ("eager", "batched_mm", "grouped_mm"):
         model.set_experts_implementation(name)
-        found = collect_statistics(model, windows).frame
-        assert found["tokens"].equals(table.frame["tokens"]), name
+        frame = collect_statistics(model, windows).frame
+        assert frame["tokens"].equals(table.frame["tokens"]), name
         for column in ("sum_h2", "sum_hg2"):
-            ours, theirs = (torch.tensor(f[column]) for f in (table.frame, found))
+            ours, theirs = (torch.tensor(f[column]) for f in (table.frame, frame))
             assert (theirs - ours).norm() < 1e-3 * ours.norm(), (name, column)
         with masking(model, keep):
             again = window_nll(model, windows.ids)
@@ -309,7 +309,7 @@ def test_families_by_every_implementation(family: str) -> None:
 def test_half_precision(dtype: torch.dtype) -> None:
     """Statistics, masked, pruned and compressed losses, to its few digits."""
     model: Any = tiny_model("qwen3_moe", dtype=dtype)
-    windows, found = CalibrationSet.from_ids(IDS % 48), []
+    windows, outputs = CalibrationSet.from_ids(IDS % 48), []
     keep = select(collect_statistics(model, windows), ratio=0.5)
     for device in ("cpu", GPU):
         model.to(device)
@@ -319,8 +319,8 @@ def test_half_precision(dtype: torch.dtype) -> None:
         pruned = window_nll(prune(model, keep), windows.ids)
         best = evaluate_perplexity(compress(model, windows, ratio=0.2), windows.ids)
         sums = torch.tensor(frame["sum_h2"].sum())
-        found.append([masked, pruned, sums.log(), torch.tensor(best.nll)])
-    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+        outputs.append([masked, pruned, sums.log(), torch.tensor(best.nll)])
+    torch.testing.assert_close(*outputs, rtol=0.02, atol=0.02)
 
 
 def test_layers_go_there_from_disk(

@@ -68,11 +68,11 @@ def test_texts_that_cannot_be_read(tokenizer: Any) -> None:
         read_passage(model, tokenizer, text="")
     with pytest.raises(SpecError, match="the context has 64 in all"):
         read_passage(model, tokenizer, text="ab", room=64)
-    one = read_passage(model, tokenizer, text="a")
+    short = read_passage(model, tokenizer, text="a")
     with pytest.raises(SpecError, match="has 1 token, expected at least 2"):
-        token_losses(model, one, keep=full_keep(model))
+        token_losses(model, short, keep=full_keep(model))
     with pytest.raises(SpecError, match="has 1 token, expected at least 2"):
-        routing(model, one)
+        routing(model, short)
 
 
 # --- losses -----------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_token_losses(tokenizer: Any, family: str) -> None:
     passage = read_passage(model, tokenizer, text=TEXT)
     steps: list[tuple[int, int]] = []
 
-    found = token_losses(
+    losses = token_losses(
         model, passage, keep=keep, progress=lambda *step: steps.append(step)
     )
 
@@ -99,13 +99,13 @@ def test_token_losses(tokenizer: Any, family: str) -> None:
             -float(log_probs[place - 1, passage.ids[0, place]])
             for place in range(1, len(passage.tokens))
         ]
-        assert np.isnan(found[column].iloc[0])
+        assert np.isnan(losses[column].iloc[0])
         np.testing.assert_allclose(
-            found[column].iloc[1:], expected, **tolerance(family)
+            losses[column].iloc[1:], expected, **tolerance(family)
         )
-    assert (found["delta_nll"].abs().iloc[1:] > 1e-6).all()
-    assert found["delta_nll"].equals(found["pruned_nll"] - found["dense_nll"])
-    assert found["token"].tolist() == list(passage.tokens)
+    assert (losses["delta_nll"].abs().iloc[1:] > 1e-6).all()
+    assert losses["delta_nll"].equals(losses["pruned_nll"] - losses["dense_nll"])
+    assert losses["token"].tolist() == list(passage.tokens)
     assert steps == [(1, 2), (2, 2)]
 
 
@@ -117,9 +117,9 @@ def test_token_losses_with_other_columns(tokenizer: Any) -> None:
     plain = token_losses(model, passage, keep=keep)
     layer = find_experts(model)[0]
     down_projs = {layer.layer: 2 * layer.down.detach()}
-    found = token_losses(model, passage, keep=keep, down_projs=down_projs)
-    pd.testing.assert_series_equal(found["dense_nll"], plain["dense_nll"])
-    assert (found["pruned_nll"] != plain["pruned_nll"]).iloc[1:].all()
+    losses = token_losses(model, passage, keep=keep, down_projs=down_projs)
+    pd.testing.assert_series_equal(losses["dense_nll"], plain["dense_nll"])
+    assert (losses["pruned_nll"] != plain["pruned_nll"]).iloc[1:].all()
 
 
 # --- continuations ----------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_continuations(tokenizer: Any, family: str) -> None:
         ids = prompt.ids
         for _ in range(9):
             ids = torch.cat([ids, logits_of(twin, ids)[:, -1:].argmax(-1)], dim=1)
-        found = continue_text(
+        tokens = continue_text(
             model,
             tokenizer,
             prompt=prompt,
@@ -146,11 +146,11 @@ def test_continuations(tokenizer: Any, family: str) -> None:
             keep=mask,
             progress=lambda *step: steps.append(step),
         )
-        wanted = ids[0, prompt.ids.shape[1] :].tolist()
-        assert found["token_id"].tolist() == wanted
-        assert found["step"].tolist() == list(range(9))
-        assert "".join(found["token"]) == tokenizer.decode(ids[0])[len("the north") :]
-        texts.append(wanted)
+        expected = ids[0, prompt.ids.shape[1] :].tolist()
+        assert tokens["token_id"].tolist() == expected
+        assert tokens["step"].tolist() == list(range(9))
+        assert "".join(tokens["token"]) == tokenizer.decode(ids[0])[len("the north") :]
+        texts.append(expected)
     assert texts[0] != texts[1]
     assert steps == 2 * [(done, 9) for done in range(1, 10)]
 
@@ -161,8 +161,8 @@ def test_a_continuation_ends_with_the_text(tokenizer: Any) -> None:
     prompt = read_passage(model, tokenizer, text="the north", room=9)
     first = continue_text(model, tokenizer, prompt=prompt, n_tokens=1)["token_id"][0]
     model.generation_config.eos_token_id = int(first)
-    found = continue_text(model, tokenizer, prompt=prompt, n_tokens=9)
-    assert found["token_id"].tolist() == [first]
+    tokens = continue_text(model, tokenizer, prompt=prompt, n_tokens=9)
+    assert tokens["token_id"].tolist() == [first]
 
 
 def test_a_continuation_can_be_ended(tokenizer: Any) -> None:

@@ -44,7 +44,7 @@ def source_of(folder: Path, family: str) -> tuple[Any, Path, set[str]]:
 @pytest.mark.parametrize("structure", ["ragged", "per_layer", "uniform"])
 @pytest.mark.parametrize("family", COUNTS)
 def test_in_memory_streamed_and_by_files(tmp_path, family, structure):
-    """Bit for bit as they were, or gone; configuration and card say which.
+    """The layers are kept bit for bit, or gone; configuration and card say which.
 
     A stock configuration has one width for the experts of all layers.
     """
@@ -59,24 +59,24 @@ def test_in_memory_streamed_and_by_files(tmp_path, family, structure):
         "streamed": open_streamed(source, dtype=torch.float64, device=cpu),
     }
     folders = [
-        save_pruned(prune(own, keep), tmp_path / name, base=str(source))
-        for name, own in loaded.items()
+        save_pruned(prune(dense, keep), tmp_path / name, base=str(source))
+        for name, dense in loaded.items()
     ]
     folders.append(prune_folder(source, keep, tmp_path / "files"))
     first = tensors_in(folders[0])
     expected = logits_of(zeroed_twin(model, keep), tiny_ids())
     for folder in folders:
-        found = tensors_in(folder)
-        assert found.keys() == first.keys()
-        assert found.keys() & extra == (extra if whole else set())
-        assert all(torch.equal(found[name], first[name]) for name in first)
+        tensors = tensors_in(folder)
+        assert tensors.keys() == first.keys()
+        assert tensors.keys() & extra == (extra if whole else set())
+        assert all(torch.equal(tensors[name], first[name]) for name in first)
         before = tensors_in(source)
-        assert all(torch.equal(found[n], before[n]) for n in extra & found.keys())
+        assert all(torch.equal(tensors[n], before[n]) for n in extra & tensors.keys())
         assert read_json(folder / "config.json")[COUNTS[family]] == whole
         verb = "kept" if whole else "dropped"
-        said = read_json(folder / "heapr_manifest.json")[verb]
-        assert said.startswith(f"{len(extra)} tensors of layers")
-        assert f"| {verb} | {said} |" in (folder / "README.md").read_text()
+        note = read_json(folder / "heapr_manifest.json")[verb]
+        assert note.startswith(f"{len(extra)} tensors of layers")
+        assert f"| {verb} | {note} |" in (folder / "README.md").read_text()
         again = read_weights(folder, dtype=torch.float64)
         again.set_experts_implementation("eager")
         logits = logits_of(again, tiny_ids())
@@ -103,5 +103,5 @@ def test_nothing_is_said_of_a_model_without(tmp_path):
     model = tiny_model("glm4_moe")
     model.save_pretrained(tmp_path / "source")
     out = prune_folder(tmp_path / "source", random_keep(model), tmp_path / "out")
-    said = read_json(out / "heapr_manifest.json")
-    assert not {"kept", "dropped"} & said.keys()
+    manifest = read_json(out / "heapr_manifest.json")
+    assert not {"kept", "dropped"} & manifest.keys()

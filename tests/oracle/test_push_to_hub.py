@@ -95,13 +95,13 @@ def test_the_upload_of_the_docs(
         source=source, max_shard_size="8KB",
     )  # fmt: skip
     (out / "LICENSE").write_text("Apache")
-    of_checkpoint = {path.name for path in out.iterdir()}
+    files = {path.name for path in out.iterdir()}
     (out / "notes.txt").write_text("mine")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: LocalHub(tmp_path))
     exec(publish_code(), {})
     pushed = tmp_path / "me" / "my-moe-pruned"
-    assert {path.name for path in pushed.iterdir()} == of_checkpoint
+    assert {path.name for path in pushed.iterdir()} == files
     again, _ = load_model(pushed, device="cpu")
     assert torch.equal(
         logits_of(again, tiny_ids()), logits_of(prune(model, keep), tiny_ids())

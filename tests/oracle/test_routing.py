@@ -47,9 +47,9 @@ def test_routing(tokenizer: Any, family: str) -> None:
                 rows.append((number, place, text, expert, p))
     names = ["layer", "position", "token", "expert", "p"]
     expected = pd.DataFrame(sorted(rows, key=lambda row: row[:2]), columns=names)
-    found = routing(model, passage)
+    table = routing(model, passage)
     pd.testing.assert_frame_equal(
-        found, expected, check_dtype=False, **tolerance(family)
+        table, expected, check_dtype=False, **tolerance(family)
     )
 
 
@@ -65,10 +65,10 @@ def test_atoms_of_token(tokenizer: Any, family: str) -> None:
     expected = expected.assign(contribution=length, share=length / length.sum())
     expected = expected.nlargest(7, "contribution").reset_index(drop=True)
 
-    found = atoms_of_token(model, passage, layer=layer, position=position, n=7)
+    atoms = atoms_of_token(model, passage, layer=layer, position=position, n=7)
 
     pd.testing.assert_frame_equal(
-        found, expected[list(found)], check_dtype=False, rtol=1e-9
+        atoms, expected[list(atoms)], check_dtype=False, rtol=1e-9
     )
 
 
@@ -90,7 +90,7 @@ def test_what_is_not_there(tokenizer: Any) -> None:
         atoms_of_token(model, passage, layer=0, position=0)
     with pytest.raises(SpecError, match="position is 99, expected 0 to"):
         atoms_of_token(model, passage, layer=1, position=99)
-    asked: dict[str, Any] = {"layer": 1, "expert": 0, "atom": 0, "n": 1}
+    query: dict[str, Any] = {"layer": 1, "expert": 0, "atom": 0, "n": 1}
     for name, value, message in (
         ("layer", 7, "layer is 7"),
         ("expert", 4, "expert is 4, expected 0 to 3 in layer 1"),
@@ -98,7 +98,7 @@ def test_what_is_not_there(tokenizer: Any) -> None:
         ("n", 0, "n is 0"),
     ):
         with pytest.raises(SpecError, match=message):
-            top_contexts(model, windows, tokenizer=tokenizer, **asked | {name: value})
+            top_contexts(model, windows, tokenizer=tokenizer, **query | {name: value})
 
 
 def read_in_batches(
@@ -121,12 +121,12 @@ def test_top_contexts(
     model, ids = read_in_batches(family, monkeypatch)
     layer, expert, atom = find_experts(model)[0].layer, 2, 3
     every = atoms_by_hand(model, ids)
-    own = every[every["layer"].eq(layer) & every["expert"].eq(expert)]
-    own = own[own["atom"].eq(atom)].assign(size=lambda frame: frame["h"].abs())
-    own = own.nlargest(6, "size")
+    top = every[every["layer"].eq(layer) & every["expert"].eq(expert)]
+    top = top[top["atom"].eq(atom)].assign(size=lambda frame: frame["h"].abs())
+    top = top.nlargest(6, "size")
     steps: list[tuple[int, int]] = []
 
-    found = top_contexts(
+    rows = top_contexts(
         model,
         CalibrationSet.from_ids(ids),
         tokenizer=tokenizer,
@@ -138,11 +138,11 @@ def test_top_contexts(
         progress=lambda *step: steps.append(step),
     )
 
-    assert (found["window"] * 11 + found["position"]).tolist() == own["place"].tolist()
-    np.testing.assert_allclose(found["h"], own["h"], **CLOSE)
-    np.testing.assert_allclose(found["p"], own["p"], **CLOSE)
+    assert (rows["window"] * 11 + rows["position"]).tolist() == top["place"].tolist()
+    np.testing.assert_allclose(rows["h"], top["h"], **CLOSE)
+    np.testing.assert_allclose(rows["p"], top["p"], **CLOSE)
     assert steps == [(2, 5), (4, 5), (5, 5)]
-    for row in found.itertuples():
+    for row in rows.itertuples():
         around = ids[row.window, max(0, row.position - 3) : row.position + 4]
         assert row.before + row.token + row.after == tokenizer.decode(around)
 
@@ -157,19 +157,19 @@ def test_atoms_at_tokens(family: str) -> None:
     every = atoms_by_hand(model, ids).query("layer == @layer")
     size = (every["p"] * every["h"]).abs() * every["w_down_norm"]
     every["share"] = size / size.groupby(every["place"]).transform("sum")
-    own = every[every["place"].isin(11 * places["window"] + places["position"])]
-    atoms = own.groupby(["expert", "atom"])["share"]
-    wanted = pd.DataFrame({"n_tokens": atoms.count(), "share": atoms.sum() / 4})
+    rows = every[every["place"].isin(11 * places["window"] + places["position"])]
+    atoms = rows.groupby(["expert", "atom"])["share"]
+    expected = pd.DataFrame({"n_tokens": atoms.count(), "share": atoms.sum() / 4})
     windows = CalibrationSet.from_ids(ids)
 
-    found = atoms_at_tokens(model, windows, places, layer=layer, n=10**6)
+    table = atoms_at_tokens(model, windows, places, layer=layer, n=10**6)
 
-    assert found["share"].is_monotonic_decreasing
-    assert found["share"].sum() == pytest.approx(1)
-    found = found.set_index(["expert", "atom"]).sort_index()
-    pd.testing.assert_frame_equal(found, wanted, check_dtype=False, rtol=1e-6)
+    assert table["share"].is_monotonic_decreasing
+    assert table["share"].sum() == pytest.approx(1)
+    table = table.set_index(["expert", "atom"]).sort_index()
+    pd.testing.assert_frame_equal(table, expected, check_dtype=False, rtol=1e-6)
     some = atoms_at_tokens(model, windows, places, layer=layer, n=3)
-    assert some["share"].tolist() == found["share"].nlargest(3).tolist()
+    assert some["share"].tolist() == table["share"].nlargest(3).tolist()
     assert atoms_at_tokens(model, windows, places[:0], layer=layer).empty
 
 
@@ -180,14 +180,14 @@ def test_top_contexts_of_an_expert(
     """The largest routing weights of one expert among all, whatever its atoms do."""
     model, ids = read_in_batches(family, monkeypatch)
     every, layer = atoms_by_hand(model, ids), find_experts(model)[0].layer
-    own = every[every["layer"].eq(layer) & every["expert"].eq(2) & every["atom"].eq(0)]
-    own = own.sort_values(["p", "place"], ascending=[False, True]).head(6)
+    top = every[every["layer"].eq(layer) & every["expert"].eq(2) & every["atom"].eq(0)]
+    top = top.sort_values(["p", "place"], ascending=[False, True]).head(6)
     windows = CalibrationSet.from_ids(ids)
-    asked: dict[str, Any] = {"layer": layer, "expert": 2, "atom": None, "n": 6}
-    found = top_contexts(model, windows, tokenizer=tokenizer, **asked)
-    assert (found["window"] * 11 + found["position"]).tolist() == own["place"].tolist()
-    np.testing.assert_allclose(found["p"], own["p"], **CLOSE)
-    assert "h" not in found
+    query: dict[str, Any] = {"layer": layer, "expert": 2, "atom": None, "n": 6}
+    rows = top_contexts(model, windows, tokenizer=tokenizer, **query)
+    assert (rows["window"] * 11 + rows["position"]).tolist() == top["place"].tolist()
+    np.testing.assert_allclose(rows["p"], top["p"], **CLOSE)
+    assert "h" not in rows
 
 
 def test_of_equal_activations_the_first(
@@ -200,13 +200,13 @@ def test_of_equal_activations_the_first(
     with torch.no_grad():
         layer.up_rows[2, layer.atom_rows(torch.tensor([3]))] = 0
     ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
-    asked: dict[str, Any] = {"layer": layer.layer, "expert": 2, "atom": 3, "n": 12}
+    query: dict[str, Any] = {"layer": layer.layer, "expert": 2, "atom": 3, "n": 12}
     windows = CalibrationSet.from_ids(ids)
-    found = top_contexts(model, windows, tokenizer=tokenizer, **asked)
+    rows = top_contexts(model, windows, tokenizer=tokenizer, **query)
     _, index, _ = experts_calls(model, ids)[layer.layer]
     first = [place for place in range(55) if 2 in index[place].tolist()][:12]
-    assert (found["window"] * 11 + found["position"]).tolist() == first
-    assert found["h"].eq(0).all()
+    assert (rows["window"] * 11 + rows["position"]).tolist() == first
+    assert rows["h"].eq(0).all()
 
 
 def test_contexts_of_an_expert_without_tokens(tokenizer: Any) -> None:
@@ -217,7 +217,7 @@ def test_contexts_of_an_expert_without_tokens(tokenizer: Any) -> None:
     counts = counts[counts["layer"].eq(0)]["expert"].value_counts()
     for expert in range(4):
         windows = CalibrationSet.from_ids(ids)
-        asked: dict[str, Any] = {"layer": 0, "expert": expert, "atom": 0, "n": 9}
-        found = top_contexts(model, windows, tokenizer=tokenizer, **asked)
-        assert len(found) == counts.get(expert, 0)
+        query: dict[str, Any] = {"layer": 0, "expert": expert, "atom": 0, "n": 9}
+        rows = top_contexts(model, windows, tokenizer=tokenizer, **query)
+        assert len(rows) == counts.get(expert, 0)
     assert counts.sum() == 4  # two tokens in two experts each

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.oracle
 
 def rejected(model: nn.Module, small: nn.Module) -> float:
     """1 − Σ min(p, q) of a mean token, from the logits of all windows."""
-    p, q = (logits_of(own, IDS)[:, :-1].softmax(-1) for own in (model, small))
+    p, q = (logits_of(net, IDS)[:, :-1].softmax(-1) for net in (model, small))
     return 1 - float(torch.minimum(p, q).sum(-1).mean())
 
 
@@ -57,25 +57,25 @@ MUCH = {"population": 12, "generations": 12}
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fitness", ["acceptance", "loss"])
 def test_evoesap_finds_the_best_allocation(fitness: str, family: str) -> None:
-    """Of all ways in which two layers lose four experts of twelve in all."""
+    """The best of all ways in which two layers lose four experts of twelve in all."""
     model = tiny_model(family, **SIX)
     order, costs = by_reap(model), {}
     for numbers in itertools.product(range(5), repeat=2):
         if sum(numbers) != 4:
             continue
         pairs = zip(order.items(), numbers, strict=True)
-        kept = {k: tuple(sorted(own[n:])) for (k, own), n in pairs}
+        kept = {k: tuple(sorted(experts[n:])) for (k, experts), n in pairs}
         small = drop_experts(model, kept)
         costs[numbers] = (
             rejected(model, small) if fitness == "acceptance" else nll(small)
         )
     best = min(costs, key=lambda numbers: costs[numbers])
-    found = fitted("evoesap", model, 0.34, fitness=fitness, **MUCH)
-    gone = [set(range(6)) - set(own) for own in found.kept.values()]
+    compression = fitted("evoesap", model, 0.34, fitness=fitness, **MUCH)
+    gone = [set(range(6)) - set(experts) for experts in compression.kept.values()]
     assert tuple(map(len, gone)) == best
     assert all(
-        own == set(ranks[: len(own)])
-        for own, ranks in zip(gone, order.values(), strict=True)
+        lost == set(ranks[: len(lost)])
+        for lost, ranks in zip(gone, order.values(), strict=True)
     )
 
 
@@ -103,8 +103,8 @@ def patterns_by_hand(n: int, draw: random.Random) -> list[list[float]]:
 
 def allocated_by_hand(shares: list[float], most: list[int], total: int) -> list[int]:
     """Whole parts, one more for the largest remainders, and then in turn."""
-    wanted = [total * own / sum(shares) for own in shares]
-    plan = [min(int(own), cap) for own, cap in zip(wanted, most, strict=True)]
+    wanted = [total * share / sum(shares) for share in shares]
+    plan = [min(int(part), cap) for part, cap in zip(wanted, most, strict=True)]
     turns = sorted(range(len(plan)), key=lambda i: plan[i] - wanted[i])
     while sum(plan) < total:
         for i in turns:
@@ -119,8 +119,8 @@ def mutated_by_hand(
 ) -> list[int]:
     """Experts go from one layer to another; what does not fit is tried again."""
     plan, tries = list(plan), 0
-    wanted = min(draw.randint(1, times), draw.randint(1, times))
-    while wanted and tries < 32:
+    moves = min(draw.randint(1, times), draw.randint(1, times))
+    while moves and tries < 32:
         tries += 1
         source = draw.choice([i for i, n in enumerate(plan) if n > 0])
         target = draw.choice([i for i, n in enumerate(plan) if n < most[i]])
@@ -129,7 +129,7 @@ def mutated_by_hand(
         n = draw.randint(1, largest)
         if plan[source] >= n and plan[target] + n <= most[target]:
             plan[source], plan[target] = plan[source] - n, plan[target] + n
-            wanted -= 1
+            moves -= 1
     return plan
 
 
@@ -146,7 +146,7 @@ def test_the_search_of_evoesap_by_hand(seed: int) -> None:
     draw, judged = random.Random(seed), []
     plans = patterns_by_hand(5, draw)
     plans += [[draw.random() + 1e-4 for _ in most] for _ in range(4)]
-    population = [allocated_by_hand(own, most, total) for own in plans]
+    population = [allocated_by_hand(shares, most, total) for shares in plans]
     for _ in range(6):
         judged += population
         best = sorted(population, key=cost)[:3]
@@ -154,7 +154,7 @@ def test_the_search_of_evoesap_by_hand(seed: int) -> None:
             mutated_by_hand(draw.choice(best), most, draw, 4, 3) for _ in range(13)
         ]
     tried: list[tuple[int, ...]] = []
-    found = evoesap.searched(
+    winner = evoesap.searched(
         lambda plan: (tried.append(plan), cost(plan))[1],
         most,
         total,
@@ -162,9 +162,9 @@ def test_the_search_of_evoesap_by_hand(seed: int) -> None:
         random.Random(seed),
     )
     assert tried == list(dict.fromkeys(map(tuple, judged)))
-    assert found == min(tried, key=cost)
-    assert all(sum(own) == total for own in tried)
-    assert any(n == cap for own in tried for n, cap in zip(own, most, strict=True))
+    assert winner == min(tried, key=cost)
+    assert all(sum(plan) == total for plan in tried)
+    assert any(n == cap for plan in tried for n, cap in zip(plan, most, strict=True))
 
 
 def test_the_fitness_of_a_search_is_that_of_all_logits() -> None:
@@ -174,22 +174,22 @@ def test_the_fitness_of_a_search_is_that_of_all_logits() -> None:
     assert rejection() == pytest.approx(0, abs=1e-12)
     small = drop_experts(model, kept)
     with dropping(model, kept):
-        found, own = rejection(), evolution.loss(model, IDS)
-    assert found == pytest.approx(rejected(model, small), rel=1e-9)
-    assert found > 1e-3
-    assert own == pytest.approx(nll(small), rel=1e-9)
+        rate, loss = rejection(), evolution.loss(model, IDS)
+    assert rate == pytest.approx(rejected(model, small), rel=1e-9)
+    assert rate > 1e-3
+    assert loss == pytest.approx(nll(small), rel=1e-9)
 
 
 def test_layers_that_lose_different_numbers_are_saved(tmp_path: Path) -> None:
-    """In our format, and load with the same logits."""
+    """They are saved in our format, and load with the same logits."""
     model = tiny_model("qwen3_moe", **SIX)
     with torch.no_grad():  # a layer without effect loses more experts
         find_experts(model)[1].down.mul_(1e-3)
-    found = fitted("evoesap", model, 0.34, **MUCH)
-    assert {k: len(own) for k, own in found.kept.items()} == {0: 6, 1: 2}
-    with found.apply(model):
+    compression = fitted("evoesap", model, 0.34, **MUCH)
+    assert {k: len(experts) for k, experts in compression.kept.items()} == {0: 6, 1: 2}
+    with compression.apply(model):
         expected = logits_of(model, IDS)
-    found.save(model, tmp_path / "out", base="tiny")
+    compression.save(model, tmp_path / "out", base="tiny")
     loaded = reloaded(tmp_path / "out")
     torch.testing.assert_close(logits_of(loaded, IDS), expected, rtol=1e-9, atol=1e-9)
 
@@ -212,25 +212,25 @@ def test_shares_are_exact_and_limited() -> None:
     assert evolution.apportioned([1.0, 1.0, 1.0], 6, [4, 4, 4]) == (2, 2, 2)
     assert evolution.apportioned([0.0, 0.0], 3, [1, 4]) == (1, 2)
     for wanted in itertools.product(range(4), repeat=3):
-        found = evolution.apportioned(list(map(float, wanted)), sum(wanted), [3, 3, 3])
-        assert found == wanted
+        plan = evolution.apportioned(list(map(float, wanted)), sum(wanted), [3, 3, 3])
+        assert plan == wanted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_moe_i2_searches_the_best_set_and_truncates(family: str) -> None:
     """Each layer's set is the exhaustive optimum of NAEE's loss; matrices by SVD."""
     model = tiny_model(family, **SIX)
-    found = fitted("moe-i2-like", model, 0.5, **MUCH)
-    assert sum(6 - len(own) for own in found.kept.values()) == 3
+    fit = fitted("moe-i2-like", model, 0.5, **MUCH)
+    assert sum(6 - len(experts) for experts in fit.kept.values()) == 3
     axes = {axis.layer.layer: axis for axis in find_expert_axes(model)}
     units = 0
     for layer, calls in iter_expert_calls(model, IDS):
-        kept = found.kept[layer.layer]
+        kept = fit.kept[layer.layer]
         with torch.no_grad():
             cost = naee.LayerLoss(axes[layer.layer], calls)
             assert kept == min(itertools.combinations(range(6), len(kept)), key=cost)
-        made = found.compositions[layer.layer]
-        for name, projection in made.projections.items():
+        composition = fit.compositions[layer.layer]
+        for name, projection in composition.projections.items():
             for place, expert in enumerate(kept):
                 left = projection.left.tensors[place]
                 rank = left.shape[1]
@@ -239,13 +239,13 @@ def test_moe_i2_searches_the_best_set_and_truncates(family: str) -> None:
                 dense = layer.expert(expert)[name]
                 u, s, v = torch.linalg.svd(dense, full_matrices=False)
                 expected = sum(s[i] * torch.outer(u[:, i], v[i]) for i in range(rank))
-                own = left @ projection.right.tensors[place]
-                torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
+                product = left @ projection.right.tensors[place]
+                torch.testing.assert_close(product, expected, rtol=1e-9, atol=1e-9)
     stored = units * (8 + 16)
     total = 12 * 3 * 8 * 16
-    assert found.achieved_ratio == pytest.approx(1 - stored / total)
-    assert 0 <= found.achieved_ratio - 0.5 <= 2 * 24 / total
-    assert found.savings(model).routed_flops[1] < found.savings(model).routed_flops[0]
+    assert fit.achieved_ratio == pytest.approx(1 - stored / total)
+    assert 0 <= fit.achieved_ratio - 0.5 <= 2 * 24 / total
+    assert fit.savings(model).routed_flops[1] < fit.savings(model).routed_flops[0]
 
 
 def test_moe_i2_spares_the_layer_that_matters() -> None:
@@ -254,8 +254,8 @@ def test_moe_i2_spares_the_layer_that_matters() -> None:
     with torch.no_grad():
         find_experts(model)[0].down.mul_(1e-3)
         find_experts(model)[1].down.mul_(10)
-    found = fitted("moe-i2-like", model, 0.5)
-    assert len(found.kept[0]) < len(found.kept[1])
+    compression = fitted("moe-i2-like", model, 0.5)
+    assert len(compression.kept[0]) < len(compression.kept[1])
 
 
 def test_ranks_by_hand() -> None:

@@ -77,12 +77,12 @@ def test_saved_and_sliced(family: str, n_shared: int, tmp_path: Path) -> None:
     assert config["moe_intermediate_size"] == WIDTH
     assert config[COUNTED[family]] == {1: 2, 2: 3}[n_shared]
     check_masked(saved, model, keep)
-    said = {1: "8 zero atoms in the shared experts of each layer", 2: None}[n_shared]
+    note = {1: "8 zero atoms in the shared experts of each layer", 2: None}[n_shared]
     for folder in (saved, sliced):
         manifest = json.loads((folder / MANIFEST_FILE).read_text())
-        assert manifest.get("padded") == said
+        assert manifest.get("padded") == note
         card = (folder / "README.md").read_text()
-        assert (f"| padded | {said} |" in card) == (said is not None)
+        assert (f"| padded | {note} |" in card) == (note is not None)
 
 
 @pytest.mark.parametrize("family", COUNTED)
@@ -116,14 +116,14 @@ def test_streamed(tmp_path: Path) -> None:
     keep = widths_keep(model, WIDTH, structure="uniform")
     folders = []
     for streamed in (False, True):
-        own, _ = load_model(
+        dense, _ = load_model(
             tmp_path / "dense", device="cpu", dtype="float32", stream=streamed
         )
         name = f"pruned-{streamed}"
-        folders.append(save_pruned(prune(own, keep), tmp_path / name))
-    wanted, found = (tensors_in(folder) for folder in folders)
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+        folders.append(save_pruned(prune(dense, keep), tmp_path / name))
+    first, second = (tensors_in(folder) for folder in folders)
+    assert second.keys() == first.keys()
+    assert [name for name in first if not torch.equal(second[name], first[name])] == []
     check_masked(folders[1], model, keep)
     again, _ = load_model(folders[1], device="cpu", dtype="float32", stream=True)
     with masking(model, keep):
@@ -132,7 +132,7 @@ def test_streamed(tmp_path: Path) -> None:
 
 
 def test_no_zero_atoms_where_the_width_divides() -> None:
-    """Fewer than a routed expert has, elsewhere."""
+    """Elsewhere there are fewer than a routed expert has."""
     config = model_of("deepseek_v2").config
     for width in range(1, DENSE + 1):
         stock = stock_config(config, width)

@@ -44,14 +44,14 @@ RATIO = 0.34
 """Two of six experts go."""
 
 Ratios = dict[int, list[list[float]]]
-"""By layer, p_j / p_1 of the ranks from 2 of each token."""
+"""The p_j / p_1 of each token's ranks from 2, by layer."""
 
 
 def fitted(model: nn.Module, ratio: float = RATIO) -> ExpertComposition:
     """What NAEE with skipping finds."""
-    found = methods.get("naee").fit(model, WINDOWS, ratio=ratio, skipping=True)
-    assert isinstance(found, ExpertComposition)
-    return found
+    fit = methods.get("naee").fit(model, WINDOWS, ratio=ratio, skipping=True)
+    assert isinstance(fit, ExpertComposition)
+    return fit
 
 
 class ByLoops:
@@ -59,7 +59,7 @@ class ByLoops:
 
     def __init__(self, model: nn.Module, kept: Any) -> None:
         self.model: Any = drop_experts(model, kept)
-        self.layers = {id(own.module): own.layer for own in find_experts(self.model)}
+        self.layers = {id(moe.module): moe.layer for moe in find_experts(self.model)}
         self.thresholds: dict[int, list[float]] = {}
         self.ratios: Ratios = defaultdict(list)
         self.rows: Counter[tuple[int, int]] = Counter()
@@ -78,8 +78,8 @@ class ByLoops:
         pairs = zip(index.tolist(), weights.double().tolist(), strict=True)
         return torch.stack(
             [
-                self._token(module, layer, x[t], dict(zip(*own, strict=True)))
-                for t, own in enumerate(pairs)
+                self._token(module, layer, x[t], dict(zip(*pair, strict=True)))
+                for t, pair in enumerate(pairs)
             ]
         )
 
@@ -105,7 +105,7 @@ class ByLoops:
 def by_hand(ratios: Ratios) -> dict[int, list[float]]:
     """The median of each rank."""
     return {
-        layer: [statistics.median(own) for own in zip(*tokens, strict=True)]
+        layer: [statistics.median(rank) for rank in zip(*tokens, strict=True)]
         for layer, tokens in ratios.items()
     }
 
@@ -113,24 +113,24 @@ def by_hand(ratios: Ratios) -> dict[int, list[float]]:
 @pytest.mark.parametrize("sizes", [TWO, THREE], ids=["two", "three"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_thresholds_are_medians(family: str, sizes: dict[str, int]) -> None:
-    """Of all calibration tokens, in the model without the dropped experts."""
+    """The medians of all calibration tokens, in the model without dropped experts."""
     model = tiny_model(family, **sizes)
-    found = fitted(model)
-    loops = ByLoops(model, found.kept)
+    fit = fitted(model)
+    loops = ByLoops(model, fit.kept)
     loops.logits(WINDOWS.ids)
     expected = by_hand(loops.ratios)
-    assert found.compositions.keys() == expected.keys()
-    for layer, own in found.compositions.items():
-        assert own.skipping == pytest.approx(expected[layer], rel=1e-6)
-        assert len(own.skipping) == sizes["num_experts_per_tok"] - 1
+    assert fit.compositions.keys() == expected.keys()
+    for layer, composition in fit.compositions.items():
+        assert composition.skipping == pytest.approx(expected[layer], rel=1e-6)
+        assert len(composition.skipping) == sizes["num_experts_per_tok"] - 1
         skips = [
             r < beta
             for token in loops.ratios[layer]
-            for r, beta in zip(token, own.skipping, strict=True)
+            for r, beta in zip(token, composition.skipping, strict=True)
         ]
         slots = len(loops.ratios[layer]) * sizes["num_experts_per_tok"]
-        assert found.skipped[layer] == sum(skips) / slots
-        assert 0.2 < found.skipped[layer] <= 0.5
+        assert fit.skipped[layer] == sum(skips) / slots
+        assert 0.2 < fit.skipped[layer] <= 0.5
 
 
 @pytest.mark.parametrize("ratio", [0.0, RATIO])
@@ -139,19 +139,19 @@ def test_it_is_the_loops(family: str, ratio: float, tmp_path: Path) -> None:
     """Applied, materialised, saved, loaded, and saved and loaded again."""
     model = tiny_model(family, **THREE)
     dense = logits_of(model, IDS)
-    found = fitted(model, ratio)
-    loops = ByLoops(model, found.kept)
+    fit = fitted(model, ratio)
+    loops = ByLoops(model, fit.kept)
     without = loops.logits(IDS)
-    loops.thresholds = {k: [*own.skipping] for k, own in found.compositions.items()}
+    loops.thresholds = {k: [*layer.skipping] for k, layer in fit.compositions.items()}
     expected = loops.logits(IDS)
     assert (expected - without).abs().max() > 1e-3
-    with found.apply(model):
+    with fit.apply(model):
         applied = logits_of(model, IDS)
     torch.testing.assert_close(applied, expected, **IN_SINGLE)
     assert torch.equal(logits_of(model, IDS), dense)
-    small = found.materialise(model)
+    small = fit.materialise(model)
     torch.testing.assert_close(logits_of(small, IDS), applied, **CLOSE)
-    folder = found.save(model, tmp_path / "once", base="")
+    folder = fit.save(model, tmp_path / "once", base="")
     loaded = reloaded(folder)
     torch.testing.assert_close(logits_of(loaded, IDS), applied, **CLOSE)
     loaded.save_pretrained(tmp_path / "twice")
@@ -186,12 +186,12 @@ def test_skipped_experts_are_not_run(
 ) -> None:
     """Each expert is run on as many tokens as in the loops; operations are as many."""
     model = tiny_model(family, **THREE)
-    found = fitted(model)
-    loops = ByLoops(model, found.kept)
-    loops.thresholds = {k: [*own.skipping] for k, own in found.compositions.items()}
-    small = found.materialise(model)
-    names = {own.name: own.layer for own in find_experts(model)}
-    numbers = {id(own): names[k] for k, own in composed_experts(small).items()}
+    fit = fitted(model)
+    loops = ByLoops(model, fit.kept)
+    loops.thresholds = {k: [*layer.skipping] for k, layer in fit.compositions.items()}
+    small = fit.materialise(model)
+    names = {layer.name: layer.layer for layer in find_experts(model)}
+    numbers = {id(experts): names[k] for k, experts in composed_experts(small).items()}
     loops.logits(IDS)
     logits_of(small, IDS)
     run = {(numbers[module], expert): n for (module, expert), n in rows.items()}
@@ -205,24 +205,24 @@ def test_operations_are_those_of_the_rows(
 ) -> None:
     """Exactly where no layer before skips; parameters are those of dropping alone."""
     model = tiny_model(family, **THREE)
-    found, plain = fitted(model), methods.get("naee").fit(model, WINDOWS, ratio=RATIO)
+    fit, plain = fitted(model), methods.get("naee").fit(model, WINDOWS, ratio=RATIO)
     shapes = describe(model).layers
-    small = found.materialise(model)
+    small = fit.materialise(model)
     logits_of(small, WINDOWS.ids)
     counts: Counter[int] = Counter()
     for (module, _), n in rows.items():
         counts[module] += n
-    run = [counts[id(own)] for own in composed_experts(small).values()]
+    run = [counts[id(experts)] for experts in composed_experts(small).values()]
     slots = 3 * WINDOWS.ids.numel()
-    expected = [slots * (1 - share) for share in found.skipped.values()]
+    expected = [slots * (1 - share) for share in fit.skipped.values()]
     assert run[0] == pytest.approx(expected[0], abs=1e-6)
     assert run == pytest.approx(expected, abs=0.05 * slots)
-    saved, dropped = found.savings(model), plain.savings(model)
+    saved, dropped = fit.savings(model), plain.savings(model)
     assert saved.parameters == dropped.parameters
     assert saved.bytes == dropped.bytes
-    assert found.achieved_ratio == plain.achieved_ratio
+    assert fit.achieved_ratio == plain.achieved_ratio
     by_layer = [
-        3 * shape.d_inter * shape.atom_flops * (1 - found.skipped[k])
+        3 * shape.d_inter * shape.atom_flops * (1 - fit.skipped[k])
         for k, shape in shapes.items()
     ]
     assert saved.routed_flops[0] == dropped.routed_flops[0]

@@ -32,11 +32,11 @@ def test_sums_are_those_of_whole_forwards(
     monkeypatch.setattr(grams, "_TOKENS_AT_ONCE", 48)  # several batches, one shorter
     several = grams.collect_grams(model, WINDOWS, span="expert")
     walked = grams.iter_grams(model, WINDOWS, span="expert")
-    found = {layer.layer: own for layer, own in walked}
-    assert found.keys() == expected.keys()
-    for layer, own in found.items():
-        assert torch.equal(own.sums, several[layer].sums)
-        torch.testing.assert_close(own.sums, expected[layer].sums)
+    layers = {layer.layer: gram for layer, gram in walked}
+    assert layers.keys() == expected.keys()
+    for layer, gram in layers.items():
+        assert torch.equal(gram.sums, several[layer].sums)
+        torch.testing.assert_close(gram.sums, expected[layer].sums)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *HANDING])

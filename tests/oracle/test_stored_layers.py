@@ -42,10 +42,10 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of four layers."""
-    made = tmp_path_factory.mktemp("model")
-    tiny_model("qwen3_moe", num_hidden_layers=N_LAYERS).save_pretrained(made)
-    write_tokenizer(made)
-    return made
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3_moe", num_hidden_layers=N_LAYERS).save_pretrained(path)
+    write_tokenizer(path)
+    return path
 
 
 @pytest.fixture(autouse=True)
@@ -71,12 +71,12 @@ def left(files: Path) -> list[Path]:
 
 def n_held(*shapes: tuple[int, ...]) -> int:
     """Tensors of these shapes, with memory of their own, that are in memory."""
-    found = (own for own in gc.get_objects() if type(own) is torch.Tensor)
+    tensors = (tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor)
     return len(
         {
-            own.untyped_storage().data_ptr()
-            for own in found
-            if tuple(own.shape) in shapes and not own.is_meta
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if tuple(tensor.shape) in shapes and not tensor.is_meta
         }
     )
 
@@ -115,24 +115,24 @@ def peak(
 
 def test_compress(folder: Path, files: Path) -> None:
     """The same report, mask and weights, to the bit; no file stays."""
-    wanted = fit_compression(opened(folder, "1GB"), WINDOWS, ratio=0.5)
-    assert wanted.compensation is not None
-    of_wanted = left(files)
+    expected = fit_compression(opened(folder, "1GB"), WINDOWS, ratio=0.5)
+    assert expected.compensation is not None
+    paths = left(files)
     for room in (0, 20_000):
-        found = fit_compression(opened(folder, room), WINDOWS, ratio=0.5)
-        assert found.keep.fingerprint == wanted.keep.fingerprint
-        assert found.report.equals(wanted.report)
-        assert found.compensation is not None
-        assert found.compensation.fingerprint == wanted.compensation.fingerprint
+        fit = fit_compression(opened(folder, room), WINDOWS, ratio=0.5)
+        assert fit.keep.fingerprint == expected.keep.fingerprint
+        assert fit.report.equals(expected.report)
+        assert fit.compensation is not None
+        assert fit.compensation.fingerprint == expected.compensation.fingerprint
         assert list(files.rglob("*.safetensors"))  # of the new weights
-        del found
-        assert left(files) == of_wanted
-    del wanted
+        del fit
+        assert left(files) == paths
+    del expected
     assert not left(files)
 
 
 def test_the_pruned_model_reads_its_weights(folder: Path, files: Path) -> None:
-    """As long as it is used."""
+    """It reads them as long as it is used."""
     losses = []
     for room in ("1GB", 0):
         model = opened(folder, room)
@@ -163,13 +163,13 @@ def test_one_layer_is_in_memory(
 
 
 class _StoppedError(Exception):
-    """By the test."""
+    """Raised by the test."""
 
 
 def test_an_interrupted_one_leaves_no_file(
     folder: Path, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor what a part of the layers was put into."""
+    """Not even those that a part of the layers was put into."""
     solve, n_solved = LayerSolver.solve, 0
 
     def stopped(*args: Any, **options: Any) -> Any:
@@ -192,7 +192,7 @@ def test_an_interrupted_one_leaves_no_file(
 def test_too_little_disk_is_an_error_before_the_work(
     folder: Path, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what is needed and what is there; one byte more is enough."""
+    """It says what is needed and what is there; one byte more is enough."""
     needed = N_LAYERS * 8 * (2 * 32 * 32 + 4 * 16 * 8)
     model = opened(folder, 1000)
 
@@ -215,17 +215,17 @@ def test_compensate(folder: Path, files: Path, peak: Callable[[str], int]) -> No
     """The weights of one layer are in memory; they mask and prune like others."""
     model = opened(folder, 0)
     keep = random_keep(model)
-    found = fit_compensation(model, keep, WINDOWS)
+    fit = fit_compensation(model, keep, WINDOWS)
     assert peak("sums") == 1
     assert peak("down_projs") <= 2
     kept = opened(folder, "1GB")
-    wanted = fit_compensation(kept, keep, WINDOWS)
-    assert found.fingerprint == wanted.fingerprint
-    assert found.report.equals(wanted.report)
-    with masking(model, keep, found.down_projs), masking(kept, keep, wanted.down_projs):
-        masked = [window_nll(own, WINDOWS.ids) for own in (model, kept)]
-    pruned = prune(model, keep, down_projs=found.down_projs)
-    del found, wanted
+    expected = fit_compensation(kept, keep, WINDOWS)
+    assert fit.fingerprint == expected.fingerprint
+    assert fit.report.equals(expected.report)
+    with masking(model, keep, fit.down_projs), masking(kept, keep, expected.down_projs):
+        masked = [window_nll(net, WINDOWS.ids) for net in (model, kept)]
+    pruned = prune(model, keep, down_projs=fit.down_projs)
+    del fit, expected
     assert torch.equal(*masked)
     assert torch.allclose(window_nll(pruned, WINDOWS.ids), masked[0], rtol=1e-9)
     del pruned
@@ -246,13 +246,13 @@ def test_eliminate(folder: Path, monkeypatch: pytest.MonkeyPatch, files: Path) -
     monkeypatch.setattr(elimination, "layer_costs", looked)
     model = opened(folder, 0)
     table = collect_statistics(model, WINDOWS)
-    found = eliminate(model, table, WINDOWS)
+    disk = eliminate(model, table, WINDOWS)
     in_memory, _ = load_model(folder, device="cpu", dtype="float64", stream=False)
-    wanted = eliminate(in_memory, table, WINDOWS)
+    ram = eliminate(in_memory, table, WINDOWS)
     assert set(held[:N_LAYERS]) == {1}
     assert set(held[N_LAYERS:]) == {N_LAYERS}
     assert torch.allclose(
-        *(torch.tensor(own.score("elimination").to_numpy()) for own in (found, wanted)),
+        *(torch.tensor(rows.score("elimination").to_numpy()) for rows in (disk, ram)),
         rtol=1e-9,
     )
     assert not left(files)

@@ -35,10 +35,10 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DeepSeek-V3, whose first layer is dense."""
-    made = tmp_path_factory.mktemp("model")
-    tiny_model("deepseek_v3").save_pretrained(made, max_shard_size="5KB")
-    write_tokenizer(made)
-    return made
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("deepseek_v3").save_pretrained(path, max_shard_size="5KB")
+    write_tokenizer(path)
+    return path
 
 
 def opened(folder: Path, **options: Any) -> Any:
@@ -54,16 +54,16 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture
 def table(folder: Path) -> ImportanceTable:
-    """That of the model in memory."""
+    """The table of the model in memory."""
     model, _ = load_model(folder, device="cpu", dtype="float64", stream=False)
     return collect_statistics(model, WINDOWS, batch_size=2)
 
 
-def assert_same(found: ImportanceTable, wanted: ImportanceTable) -> None:
-    """Every column to 1e-9."""
-    for name in wanted.frame:
+def assert_same(table: ImportanceTable, expected: ImportanceTable) -> None:
+    """Every column agrees to 1e-9."""
+    for name in expected.frame:
         np.testing.assert_allclose(
-            found.frame[name], wanted.frame[name], rtol=1e-9, err_msg=name
+            table.frame[name], expected.frame[name], rtol=1e-9, err_msg=name
         )
 
 
@@ -84,7 +84,7 @@ def test_states_beyond_the_budget_are_in_files(
         put(store, name, group)
         stores.append(store)
         in_memory = sum(
-            t.nbytes for own in store._memory.values() for t in own.values()
+            t.nbytes for tensors in store._memory.values() for t in tensors.values()
         )
         assert in_memory <= (5000 if host_memory == 5000 else 1e9 * bool(host_memory))
 
@@ -110,9 +110,9 @@ def test_windows_go_in_parts_where_the_disk_is_small(
         stream = stream_of(model)
         assert stream is not None
         before = stream.n_bytes_read
-        found = collect_statistics(model, WINDOWS, batch_size=2)
+        table = collect_statistics(model, WINDOWS, batch_size=2)
         reads.append(stream.n_bytes_read - before)
-        assert_same(found, whole)
+        assert_same(table, whole)
     assert reads[0] > reads[1] > reads[2]
 
 
@@ -137,7 +137,7 @@ def test_how_many_windows_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_full_disk_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And what was finished before is used by the next call."""
+    """What was finished before is used by the next call."""
     model, state = opened(folder), tmp_path / "pass.state"
     save = sweep_store.save_file
 
@@ -155,7 +155,7 @@ def test_a_full_disk_is_named(
     filled: list[int] = []
     fill = Stream.fill
     monkeypatch.setattr(
-        Stream, "fill", lambda own, number: (filled.append(number), fill(own, number))
+        Stream, "fill", lambda self, number: (filled.append(number), fill(self, number))
     )
     collect_statistics(model, WINDOWS, batch_size=2, state=state)
     first = [number for number in filled if number >= 0]
@@ -212,9 +212,9 @@ def test_a_killed_pass_resumes_to_the_same_bits(
     process, _steps = started(folder, state, out, at_once)
     process.join()
     assert process.exitcode == 0
-    found = ImportanceTable.read(out)
-    assert found.metadata["spec_hash"] == whole.metadata["spec_hash"]
-    assert found.frame.equals(whole.frame)
+    table = ImportanceTable.read(out)
+    assert table.metadata["spec_hash"] == whole.metadata["spec_hash"]
+    assert table.frame.equals(whole.frame)
     assert not (tmp_path / "pass.sweeps").exists()
 
 
@@ -238,8 +238,8 @@ def test_every_step_can_be_the_last(model: Any, tmp_path: Path) -> None:
     for at in range(1, 25):
         state = tmp_path / f"{at}.state"
         interrupted(model, state, at, batch_size=2)
-        found = collect_statistics(model, WINDOWS, batch_size=2, state=state)
-        assert found.frame.equals(whole.frame), at
+        table = collect_statistics(model, WINDOWS, batch_size=2, state=state)
+        assert table.frame.equals(whole.frame), at
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v4"])
@@ -251,20 +251,20 @@ def test_what_is_of_a_batch_is_resumed(family: str, tmp_path: Path) -> None:
     whole = collect_statistics(model, WINDOWS, batch_size=2)
     for at in (6, 11, 15, 22):
         interrupted(model, state, at, batch_size=2)
-        found = collect_statistics(model, WINDOWS, batch_size=2, state=state)
-        assert found.frame.equals(whole.frame), at
+        table = collect_statistics(model, WINDOWS, batch_size=2, state=state)
+        assert table.frame.equals(whole.frame), at
 
 
 def test_the_state_of_another_pass_is_refused(model: Any, tmp_path: Path) -> None:
     """Other windows are another pass; another batch size begins again."""
     state = tmp_path / "pass.state"
     interrupted(model, state, 20, batch_size=2)
-    others = CalibrationSet.from_ids(WINDOWS.ids.flip(0))
+    windows = CalibrationSet.from_ids(WINDOWS.ids.flip(0))
     with pytest.raises(CacheError, match="another pass"):
-        collect_statistics(model, others, batch_size=2, state=state)
-    found = collect_statistics(model, WINDOWS, batch_size=3, state=state)
+        collect_statistics(model, windows, batch_size=2, state=state)
+    table = collect_statistics(model, WINDOWS, batch_size=3, state=state)
     whole = collect_statistics(model, WINDOWS, batch_size=3)
-    assert found.frame.equals(whole.frame)
+    assert table.frame.equals(whole.frame)
 
 
 def test_a_checkpoint_that_changed_is_another_pass(
@@ -282,15 +282,15 @@ def test_a_checkpoint_that_changed_is_another_pass(
 def test_progress_names_sweep_and_layer(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what was read, beside a bar that only goes up."""
-    said: list[str] = []
-    monkeypatch.setattr(streamed_pass, "noted", lambda _, text: said.append(text))
+    """It says what was read, too, beside a bar that only goes up."""
+    notes: list[str] = []
+    monkeypatch.setattr(streamed_pass, "noted", lambda _, text: notes.append(text))
     done: list[tuple[int, int]] = []
     collect_statistics(
         model, WINDOWS, batch_size=2, progress=lambda *at: done.append(at)
     )
-    assert said[0].startswith("sweep 1 of 2, layer 1 of 3, 0.0 GB read")
-    assert said[-1].startswith("sweep 2 of 2, layer 1 of 3")
-    assert len(said) == 24
+    assert notes[0].startswith("sweep 1 of 2, layer 1 of 3, 0.0 GB read")
+    assert notes[-1].startswith("sweep 2 of 2, layer 1 of 3")
+    assert len(notes) == 24
     assert done == sorted(done)
     assert done[-1] == (7, 7)

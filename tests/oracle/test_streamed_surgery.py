@@ -47,13 +47,13 @@ def both(family: str, folder: Path) -> list[Any]:
 def assert_saved_alike(models: list[Any], tmp_path: Path, family: str) -> Path:
     """Both have files with the same tensors, to the bit, and load."""
     folders = [
-        save_pruned(own, tmp_path / f"pruned-{number}")
-        for number, own in enumerate(models)
+        save_pruned(model, tmp_path / f"pruned-{number}")
+        for number, model in enumerate(models)
     ]
-    wanted, found = (tensors_in(folder) for folder in folders)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+    expected, tensors = (tensors_in(folder) for folder in folders)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
     first, second = (
         {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
         for folder in folders
@@ -62,7 +62,7 @@ def assert_saved_alike(models: list[Any], tmp_path: Path, family: str) -> Path:
     assert first <= second
     again, _ = load_model(folders[1], device="cpu", dtype="float64", stream=False)
     tolerance = 1e-4 if family in ROUNDED else 1e-9
-    losses = [window_nll(own, WINDOWS.ids) for own in (models[0], models[1], again)]
+    losses = [window_nll(model, WINDOWS.ids) for model in (models[0], models[1], again)]
     assert torch.allclose(losses[1], losses[0], rtol=tolerance)
     assert torch.allclose(losses[2], losses[0], rtol=tolerance)
     return folders[1]
@@ -73,7 +73,7 @@ def test_a_streamed_model_is_pruned_and_saved(family: str, tmp_path: Path) -> No
     """The same files as of the model in memory, which load without heapr's help."""
     models = both(family, tmp_path / "dense")
     keep = random_keep(models[0])
-    pruned = [prune(own, keep) for own in models]
+    pruned = [prune(model, keep) for model in models]
     folder = assert_saved_alike(pruned, tmp_path, family)
     with masking(models[1], keep):
         masked = window_nll(models[1], WINDOWS.ids)
@@ -88,7 +88,7 @@ def test_compensated_weights_are_saved(family: str, tmp_path: Path) -> None:
     models = both(family, tmp_path / "dense")
     keep = random_keep(models[0])
     down_projs = fit_compensation(models[0], keep, WINDOWS).down_projs
-    pruned = [prune(own, keep, down_projs=down_projs) for own in models]
+    pruned = [prune(model, keep, down_projs=down_projs) for model in models]
     assert_saved_alike(pruned, tmp_path, family)
 
 
@@ -99,7 +99,7 @@ def test_structures(family: str, structure: str, tmp_path: Path) -> None:
     models = both(family, tmp_path / "dense")
     table = collect_statistics(models[0], WINDOWS)
     keep = select(table, ratio=0.5, structure=structure)
-    assert_saved_alike([prune(own, keep) for own in models], tmp_path, family)
+    assert_saved_alike([prune(model, keep) for model in models], tmp_path, family)
 
 
 def test_whatever_layer_is_in_memory(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_whatever_layer_is_in_memory(tmp_path: Path) -> None:
     models = both("qwen3_moe", tmp_path / "dense")
     keep = random_keep(models[0])
     stream_of(models[1]).fill(0)  # type: ignore[union-attr]
-    pruned = [prune(own, keep) for own in models]
+    pruned = [prune(model, keep) for model in models]
     assert_saved_alike(pruned, tmp_path, "qwen3_moe")
 
 
@@ -119,12 +119,12 @@ def test_a_streamed_model_is_compensated(
     stream = stream_of(models[1])
     assert stream is not None
     half = Selection(0.5, estimator="elimination")
-    found = [CalibratedModel(own, WINDOWS).compensated(half) for own in models]
-    assert found[0][0].fingerprint == found[1][0].fingerprint
-    down_projs = [made.down_projs for _, made in found]
+    fits = [CalibratedModel(model, WINDOWS).compensated(half) for model in models]
+    assert fits[0][0].fingerprint == fits[1][0].fingerprint
+    down_projs = [compensation.down_projs for _, compensation in fits]
     assert down_projs[0].keys() == down_projs[1].keys()
-    for number, wanted in down_projs[0].items():
-        assert torch.allclose(down_projs[1][number], wanted, rtol=1e-9)
+    for number, down in down_projs[0].items():
+        assert torch.allclose(down_projs[1][number], down, rtol=1e-9)
     reads = []
     for n_tokens in (16, 80):  # in a batch: five batches, and two
         monkeypatch.setattr(activation_grams, "_TOKENS_AT_ONCE", n_tokens)
@@ -135,7 +135,7 @@ def test_a_streamed_model_is_compensated(
 
 
 def test_one_part_is_in_memory(tmp_path: Path) -> None:
-    """Of the pruned model and of the dense one that it is sliced from."""
+    """A part of the pruned model, or of the dense one that it is sliced from."""
     _, dense = both("qwen2_moe", tmp_path / "dense")
     pruned = prune(dense, random_keep(dense))
     seen = []
@@ -143,8 +143,8 @@ def test_one_part_is_in_memory(tmp_path: Path) -> None:
     def look(*_: Any) -> None:
         held = [
             block
-            for own in (pruned, dense)
-            for block in stream_of(own).blocks  # type: ignore[union-attr]
+            for model in (pruned, dense)
+            for block in stream_of(model).blocks  # type: ignore[union-attr]
             if any(not p.is_meta for p in block.parameters())
         ]
         seen.append(len(held))

@@ -18,16 +18,16 @@ from heapr_lab.text.corpora import Corpus
 
 SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
 TOKENS_AT_ONCE = 2100
-"""Five requests or so."""
+"""The tokens of five requests or so."""
 TEXTS = tuple(" ".join(f"w{i}x{j}" for j in range(70)) for i in range(9))
 
 
 def task() -> Any:
     """28 requests of several lengths, four for each context."""
     corpus = Corpus("numbered", "test", TEXTS, "made here")
-    made = continuation_task(corpus, n_items=7)
-    made.build_all_requests(limit=None, rank=0, world_size=1)
-    return made
+    lm_task = continuation_task(corpus, n_items=7)
+    lm_task.build_all_requests(limit=None, rank=0, world_size=1)
+    return lm_task
 
 
 def opened(folder: Path, *, stream: bool, **options: Any) -> tuple[Any, Any]:
@@ -47,22 +47,22 @@ def answers(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
     from heapr_lab.tasks.harness_model import PackingHFLM
 
     lm = PackingHFLM(model, tokenizer, tokens_at_once=TOKENS_AT_ONCE)
-    found: list[tuple[float, bool]] = lm.loglikelihood(task().instances)
-    return found
+    pairs: list[tuple[float, bool]] = lm.loglikelihood(task().instances)
+    return pairs
 
 
 @torch.no_grad()
 def alone(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
     """The answer to each request, without padding, from all logits."""
-    found = []
+    pairs = []
     for request in task().instances:
         context, continuation = (tokenizer(text).input_ids for text in request.args)
         ids = torch.tensor([context + continuation])
         log_p = model(ids).logits.log_softmax(-1)[0, len(context) - 1 : -1]
-        wanted = ids[0, len(context) :]
-        value = float(log_p.gather(1, wanted[:, None]).sum())
-        found.append((value, bool((log_p.argmax(-1) == wanted).all())))
-    return found
+        target = ids[0, len(context) :]
+        value = float(log_p.gather(1, target[:, None]).sum())
+        pairs.append((value, bool((log_p.argmax(-1) == target).all())))
+    return pairs
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_answers_are_those_in_memory(family: str, tmp_path: Path) -> None:
     dense, wanted = answers(streamed, tokenizer), alone(whole, tokenizer)
     with masking(streamed, keep), masking(whole, keep):
         masked, wanted_masked = answers(streamed, tokenizer), alone(whole, tokenizer)
-    for found, expected in ((dense, wanted), (masked, wanted_masked)):
+    for pairs, expected in ((dense, wanted), (masked, wanted_masked)):
         values = [value for value, _ in expected]
-        assert [value for value, _ in found] == pytest.approx(values, rel=tolerance)
-        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+        assert [value for value, _ in pairs] == pytest.approx(values, rel=tolerance)
+        assert [greedy for _, greedy in pairs] == [greedy for _, greedy in expected]
     assert masked != dense
 
 
@@ -100,9 +100,9 @@ def test_parts_are_read_once(
     reads: list[int] = []
     read = FileReader.read
 
-    def noted(own: FileReader, number: int, names: Any) -> None:
+    def noted(self: FileReader, number: int, names: Any) -> None:
         reads.append(number)
-        read(own, number, names)
+        read(self, number, names)
 
     monkeypatch.setattr(FileReader, "read", noted)
     answers(streamed, tokenizer)
@@ -118,7 +118,7 @@ def test_accuracies(tmp_path: Path) -> None:
         run_tasks(
             *opened(folder, stream=way),
             [task()],
-            progress=lambda *own: heard.append(own),
+            progress=lambda *step: heard.append(step),
         )
         for way in (False, True)
     ]

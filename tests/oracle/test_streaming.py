@@ -39,7 +39,7 @@ from heapr_lab.streaming.stream import Stream, stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 ROUNDED = {"nemotron_h"}
-"""Compute in float32 whatever the weights are in."""
+"""Families that compute in float32 whatever the weights are in."""
 WINDOWS = CalibrationSet.from_ids(
     torch.randint(0, 48, (7, 16), generator=torch.Generator().manual_seed(0))
 )
@@ -63,9 +63,9 @@ def both(folder: Path) -> tuple[Any, Any]:
 
 def stream(model: Any) -> Stream:
     """What reads the layers of a streamed model."""
-    found = stream_of(model)
-    assert found is not None
-    return found
+    source = stream_of(model)
+    assert source is not None
+    return source
 
 
 @pytest.fixture(scope="module")
@@ -85,34 +85,34 @@ def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
     """
     model, streamed = both(written(family, tmp_path))
     sizes = sizes_of(shapes_in(read_headers(tmp_path)[0]), model.config.to_dict())
-    assert sizes.atoms == {k: own.n_atoms for k, own in describe(model).layers.items()}
+    assert sizes.atoms == {k: s.n_atoms for k, s in describe(model).layers.items()}
     tolerance = 1e-4 if family in ROUNDED else 1e-9
     table, again = (
-        collect_statistics(own, WINDOWS, batch_size=2) for own in (model, streamed)
+        collect_statistics(net, WINDOWS, batch_size=2) for net in (model, streamed)
     )
     assert again.metadata["spec_hash"] == table.metadata["spec_hash"]
     assert again.metadata["N"] == table.metadata["N"]
     assert again.architecture == table.architecture
     assert list(again.frame) == list(table.frame)
     for name in table.frame:
-        found, wanted = again.frame[name].to_numpy(), table.frame[name].to_numpy()
-        np.testing.assert_allclose(found, wanted, rtol=tolerance, err_msg=name)
+        column, expected = again.frame[name].to_numpy(), table.frame[name].to_numpy()
+        np.testing.assert_allclose(column, expected, rtol=tolerance, err_msg=name)
     ids, keep = WINDOWS.ids, random_keep(model)
-    fitted = [fit_compensation(own, keep, WINDOWS) for own in (model, streamed)]
+    fitted = [fit_compensation(net, keep, WINDOWS) for net in (model, streamed)]
     for layer, down in fitted[0].down_projs.items():
         assert torch.allclose(
             fitted[1].down_projs[layer], down, rtol=tolerance, atol=1e-9
         )
     losses = []
-    for own, made in zip((model, streamed), fitted, strict=True):
-        with masking(own, keep, made.down_projs):
-            losses.append(window_nll(own, ids, batch_size=3))
+    for net, fit in zip((model, streamed), fitted, strict=True):
+        with masking(net, keep, fit.down_projs):
+            losses.append(window_nll(net, ids, batch_size=3))
     assert torch.allclose(*losses, rtol=1e-9)
-    kl = [evaluate_divergence(own, keep, ids).kl for own in (model, streamed)]
+    kl = [evaluate_divergence(net, keep, ids).kl for net in (model, streamed)]
     assert kl[1] == pytest.approx(kl[0], rel=1e-9)
     scores = [
-        eliminate(own, table, WINDOWS).frame["elimination"].to_numpy()
-        for own in (model, streamed)
+        eliminate(net, table, WINDOWS).frame["elimination"].to_numpy()
+        for net in (model, streamed)
     ]
     np.testing.assert_allclose(*scores, rtol=tolerance, atol=1e-12)
 
@@ -133,12 +133,12 @@ def test_weights_have_the_type_that_is_asked_for(
         load_model(tmp_path, device="cpu", dtype=asked, stream=way)[0]
         for way in (False, True)
     )
-    wanted = in_memory.state_dict()
-    found = dict(stream(on_disk).each(torch.clone))
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == wanted[name].dtype, name
-        assert torch.equal(tensor, wanted[name]), name
+    expected = in_memory.state_dict()
+    tensors = dict(stream(on_disk).each(torch.clone))
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
     assert model_identity(on_disk) == model_identity(in_memory)
     kind = torch.bfloat16 if asked == "bfloat16" else torch.float32
     assert on_disk.dtype == stream(on_disk).dtype == kind
@@ -177,7 +177,7 @@ def test_one_part_is_in_memory_at_a_time(
     for part in parts.values():
         for module in part.modules:
             module.register_forward_hook(look)
-    losses = [evaluate_perplexity(own, WINDOWS.ids).nll for own in (in_memory, on_disk)]
+    losses = [evaluate_perplexity(net, WINDOWS.ids).nll for net in (in_memory, on_disk)]
     assert losses[0] == losses[1]
     n_layers = in_memory.config.num_hidden_layers
     assert seen == set(parts) == set(range(-1, n_layers + (not tied)))
@@ -309,9 +309,9 @@ def _written_to(path: Path) -> None:
 
 def file_of_layer(model: Any, number: int) -> Path:
     """A file that has weights of that layer alone."""
-    own, reader = stream(model).part_names()[number], stream(model).reader
-    others = model.state_dict().keys() - own
-    files = [{found.file for found in reader.tensors_of(n)} for n in (own, others)]
+    names, reader = stream(model).part_names()[number], stream(model).reader
+    rest = model.state_dict().keys() - names
+    files = [{stored.file for stored in reader.tensors_of(n)} for n in (names, rest)]
     return min(files[0] - files[1])
 
 
@@ -398,35 +398,35 @@ def test_routing_is_replayed(
     real = two_sweeps.TwoSweeps.forward
 
     def disturbed(self: Any) -> Any:
-        found = real(self)
+        output = real(self)
         fill = Stream.fill
 
-        def shaken(own: Stream, number: int) -> None:
-            fill(own, number)
-            names = own.blocks[number].named_parameters() if number in range(3) else []
+        def shaken(disk: Stream, number: int) -> None:
+            fill(disk, number)
+            names = disk.blocks[number].named_parameters() if number in range(3) else []
             for name, weight in names:
                 if name.endswith("gate.weight"):
                     weight.data.copy_(torch.randn(weight.shape).double())
 
         monkeypatch.setattr(Stream, "fill", shaken)
-        return found
+        return output
 
     monkeypatch.setattr(two_sweeps.TwoSweeps, "forward", disturbed)
     table = collect_statistics(model, WINDOWS, batch_size=2)
-    found = collect_statistics(on_disk, WINDOWS, batch_size=2)
-    assert found.frame["tokens"].equals(table.frame["tokens"])
-    assert not np.allclose(found.frame["sum_p"], table.frame["sum_p"])
+    streamed = collect_statistics(on_disk, WINDOWS, batch_size=2)
+    assert streamed.frame["tokens"].equals(table.frame["tokens"])
+    assert not np.allclose(streamed.frame["sum_p"], table.frame["sum_p"])
     stream(on_disk)._empty(0)
 
 
 def test_threads_take_turns(pair: tuple[Any, Any]) -> None:
     """Scores in one thread and losses in others: each is what it is alone."""
     model, streamed = pair
-    wanted = window_nll(model, WINDOWS.ids)
-    found: list[torch.Tensor] = []
+    expected = window_nll(model, WINDOWS.ids)
+    losses: list[torch.Tensor] = []
 
     def lose() -> None:
-        found.extend(window_nll(streamed, WINDOWS.ids) for _ in range(3))
+        losses.extend(window_nll(streamed, WINDOWS.ids) for _ in range(3))
 
     threads = [threading.Thread(target=lose) for _ in range(2)]
     for thread in threads:
@@ -434,8 +434,8 @@ def test_threads_take_turns(pair: tuple[Any, Any]) -> None:
     table = collect_statistics(streamed, WINDOWS, batch_size=3)
     for thread in threads:
         thread.join()
-    assert len(found) == 6
-    assert all(torch.allclose(own, wanted, rtol=1e-9) for own in found)
+    assert len(losses) == 6
+    assert all(torch.allclose(loss, expected, rtol=1e-9) for loss in losses)
     alone = collect_statistics(model, WINDOWS, batch_size=3)
     np.testing.assert_allclose(
         table.frame["sum_hg2"].to_numpy(), alone.frame["sum_hg2"].to_numpy(), rtol=1e-9
@@ -452,13 +452,13 @@ def test_an_interrupted_pass_leaves_the_model_usable(pair: tuple[Any, Any]) -> N
 
     with pytest.raises(KeyboardInterrupt):
         collect_statistics(model, WINDOWS, batch_size=1, progress=stop)
-    found: list[float] = []
+    losses: list[float] = []
     other = threading.Thread(
-        target=lambda: found.append(evaluate_perplexity(model, WINDOWS.ids).nll)
+        target=lambda: losses.append(evaluate_perplexity(model, WINDOWS.ids).nll)
     )
     other.start()
     other.join(60)
-    assert found == [evaluate_perplexity(pair[0], WINDOWS.ids).nll]
+    assert losses == [evaluate_perplexity(pair[0], WINDOWS.ids).nll]
 
 
 def test_a_layer_that_was_read_in_part_is_dropped(
@@ -469,8 +469,8 @@ def test_a_layer_that_was_read_in_part_is_dropped(
     stream(model).fill(0)
     real = file_reader.convert_and_load_state_dict_in_model
 
-    def stopped(*given: Any) -> None:
-        real(*given)
+    def stopped(*args: Any) -> None:
+        real(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -480,7 +480,7 @@ def test_a_layer_that_was_read_in_part_is_dropped(
     assert resident(model) == set()
     stream(model).fill(2)
     assert resident(model) == {2}
-    losses = [evaluate_perplexity(own, WINDOWS.ids).nll for own in pair]
+    losses = [evaluate_perplexity(net, WINDOWS.ids).nll for net in pair]
     assert losses[0] == losses[1]
 
 
@@ -489,7 +489,7 @@ def test_advice_about_files_that_are_shorter_or_gone(tmp_path: Path) -> None:
     _, model = both(written("qwen3_moe", tmp_path))
     reader, names = stream(model).reader, stream(model).part_names()[1]
     reader.prepare(names)
-    files = {found.file for found in reader.tensors_of(names)}
+    files = {stored.file for stored in reader.tensors_of(names)}
     for path in files:
         path.write_bytes(b"")
     reader.prepare(names)
@@ -527,7 +527,7 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
     """
     write_model(tmp_path / "moe")
     write_text(tmp_path / "text.txt")
-    found = {}
+    outputs = {}
     for way in ("--stream", "--no-stream"):
         monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / f"cache{way}"))
         table = tmp_path / f"table{way}.parquet"
@@ -545,11 +545,11 @@ def test_a_streamed_model_is_scored_pruned_and_evaluated(
                 way, "--json", *TINY)
         )  # fmt: skip
         weights = {name: t.tolist() for name, t in tensors_in(out).items()}
-        found[way] = scored["spec_hash"], facts["atoms_kept"], losses, weights
-    assert found["--stream"] == found["--no-stream"]
+        outputs[way] = scored["spec_hash"], facts["atoms_kept"], losses, weights
+    assert outputs["--stream"] == outputs["--no-stream"]
     best = ("prune", tmp_path / "moe", "--ratio", 0.4, "--out", tmp_path / "best")
-    said = refused(*best, "--heal", 16, "--stream", *text_of(tmp_path))
-    assert "--no-stream" in said
+    message = refused(*best, "--heal", 16, "--stream", *text_of(tmp_path))
+    assert "--no-stream" in message
     assert not (tmp_path / "best").exists()
 
 
@@ -558,8 +558,8 @@ def test_compress_writes_the_same_checkpoint(
 ) -> None:
     """The default of prune: its choice, and its compensated weights, to rounding.
 
-    A streamed model writes no text of its own, which is said where it was not asked
-    not to.
+    A streamed model goes without self-generated text, which is said where that was
+    not asked for.
     """
     write_model(tmp_path / "moe")
     write_text(tmp_path / "text.txt")
@@ -567,15 +567,15 @@ def test_compress_writes_the_same_checkpoint(
     for way in ("--stream", "--no-stream"):
         monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / f"cache{way}"))
         out = tmp_path / f"pruned{way}"
-        own = [] if way == "--stream" else ["--own-text", 0]
+        options = [] if way == "--stream" else ["--own-text", 0]
         facts = json.loads(
-            run("prune", tmp_path / "moe", "--ratio", 0.4, "--out", out, way, *own,
+            run("prune", tmp_path / "moe", "--ratio", 0.4, "--out", out, way, *options,
                 "--json", *text_of(tmp_path))
         )  # fmt: skip
         folders.append(out)
         chosen.append(facts["chosen"])
     assert chosen[0] == chosen[1]
-    found, wanted = map(tensors_in, folders)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-3, atol=1e-5), name
+    streamed, plain = map(tensors_in, folders)
+    assert streamed.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.allclose(streamed[name], tensor, rtol=1e-3, atol=1e-5), name

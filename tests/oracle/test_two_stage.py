@@ -53,7 +53,7 @@ def test_two_stage_leaves_the_model_as_it_was(trained, as_published):
 
 
 def test_published_work_has_gradients_of_all_weights():
-    """Which is a third more operations in stage 1, and the head in stage 2."""
+    """They are a third more operations in stage 1, and the head in stage 2."""
     model, calibration = tiny_model("qwen2_moe"), CalibrationSet.from_ids(tiny_ids())
     counts = {}
     for as_published in (False, True):

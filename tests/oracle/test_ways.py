@@ -32,16 +32,16 @@ def test_products_in_half_precision(
         (ragged_experts.linear, nn.functional.linear),
         (lambda x, w, _: ragged_experts.times(x, w.T), lambda x, w, _: x @ w.T),
     ):
-        given = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
+        narrow = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
         wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-        found, expected = run(*given, bias), exact(*wide, bias.double())
+        product, expected = run(*narrow, bias), exact(*wide, bias.double())
         step = torch.finfo(dtype).eps
-        assert found.dtype == dtype
+        assert product.dtype == dtype
         close = {"rtol": step, "atol": 4 * step, "check_dtype": False}
-        torch.testing.assert_close(found, expected, **close)
-        found.square().sum().backward()
+        torch.testing.assert_close(product, expected, **close)
+        product.square().sum().backward()
         expected.square().sum().backward()
-        for tensor, true in zip(given, wide, strict=True):
+        for tensor, true in zip(narrow, wide, strict=True):
             error = (tensor.grad - true.grad).norm()
             assert error <= 4 * step * true.grad.norm()
 
@@ -56,7 +56,7 @@ def test_other_processors_and_dtypes_multiply_as_they_are() -> None:
 
 
 def layer(*, bias: bool = False) -> RaggedExperts:
-    """Of one layer, with experts of all widths, perhaps with output biases."""
+    """The ragged experts of one layer, of all widths, perhaps with output biases."""
     model = tiny_model("qwen3_moe", dtype=torch.float64)
     (module, *_) = sliced_experts(prune(model, random_keep(model))).values()
     if bias:

@@ -92,9 +92,9 @@ def test_masked_is_sliced_saved_and_loaded(tmp_path, kind):
     assert torch.allclose(logits_of(loaded, ids), expected, rtol=1e-9, atol=1e-12)
 
     before, after = tensors_in(source), tensors_in(out)
-    others = {name for name in before if ".experts." not in name}
-    assert any(re.search("vision|visual|sam_model", name) for name in others)
-    for name in others:
+    rest = {name for name in before if ".experts." not in name}
+    assert any(re.search("vision|visual|sam_model", name) for name in rest)
+    for name in rest:
         assert before[name].dtype == after[name].dtype, name
         assert torch.equal(before[name], after[name]), name
     assert (out / "preprocessor_config.json").read_text() == PROCESSOR
@@ -171,13 +171,13 @@ def test_streamed_is_in_memory(tmp_path, kind):
     streamed = open_streamed(source, dtype=torch.float64, device=torch.device("cpu"))
     streamed.set_experts_implementation("eager")
     expected = collect_statistics(model, texts, batch_size=2)
-    found = collect_statistics(streamed, texts, batch_size=2)
-    scores = expected.score("heapr"), found.score("heapr")
+    table = collect_statistics(streamed, texts, batch_size=2)
+    scores = expected.score("heapr"), table.score("heapr")
     np.testing.assert_allclose(scores[1], scores[0], rtol=RELATIVE, atol=1e-18)
     keep = random_keep(model)
     folders = [
-        save_pruned(prune(own, keep), tmp_path / name, base=str(source))
-        for name, own in {"streamed": streamed, "in_memory": model}.items()
+        save_pruned(prune(net, keep), tmp_path / name, base=str(source))
+        for name, net in {"streamed": streamed, "in_memory": model}.items()
     ]
     same_tensors(*folders)
 
@@ -202,8 +202,8 @@ def test_experts_transposed_in_files(tmp_path, width):
     loaded = read_weights(out, dtype=torch.float64)
     loaded.set_experts_implementation("eager")
     expected = logits_of(zeroed_twin(model, keep), tiny_ids())
-    found = logits_of(loaded, tiny_ids())
-    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+    logits = logits_of(loaded, tiny_ids())
+    assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_the_checkpoint_says_which_class(tmp_path):
@@ -219,7 +219,7 @@ def test_the_checkpoint_says_which_class(tmp_path):
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_sizes_are_of_both(kind):
-    """Parameters are counted of the whole, FLOPs of the language model."""
+    """Parameters are those of the whole, FLOPs those of the language model."""
     model = tiny_wrapper(kind)
     sizes = describe(model)
     assert sizes.n_parameters == sum(p.numel() for p in model.parameters())

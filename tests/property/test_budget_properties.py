@@ -128,10 +128,10 @@ def choices(table: ImportanceTable, settings: dict[str, Any]) -> list[Choice]:
         knob = (layer, expert) if alone else layer
         sharing.setdefault(knob, []).append(lowest[allowed])
     options = [sum(experts) for experts in sharing.values()]
-    found = options[0]
+    sums = options[0]
     for more in options[1:]:
-        found = (found[:, None] + more[None]).reshape(-1, 3)
-    return [Choice(*map(int, row)) for row in found]
+        sums = (sums[:, None] + more[None]).reshape(-1, 3)
+    return [Choice(*map(int, row)) for row in sums]
 
 
 def selected(table: ImportanceTable, **settings: Any) -> Choice:
@@ -153,8 +153,8 @@ def test_no_mask_of_a_structure_removes_as_many_atoms_for_less(
 ) -> None:
     """Whatever the sizes of steps: the score is the least of all with as many gone."""
     got = selected(table, ratio=ratio, **settings)
-    others = choices(table, settings)
-    assert got.score == min(x.score for x in others if x.atoms >= got.atoms)
+    masks = choices(table, settings)
+    assert got.score == min(x.score for x in masks if x.atoms >= got.atoms)
 
 
 @given(tables(same_shapes=True), ratios, st.sampled_from(WIDTHS))
@@ -190,6 +190,6 @@ def test_one_width_is_exact_at_the_ratio(
 def test_at_least_the_share_of_the_model_goes(
     table: ImportanceTable, ratio: Fraction, settings: dict[str, Any]
 ) -> None:
-    """Exactly counted."""
+    """The share is counted exactly."""
     got = selected(table, ratio=ratio, of="model", **settings)
     assert Fraction(got.parameters, table.architecture.n_parameters) >= ratio

@@ -29,11 +29,11 @@ from heapr_lab.text.calibration import CalibrationSet
 pytestmark = pytest.mark.property
 
 FAMILIES = ("mixtral", "deepseek_v2")
-"""Of other routers and names in files; the oracles have the families of each method."""
+"""Families of different routers and tensor names; the oracles have each method's."""
 NAMES = methods.names()
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
-"""With as many tokens as the least squares of an expert have unknowns, or rounding is
-what selects its atoms."""
+"""They have as many tokens as an expert's least squares have unknowns, or rounding
+would select its atoms."""
 IDS = tiny_ids(seed=5)
 SIX = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
 RATIO = 0.34
@@ -77,13 +77,13 @@ def fit(
     shared: Measurements | None = None,
 ) -> Compression:
     """What one method finds."""
-    own = OPTIONS.get(name, {})
-    return methods.get(name).fit(model, windows, ratio=ratio, shared=shared, **own)
+    options = OPTIONS.get(name, {})
+    return methods.get(name).fit(model, windows, ratio=ratio, shared=shared, **options)
 
 
-def applied(found: Compression, model: nn.Module) -> torch.Tensor:
+def applied(compression: Compression, model: nn.Module) -> torch.Tensor:
     """The logits of the compressed model."""
-    with found.apply(model):
+    with compression.apply(model):
         return logits_of(model, IDS)
 
 
@@ -117,16 +117,16 @@ def same_experts(one: ExpertComposition, other: ExpertComposition) -> bool:
 
 def multiplied(composition: Composition) -> Iterator[torch.Tensor]:
     """Every matrix of every expert, its factors multiplied out, and biases."""
-    for own in composition.projections.values():
-        for expert in range(max(len(own.dense.of), len(own.left.of))):
+    for projection in composition.projections.values():
+        for expert in range(max(len(projection.dense.of), len(projection.left.of))):
             dense, left, right = (
                 part.tensors[part.of[expert]]
                 if part.of and part.of[expert] >= 0
                 else torch.zeros(1, 1, dtype=torch.float64)
-                for part in (own.dense, own.left, own.right)
+                for part in (projection.dense, projection.left, projection.right)
             )
             yield dense + left @ right
-        yield from own.bias.tensors
+        yield from projection.bias.tensors
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
@@ -134,30 +134,30 @@ def test_the_budget_is_exact(fitted: Fitted, ratio: float) -> None:
     """Within one of what the method removes at a time, and counted by hand."""
     model, _, _ = fitted
     architecture = describe(model)
-    for name, found in fit_all(model, WINDOWS, ratio).items():
-        small = found.materialise(model)
+    for name, reduction in fit_all(model, WINDOWS, ratio).items():
+        small = reduction.materialise(model)
         experts = [small.get_submodule(layer.name) for layer in find_experts(model)]
         atoms = sum(
-            own.numel()
+            weight.numel()
             for module in experts
-            for part, own in module.named_parameters()
+            for part, weight in module.named_parameters()
             if "down.bias" not in part  # a constant, which is in `savings`
         )
         zeros = 0
         if methods.get(name).compresses == "weights":
-            every = [own for module in experts for own in module.parameters()]
-            zeros = sum(int((own == 0).sum()) for own in every)
+            every = [weight for module in experts for weight in module.parameters()]
+            zeros = sum(int((weight == 0).sum()) for weight in every)
         atoms -= zeros
         total = architecture.routed_parameters
-        assert found.achieved_ratio == pytest.approx(1 - atoms / total, abs=1e-12)
-        assert abs(Fraction(found.achieved_ratio) - Fraction(ratio)) <= step(
-            found, name, model
+        assert reduction.achieved_ratio == pytest.approx(1 - atoms / total, abs=1e-12)
+        assert abs(Fraction(reduction.achieved_ratio) - Fraction(ratio)) <= step(
+            reduction, name, model
         )
-        after = sum(own.numel() for own in small.parameters()) - zeros
-        assert found.savings(model).parameters == (architecture.n_parameters, after)
+        after = sum(weight.numel() for weight in small.parameters()) - zeros
+        assert reduction.savings(model).parameters == (architecture.n_parameters, after)
 
 
-def step(found: Compression, name: str, model: nn.Module) -> float:
+def step(compression: Compression, name: str, model: nn.Module) -> float:
     """The share of a unit: an atom or an expert in each group that is rounded."""
     layers = find_experts(model)
     atoms = sum(layer.n_experts * layer.d_inter for layer in layers)
@@ -171,7 +171,7 @@ def step(found: Compression, name: str, model: nn.Module) -> float:
         return len(layers) * (8 + 16) / (atoms * 3 * 16)
     if name == "moe-pruner":  # a weight of each row of 16 or, in W_down, of 8
         return 1 / 8
-    if isinstance(found, AtomCompression):
+    if isinstance(compression, AtomCompression):
         return len(layers) / atoms
     return len(layers) * layers[0].d_inter / atoms
 
@@ -186,9 +186,9 @@ def test_ratio_zero_changes_nothing(fitted: Fitted) -> None:
     """The logits are those of the dense model."""
     model, _, _ = fitted
     dense = logits_of(model, IDS)
-    for name, found in fit_all(model, WINDOWS, 0.0).items():
-        assert found.achieved_ratio == 0.0, name
-        torch.testing.assert_close(applied(found, model), dense, **CLOSE)
+    for name, compression in fit_all(model, WINDOWS, 0.0).items():
+        assert compression.achieved_ratio == 0.0, name
+        torch.testing.assert_close(applied(compression, model), dense, **CLOSE)
 
 
 def test_the_same_seed_gives_the_same_result(fitted: Fitted) -> None:
@@ -208,10 +208,10 @@ def test_the_order_of_experts_does_not_matter(fitted: Fitted) -> None:
     permuted = with_permuted_experts(model)
     dense = logits_of(model, IDS)
     torch.testing.assert_close(logits_of(permuted, IDS), dense, **IN_SINGLE)
-    for name, found in fit_all(permuted, WINDOWS).items():
+    for name, compression in fit_all(permuted, WINDOWS).items():
         if name not in DRAWN:
             expected = applied(before[name], model)
-            again = applied(found, permuted)
+            again = applied(compression, permuted)
             torch.testing.assert_close(again, expected, **IN_SINGLE)
             assert (again - dense).abs().max() > 1e-3
 
@@ -231,41 +231,41 @@ def test_the_order_of_windows_does_not_matter(fitted: Fitted) -> None:
     """Except where windows are held out by their place."""
     model, before, _ = fitted
     turned = CalibrationSet.from_ids(WINDOWS.ids.flip(0))
-    found = fit_all(model, turned)
+    compressions = fit_all(model, turned)
     for name in set(NAMES) - ORDERED:
-        assert same(found[name], before[name]), name
+        assert same(compressions[name], before[name]), name
     for name in ORDERED:
         assert any("order" in text for text in methods.get(name).deviations)
 
 
 def test_the_dense_model_is_untouched(fitted: Fitted) -> None:
     """Bit for bit, after fitting, applying, an exception inside, and materialising."""
-    model, found_by, state = fitted
-    objects = [id(own) for own in model.parameters()]
+    model, compressions, state = fitted
+    objects = [id(weight) for weight in model.parameters()]
     dense = logits_of(model, IDS)
-    for found in found_by.values():
-        with pytest.raises(KeyError), found.apply(model):
+    for compression in compressions.values():
+        with pytest.raises(KeyError), compression.apply(model):
             raise KeyError
-        found.savings(model)
-        small = found.materialise(model)
+        compression.savings(model)
+        small = compression.materialise(model)
         with torch.no_grad():
-            for own in small.parameters():
-                own.fill_(7.0)
-    assert [id(own) for own in model.parameters()] == objects
+            for weight in small.parameters():
+                weight.fill_(7.0)
+    assert [id(weight) for weight in model.parameters()] == objects
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
     assert torch.equal(logits_of(model, IDS), dense)
 
 
 def test_applied_is_materialised_is_reloaded(fitted: Fitted, tmp_path: Path) -> None:
     """The three have the same logits, which are not those of the dense model."""
-    model, found_by, _ = fitted
+    model, compressions, _ = fitted
     dense = logits_of(model, IDS)
-    for name, found in found_by.items():
-        expected = applied(found, model)
+    for name, compression in compressions.items():
+        expected = applied(compression, model)
         assert (expected - dense).abs().max() > 1e-3, name
-        small = found.materialise(model)
+        small = compression.materialise(model)
         torch.testing.assert_close(logits_of(small, IDS), expected, **CLOSE)
-        folder = found.save(model, tmp_path / name, base="tiny")
+        folder = compression.save(model, tmp_path / name, base="tiny")
         loaded = reloaded(folder)
         torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
 
@@ -280,21 +280,21 @@ def test_too_much_is_refused(fitted: Fitted) -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, RATIO])
 def test_skipping_keeps_the_promises(fitted: Fitted, ratio: float) -> None:
-    """NAEE with skipping: repeatable, and of no order of windows or experts."""
+    """NAEE with skipping: repeatable, whatever the order of windows or experts."""
     model, _, _ = fitted
 
     def skipping(other: nn.Module, windows: CalibrationSet = WINDOWS) -> Compression:
-        own = {"ratio": ratio, "skipping": True}
-        return methods.get("naee").fit(other, windows, **own)
+        options = {"ratio": ratio, "skipping": True}
+        return methods.get("naee").fit(other, windows, **options)
 
-    found, plain = skipping(model), fit("naee", model, ratio=ratio)
-    assert same(found, skipping(model))
-    assert same(found, skipping(model, CalibrationSet.from_ids(WINDOWS.ids.flip(0))))
-    assert not same(found, skipping(model, CalibrationSet.from_ids(WINDOWS.ids[:2])))
-    logits = applied(found, model)
+    skipped, plain = skipping(model), fit("naee", model, ratio=ratio)
+    assert same(skipped, skipping(model))
+    assert same(skipped, skipping(model, CalibrationSet.from_ids(WINDOWS.ids.flip(0))))
+    assert not same(skipped, skipping(model, CalibrationSet.from_ids(WINDOWS.ids[:2])))
+    logits = applied(skipped, model)
     assert (logits - applied(plain, model)).abs().max() > 1e-3
     permuted = with_permuted_experts(model)
     again = applied(skipping(permuted), permuted)
     torch.testing.assert_close(again, logits, **IN_SINGLE)
-    assert found.achieved_ratio == plain.achieved_ratio
-    assert bool(found.achieved_ratio) == bool(ratio)
+    assert skipped.achieved_ratio == plain.achieved_ratio
+    assert bool(skipped.achieved_ratio) == bool(ratio)

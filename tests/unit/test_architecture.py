@@ -93,6 +93,25 @@ def test_no_module_is_called_utils() -> None:
     assert {path.stem for path in MODULES} & {"utils", "util", "helpers"} == set()
 
 
+def test_variables_are_nouns() -> None:
+    """None says only that something was looked up, or whose it is."""
+    empty = {"found", "own"}
+    assigned = {
+        (path.name, node.lineno)
+        for path in MODULES
+        for function in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if (isinstance(node, ast.arg) and node.arg in empty)
+        or (isinstance(node, ast.Name) and node.id in empty and _is_set(node))
+    }
+    assert assigned == set()
+
+
+def _is_set(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
+
+
 WITHOUT_TORCH = (
     *WINGS,
     "storage.cache",

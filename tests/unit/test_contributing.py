@@ -79,8 +79,8 @@ def test_tests_with_a_browser_have_their_folder() -> None:
     """`make test` looks for them there alone, and elsewhere none would ever run."""
     marked = re.compile(r"^(@|pytestmark = |    )pytest\.mark\.browser\b", re.M)
     files = (ROOT / "tests").rglob("test_*.py")
-    found = {file for file in files if marked.search(file.read_text("utf-8"))}
-    assert found == set((ROOT / "tests" / "browser").glob("test_*.py"))
+    tests = {file for file in files if marked.search(file.read_text("utf-8"))}
+    assert tests == set((ROOT / "tests" / "browser").glob("test_*.py"))
 
 
 def test_it_is_one_page() -> None:

@@ -10,9 +10,9 @@ from tiny_folder import write_text
 
 ROOT = Path(__file__).parents[2]
 MOST_LINES = 6_800
-"""Of code in the core."""
+"""Lines of code in the core."""
 MOST_TO_READ = 2_800
-"""Of code in the files to read first."""
+"""Lines of code in the files to read first."""
 READING = (ROOT / "heapr_lab" / "README.md").read_text("utf-8")
 LINES = re.search(
     r"```python\n(import heapr_lab.*?)```",
@@ -39,7 +39,7 @@ sys.meta_path.insert(0, Refuse())
 
 @pytest.mark.parametrize("wing", [*TOP, *CORE])
 def test_the_core_imports_nothing_outside_itself(wing: str) -> None:
-    """Not in a function, either."""
+    """It imports nothing in a function, either."""
     files = sorted((PACKAGE / wing).glob("*.py")) or [PACKAGE / f"{wing}.py"]
     outside = {
         (path.name, name)
@@ -51,7 +51,7 @@ def test_the_core_imports_nothing_outside_itself(wing: str) -> None:
 
 
 def test_the_core_is_below_all_others() -> None:
-    """So that a wing around it may import all of it."""
+    """A wing around it may import all of it."""
     assert WINGS[: len(CORE)] == CORE
 
 
@@ -82,7 +82,7 @@ def test_what_is_read_first_is_read_in_an_hour() -> None:
 
 
 def test_the_lines_of_the_readme_run_alone(tmp_path: Path) -> None:
-    """Where nothing else can be imported; only writing a checkpoint needs more."""
+    """Nothing else can be imported; only writing a checkpoint needs more."""
     assert LINES is not None
     lines = LINES[1].strip()
     text = repr(str(write_text(tmp_path / "text.txt")))

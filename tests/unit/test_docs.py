@@ -74,8 +74,8 @@ def in_process(line: str) -> str:
         assert result.exit_code == 0, (line, result.output)
         return str(result.stdout)
     if line.startswith("make ") and shutil.which("make"):
-        asked = ["make", "-n", "-C", str(ROOT), *line.split()[1:]]
-        subprocess.run(asked, check=True, stdout=subprocess.DEVNULL)
+        command = ["make", "-n", "-C", str(ROOT), *line.split()[1:]]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return ""
     assert line.startswith("make ") or line == run_tutorial.ENTER
     return ""
@@ -83,11 +83,11 @@ def in_process(line: str) -> str:
 
 def test_the_tutorial_runs(tiny_lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command and every cell, in order; it ends with the models it promises."""
-    found = list(run_tutorial.steps(TUTORIAL))
-    assert [step.language for step in found].count("console") >= 9
-    done = list(run_tutorial.run(found, in_process, InteractiveShell()))
-    assert [one.step for one in done] == found
-    panel = next(one.output for one in done if one.step.language == "ipython")
+    steps = list(run_tutorial.steps(TUTORIAL))
+    assert [step.language for step in steps].count("console") >= 9
+    done = list(run_tutorial.run(steps, in_process, InteractiveShell()))
+    assert [entry.step for entry in done] == steps
+    panel = next(entry.output for entry in done if entry.step.language == "ipython")
     named = set(re.findall(r"\*\*(.+?)\*\*", section("Explore")))
     assert {"ratio", "Evaluate", "Pin", "Export"} <= named <= names_of(panel)
     assert "Return the sum of" in capsys.readouterr().out
@@ -106,9 +106,9 @@ def test_the_tutorial_runs(tiny_lab: Path, capsys: pytest.CaptureFixture[str]) -
 
 def section(title: str) -> str:
     """The text under a heading of the tutorial."""
-    found = re.search(rf"^## {title}\n(.*?)^## ", TUTORIAL, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+    match = re.search(rf"^## {title}\n(.*?)^## ", TUTORIAL, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
 def names_of(widget: Widget) -> set[str]:
@@ -145,9 +145,9 @@ def test_every_command_for_the_large_model_can_be_read(
 
 def test_the_sizes_are_those_of_the_code() -> None:
     """The table of the large model is what its configuration gives today."""
-    found = re.search(r"<!-- sizes -->(.*?)<!-- end -->", TUTORIAL, re.DOTALL)
-    assert found is not None
-    assert found[1] == run_tutorial.as_block(run_tutorial.sizes())
+    match = re.search(r"<!-- sizes -->(.*?)<!-- end -->", TUTORIAL, re.DOTALL)
+    assert match is not None
+    assert match[1] == run_tutorial.as_block(run_tutorial.sizes())
 
 
 # --- the other pages --------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_the_sizes_are_those_of_the_code() -> None:
 
 def test_what_is_generated_inside_pages() -> None:
     """Deviations are those of the registry; passes those that the benchmark counts."""
-    made = {
+    expected = {
         "comparing.md": {"deviations": pages.deviations_block()},
         "method.md": {
             "passes": str(PASSES["compress"]),
@@ -163,13 +163,13 @@ def test_what_is_generated_inside_pages() -> None:
             "uses": as_block(advice.uses_table()),
         },
     }
-    for name, found in made.items():
+    for name, blocks in expected.items():
         if UPDATE:
-            fill_blocks(DOCS / name, found)
+            fill_blocks(DOCS / name, blocks)
         text = (DOCS / name).read_text("utf-8")
-        for block, content in found.items():
+        for block, content in blocks.items():
             assert f"<!-- {block} -->{content}<!-- end -->" in text
-    deviations = made["comparing.md"]["deviations"]
+    deviations = expected["comparing.md"]["deviations"]
     assert all(f"`{name}`" in deviations for name in methods.names())
 
 
@@ -208,8 +208,8 @@ def test_every_page_is_in_the_menu() -> None:
     """The start page names the pages that are there and those that are made."""
     _, _, listed = (DOCS / "index.md").read_text("utf-8").partition(":hidden:\n")
     written = {path.stem for path in DOCS.iterdir() if path.suffix in {".md", ".rst"}}
-    made = {"commands", "glossary", "results", "benchmarks", "notebooks/index"}
-    expected = written - {"index"} | made
+    generated = {"commands", "glossary", "results", "benchmarks", "notebooks/index"}
+    expected = written - {"index"} | generated
     assert set(listed.split()) - {"```"} == expected
 
 
@@ -217,11 +217,11 @@ def test_the_pages_link_to_what_is_there() -> None:
     """On GitHub and on the site: each relative link of each page is a file."""
     read = {path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}
     measured = pages.measured_pages()
-    made = {"commands.md", "glossary.md", "notebooks/index.md", *measured}
+    generated = {"commands.md", "glossary.md", "notebooks/index.md", *measured}
     pages_made = [*measured.values(), pages.glossary_page()]
     for text in [*read.values(), *pages_made]:
         for link in re.findall(r"\]\((?!https:)([\w./]+)", text):
-            assert link in made or (DOCS / link).exists(), link
+            assert link in generated or (DOCS / link).exists(), link
 
 
 def test_headings_that_are_linked_to_are_there() -> None:
@@ -229,8 +229,8 @@ def test_headings_that_are_linked_to_are_there() -> None:
     read = {path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}
     read |= pages.measured_pages()
     for text in read.values():
-        own = pages.linked_pages(text)
-        for page, anchor in re.findall(r"\]\((\w+\.md)#([\w-]+)\)", own):
+        linked = pages.linked_pages(text)
+        for page, anchor in re.findall(r"\]\((\w+\.md)#([\w-]+)\)", linked):
             headings = re.findall(r"^#+ (.*)$", read[page], re.M)
             names = [re.sub(r"[^\w\- ]", "", line.lower()) for line in headings]
             assert anchor in {name.replace(" ", "-") for name in names}, anchor
@@ -238,13 +238,13 @@ def test_headings_that_are_linked_to_are_there() -> None:
 
 def test_links_to_what_is_no_page_are_text() -> None:
     """Cards, tables and the README; notebooks and measurements are pages."""
-    said = (
+    text = (
         "[a](../README.md#x) [b](../figures/9_cost_table.md) [c](../data/x/README.md)"
     )
-    assert pages.linked_pages(said) == "a b c"
-    said = "[a](../notebooks/00_tour.ipynb) [b](../benchmarks/README.md#x)"
+    assert pages.linked_pages(text) == "a b c"
+    text = "[a](../notebooks/00_tour.ipynb) [b](../benchmarks/README.md#x)"
     assert (
-        pages.linked_pages(said) == "[a](notebooks/00_tour.ipynb) [b](benchmarks.md#x)"
+        pages.linked_pages(text) == "[a](notebooks/00_tour.ipynb) [b](benchmarks.md#x)"
     )
 
 
@@ -256,8 +256,8 @@ def test_the_many_runs_of_the_docs(tiny_lab: Path) -> None:
     exec(code, names)
     for number in (1, 3, 1):
         names["run"](number)
-    found = {path.name for path in Path("rows").iterdir()}
-    assert found == {"1.json", "3.json"}
+    files = {path.name for path in Path("rows").iterdir()}
+    assert files == {"1.json", "3.json"}
     model, estimator, ratio, value = json.loads(Path("rows", "3.json").read_text())
     assert (model, estimator, ratio) == ("lab", "shrunk", 0.4)
     assert value > 1
@@ -269,10 +269,10 @@ def test_the_many_runs_of_the_docs(tiny_lab: Path) -> None:
 def test_constraints_pin_what_the_site_is_made_with() -> None:
     """Each package of the extra `docs` has a pin inside its bounds."""
     with (ROOT / "pyproject.toml").open("rb") as file:
-        asked = tomllib.load(file)["project"]["optional-dependencies"]["docs"]
+        requirements = tomllib.load(file)["project"]["optional-dependencies"]["docs"]
     lines = (ROOT / "constraints.txt").read_text("utf-8").lower().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
-    for item in map(Requirement, asked):
+    for item in map(Requirement, requirements):
         assert pins[item.name] in item.specifier
 
 
@@ -299,12 +299,12 @@ class Fetched(HTMLParser):
 def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
     """Every page is there, with its names; none fetches anything from elsewhere."""
     pytest.importorskip("sphinx", reason="needs pip install -e '.[docs]'")
-    asked = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", str(tmp_path / "state")]
+    build = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", str(tmp_path / "state")]
     site = tmp_path / "html"
-    made = subprocess.run(
-        [*asked, str(DOCS), str(site)], capture_output=True, text=True, check=False
+    process = subprocess.run(
+        [*build, str(DOCS), str(site)], capture_output=True, text=True, check=False
     )
-    assert (made.returncode, made.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
     names = {path.stem for path in site.glob("*.html")}
     assert {"index", "tutorial", "commands", "api", "genindex", "search"} <= names
     reference = (site / "api.html").read_text("utf-8")

@@ -49,8 +49,8 @@ def test_an_earlier_cache_answers(
         monkeypatch.setattr(f"heapr_lab.workbench.workbench.{name}", never)
     keep = bench.keep(SETTING)
     assert keep.fingerprint == KeepMask.read(earlier / "mask.parquet").fingerprint
-    found = bench.perplexity(keep, bench.test_windows("text.txt"))
-    assert found.n_tokens == 252
+    perplexity = bench.perplexity(keep, bench.test_windows("text.txt"))
+    assert perplexity.n_tokens == 252
 
 
 def test_earlier_tables_and_masks_are_read(earlier: Path) -> None:
@@ -90,7 +90,7 @@ def test_an_earlier_checkpoint_is_loaded(earlier: Path) -> None:
 def test_experts_of_before_are_refused_by_name(
     own: dict[str, object], what: str, earlier: Path
 ) -> None:
-    """With what reads them, in one line: by transformers, in memory, and streamed."""
+    """One line says what reads them; by transformers, in memory, and streamed."""
     path = earlier / "ragged" / "config.json"
     with changed_json(path) as config:
         config["quantization_config"] |= own
@@ -104,7 +104,7 @@ def test_experts_of_before_are_refused_by_name(
 
 
 def test_the_format_of_less_is_moe_is_refused_by_name(earlier: Path) -> None:
-    """With what reads it; in memory, streamed, and as a configuration."""
+    """The error says what reads it; in memory, streamed, and as a configuration."""
     why = r"Less-is-MoE's format, which heapr-lab 0\.1 of 2026-11"
     for stream in (False, True):
         with pytest.raises(SpecError, match=why):

@@ -51,10 +51,10 @@ def test_the_same_names_and_bounds() -> None:
     """Every dependency and test tool stands in both files with the same bounds."""
     settings = project()
     lines = settings["dependencies"] + settings["optional-dependencies"]["test"]
-    asked = [Requirement(line) for line in lines]
+    requirements = [Requirement(line) for line in lines]
     expected = {
         CONDA_NAMES.get(item.name, item.name): bounds(str(item.specifier))
-        for item in asked
+        for item in requirements
     }
     expected["python"] = bounds(settings["requires-python"])
     expected["pip"] = ""
@@ -95,6 +95,6 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
         for name, _, version in (line.partition("==") for line in lines)
     }
     settings = project()
-    asked = settings["dependencies"] + settings["optional-dependencies"]["test"]
-    for item in map(Requirement, asked):
+    requirements = settings["dependencies"] + settings["optional-dependencies"]["test"]
+    for item in map(Requirement, requirements):
         assert pins[re.sub(r"[-_.]+", "-", item.name).lower()] in item.specifier

@@ -11,9 +11,9 @@ EXPLORE = "from heapr_lab import explore\nexplore('no/such-model')"
 def shell(monkeypatch: pytest.MonkeyPatch) -> InteractiveShell:
     """A shell without colours, where no hub is asked."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    made = InteractiveShell(colors="nocolor")
-    made.history_manager.enabled = False
-    return made
+    shell = InteractiveShell(colors="nocolor")
+    shell.history_manager.enabled = False
+    return shell
 
 
 def test_an_error_is_one_line_in_a_notebook(shell: InteractiveShell) -> None:

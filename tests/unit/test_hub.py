@@ -103,7 +103,7 @@ def test_nothing_is_tried_where_the_variable_says_so(
 def test_a_hub_that_hangs_is_given_up(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the time that is set, which is at most ten seconds."""
+    """It is given up after the time that is set, which is at most ten seconds."""
     assert hub._SECONDS <= 10
     monkeypatch.setattr(hub, "_SECONDS", 0.3)
     server.seconds = 8.0

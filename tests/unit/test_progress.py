@@ -51,7 +51,7 @@ def test_parts_that_nobody_watches() -> None:
 def test_a_part_that_never_reports_has_no_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such as a model's own text where none is asked for; the others have theirs."""
+    """Such as self-generated text where none is asked for; the others have theirs."""
     monkeypatch.setenv("HEAPR_LAB_PROGRESS", "1")
     with progress_bars() as part:
         part("own text", "token")
@@ -125,5 +125,5 @@ def test_a_job_says_how_long_it_takes_yet(monkeypatch: pytest.MonkeyPatch) -> No
     job = Job("Go", work)
     job.start()
     job.wait(60)
-    said = ["0 of 4", "1 of 4, about 3:00 left", "2 of 4, soon", "4 of 4"]
-    assert [text.split(": ")[1].split("<")[0] for text in shown] == said
+    expected = ["0 of 4", "1 of 4, about 3:00 left", "2 of 4, soon", "4 of 4"]
+    assert [text.split(": ")[1].split("<")[0] for text in shown] == expected

@@ -35,8 +35,8 @@ _SHAPE = LayerShape(n_experts=2, d_inter=3, d_expert=4)
 
 def keep_mask() -> KeepMask:
     """One of two atoms stays."""
-    said = {"scope": "global", "granularity": "atom", "structure": "ragged"}
-    return KeepMask.from_arrays({0: [[True, False]]}, estimator=NASTY, **said)
+    settings = {"scope": "global", "granularity": "atom", "structure": "ragged"}
+    return KeepMask.from_arrays({0: [[True, False]]}, estimator=NASTY, **settings)
 
 
 Shown = dict[str, tuple[Any, list[str]]]
@@ -56,7 +56,7 @@ def shown() -> Shown:
     frame = pd.DataFrame(
         {"ratio": 0.5, "achieved_ratio": 0.5, NASTY: 1, "layer": [0], "layer_ratio": 1}
     )
-    made: list[tuple[Any, list[str]]] = [
+    cards: list[tuple[Any, list[str]]] = [
         (keep_mask(), ["50.00%", "1 of 2"]),
         (ImportanceTable.from_frame(pd.DataFrame(_ROWS), N=1234), ["1,234", "2"]),
         (windows, ["3 of 5 tokens", "12", "7"]),
@@ -84,7 +84,7 @@ def shown() -> Shown:
             ["0.25", "0.5", "alpha=2", "7"],
         ),
     ]
-    return {type(value).__name__: (value, said) for value, said in made}
+    return {type(value).__name__: (value, facts) for value, facts in cards}
 
 
 class Reader(HTMLParser):
@@ -103,9 +103,9 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note its colours, and that it is open."""
         self.tags.add(tag)
-        said = dict(attrs)
-        self.texts.append(said.get("alt") or "")
-        self.styles.append(said.get("style") or "")
+        attributes = dict(attrs)
+        self.texts.append(attributes.get("alt") or "")
+        self.styles.append(attributes.get("style") or "")
         if tag != "img":
             self.open.append(tag)
 
@@ -132,17 +132,17 @@ def colours(style: str) -> list[str]:
 
 def test_colours_are_found() -> None:
     """The check below sees a colour of its own, and not the fallback of a variable."""
-    own = "color:#333;border:1px solid rgb(1,2,3);background:white;padding:1px"
-    assert len(colours(own)) == 3
+    style = "color:#333;border:1px solid rgb(1,2,3);background:white;padding:1px"
+    assert len(colours(style)) == 3
     assert colours("color:var(--jp-x, rgba(1,2,3,.5));width:3px") == []
 
 
 def test_a_card_is_well_formed_escaped_and_of_any_theme(shown: Shown) -> None:
     """Key numbers are said, markup in names is text, no colour ignores the theme."""
-    for name, (value, said) in shown.items():
+    for name, (value, facts) in shown.items():
         page = Reader(value._repr_html_())
         text = " ".join(page.texts)
-        assert [number for number in said if number not in text] == [], name
+        assert [number for number in facts if number not in text] == [], name
         assert page.tags <= {"div", "strong", "table", "tr", "td", "span", "img"}, name
         assert [c for style in page.styles for c in colours(style)] == [], name
 
@@ -158,7 +158,7 @@ def test_a_repr_is_short(shown: Shown) -> None:
 
 
 def test_every_public_class_is_shown(shown: Shown) -> None:
-    """Of the public names that are classes, errors aside."""
+    """Every public name that is a class, errors aside."""
     public = [getattr(heapr_lab, name) for name in heapr_lab.__all__]
     classes = {value.__name__ for value in public if isinstance(value, type)}
     abstract = {

@@ -32,12 +32,12 @@ class _Left(torch.autograd.Function):
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        """The same."""
+        """The same tensor."""
         return x.clone()
 
     @staticmethod
     def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
-        """On the CPU by mistake."""
+        """The gradient times a tensor that is on the CPU by mistake."""
         return grad * HERE
 
 
@@ -60,7 +60,7 @@ MIXED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("mix", MIXED.values(), ids=MIXED)
 def test_what_is_left_on_the_cpu_is_an_error(mix: Callable[[], Any]) -> None:
-    """As on CUDA."""
+    """It is an error as on CUDA."""
     with pytest.raises((RuntimeError, TypeError)):
         mix()
 

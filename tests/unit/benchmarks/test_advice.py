@@ -7,7 +7,7 @@ from benchmarks.index import results_of
 from heapr_lab.storage import paths
 
 
-def rows(variant: str, against: float, **others: object) -> dict[str, object]:
+def rows(variant: str, against: float, **changes: object) -> dict[str, object]:
     """A row of `benchmarks/quality.py` with a standard error of 0.01."""
     return {
         "calibration": "pydocs",
@@ -18,7 +18,7 @@ def rows(variant: str, against: float, **others: object) -> dict[str, object]:
         "delta_nll": 0.5,
         "against_paper": against,
         "stderr": 0.01,
-    } | others
+    } | changes
 
 
 def test_only_what_exceeds_two_errors_loses_more() -> None:

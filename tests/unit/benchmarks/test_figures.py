@@ -23,9 +23,9 @@ from heapr_lab.errors import SpecError
 def test_quality_is_relative_to_the_paper() -> None:
     """Mean over HEAPr's mean, (0.05 + 0.12) / (0.1 + 0.2); the worst of a seed, 0.6."""
     data = quality.quality_data(measured_quality())
-    own = data[data["variant"].eq("shrunk")]
-    assert own["relative_worst"].tolist() == pytest.approx([0.6] * 4)
-    assert own["delta_nll_std"].iloc[0] == pytest.approx(0.07 / 2**0.5)
+    rows = data[data["variant"].eq("shrunk")]
+    assert rows["relative_worst"].tolist() == pytest.approx([0.6] * 4)
+    assert rows["delta_nll_std"].iloc[0] == pytest.approx(0.07 / 2**0.5)
     table = quality.quality_table(data).set_index("variant")
     assert table.loc["shrunk", "40 % [× HEAPr] ↓"] == pytest.approx(0.17 / 0.3)
     assert table.loc["shrunk", "worst at 40, 60 % [×]"] == pytest.approx(0.6)
@@ -35,13 +35,13 @@ def test_no_quotient_is_that_of_noise() -> None:
     """At 10 % HEAPr loses less than 0.005 nats on the mean: no table has a ratio."""
     rows = measured_quality()
     few = rows.assign(ratio=0.1, delta_nll=0.01 * rows["delta_nll"], passes=9)
-    both = pd.concat([rows, few], ignore_index=True)
+    measured = pd.concat([rows, few], ignore_index=True)
     for table in (
-        quality.quality_table(quality.quality_data(both)),
-        quality.models_table(quality.models_data(both)),
+        quality.quality_table(quality.quality_data(measured)),
+        quality.models_table(quality.models_data(measured)),
     ):
-        own = [name for name in table if name.endswith("% [× HEAPr] ↓")]
-        assert own[0] == "40 % [× HEAPr] ↓"
+        names = [name for name in table if name.endswith("% [× HEAPr] ↓")]
+        assert names[0] == "40 % [× HEAPr] ↓"
         assert not table.isna().all().any()
 
 
@@ -109,8 +109,8 @@ def test_gains_are_drawn_with_their_intervals() -> None:
     assert drawn[1][1].tolist() == pytest.approx([40, 0.5])
     # A second draw of the calibration windows makes no error smaller.
     twice = pd.concat([rows, rows.assign(seed=1)])
-    for own in (figure, quality.figure_models(quality.models_data(twice))):
-        (bars,) = own.axes[0].containers[-1].lines[2]
+    for plot in (figure, quality.figure_models(quality.models_data(twice))):
+        (bars,) = plot.axes[0].containers[-1].lines[2]
         low, high = bars.get_segments()[1][:, 1]
         assert high - low == pytest.approx(2 * 0.196)
 

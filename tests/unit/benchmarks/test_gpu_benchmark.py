@@ -87,10 +87,10 @@ def test_sliced_experts_are_timed() -> None:
     assert (sliced["parameter_bytes"] == sliced["predicted_bytes"]).all()
 
 
-def options(out: Path, **own: Any) -> argparse.Namespace:
+def options(out: Path, **changes: Any) -> argparse.Namespace:
     """What the command line gives."""
-    given = {"out": out, "device": "cpu", "small": True, "parts": "equal,tests"}
-    return argparse.Namespace(**given | own)
+    defaults = {"out": out, "device": "cpu", "small": True, "parts": "equal,tests"}
+    return argparse.Namespace(**defaults | changes)
 
 
 def test_a_part_that_takes_too_long_is_stopped(
@@ -101,13 +101,13 @@ def test_a_part_that_takes_too_long_is_stopped(
     The tests marked gpu are found without their own conftest.py, which needs the panel.
     """
     monkeypatch.setattr(gpu, "LIMITS", {"equal": 0.5})
-    found = pd.DataFrame(gpu.run_all(options(tmp_path, minutes=5)))
-    ended = found[found["case"] == "ended"].set_index("part")["outcome"]
+    rows = pd.DataFrame(gpu.run_all(options(tmp_path, minutes=5)))
+    ended = rows[rows["case"] == "ended"].set_index("part")["outcome"]
     assert dict(ended) == {"equal": "stopped after 0 s", "tests": "done"}
-    assert found["n_tests"].max() >= 60
+    assert rows["n_tests"].max() >= 60
     again = pd.DataFrame(gpu.run_all(options(tmp_path, minutes=5)))
     pd.testing.assert_frame_equal(again, pd.read_csv(tmp_path / "gpu.csv"))
-    assert len(again) == len(found)
+    assert len(again) == len(rows)
 
 
 def test_no_part_begins_without_time(tmp_path: Path) -> None:

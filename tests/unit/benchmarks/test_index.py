@@ -54,8 +54,8 @@ def test_a_benchmark_is_shown(name: str) -> None:
 
 def assert_written(path: Path, frame: pd.DataFrame) -> None:
     """The file has these rows; last digits of a mean depend on the processor."""
-    made = pd.read_csv(io.StringIO(figures.rows_text(frame)))
-    pd.testing.assert_frame_equal(pd.read_csv(path), made, rtol=1e-12, atol=0.0)
+    expected = pd.read_csv(io.StringIO(figures.rows_text(frame)))
+    pd.testing.assert_frame_equal(pd.read_csv(path), expected, rtol=1e-12, atol=0.0)
 
 
 def test_a_figure_is_written_with_its_rows_and_table(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from benchmarks.latency import in_turns, seconds_of
 
 
 def test_a_prefill_and_decoding_are_timed() -> None:
-    """Seconds, of a batch of prompts."""
+    """The seconds of a batch of prompts."""
     model = tiny_model("qwen2_moe").eval()
-    found = [seconds_of(model, tiny_ids(), n_steps=n_steps) for n_steps in (0, 2)]
-    assert np.min(found) > 0
+    seconds = [seconds_of(model, tiny_ids(), n_steps=n_steps) for n_steps in (0, 2)]
+    assert np.min(seconds) > 0
 
 
 def test_runs_take_turns_after_a_warm_up() -> None:
@@ -21,6 +21,6 @@ def test_runs_take_turns_after_a_warm_up() -> None:
         order.append(name)
         return float(len(order))
 
-    found = in_turns([lambda: run("a"), lambda: run("b")], n_rounds=2)
+    times = in_turns([lambda: run("a"), lambda: run("b")], n_rounds=2)
     assert order == ["a", "b", "b", "a", "a", "b"]
-    assert found == [[4, 5], [3, 6]]
+    assert times == [[4, 5], [3, 6]]

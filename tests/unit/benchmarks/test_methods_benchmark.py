@@ -26,10 +26,10 @@ ONCE = (
 
 def test_tasks_of_a_model_are_neighbours() -> None:
     """Each method of the registry on each model, once."""
-    found = list(script.tasks(["a", "b"], 1, methods.names(), costly=False))
-    assert [task.model for task in found] == sorted(task.model for task in found)
-    assert [t.method for t in found if t.model == "a"] == list(methods.names())
-    assert {task.seed for task in found} == {1}
+    tasks = list(script.tasks(["a", "b"], 1, methods.names(), costly=False))
+    assert [task.model for task in tasks] == sorted(task.model for task in tasks)
+    assert [t.method for t in tasks if t.model == "a"] == list(methods.names())
+    assert {task.seed for task in tasks} == {1}
 
 
 def test_a_run_resumes_where_it_was(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def tiny(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     few = {"N_WINDOWS": 4, "N_TEST": 2, "N_ITEMS": 4, "N_PROMPTS": 2, "N_ROUNDS": 1}
     for name, value in {**few, "CORPUS": text, "CORPORA": (text,)}.items():
         monkeypatch.setattr(script, name, value)
-    for made in ONCE:
-        made.cache_clear()
+    for function in ONCE:
+        function.cache_clear()
     return str(root / "moe")
 
 
@@ -81,7 +81,7 @@ def rows_of(model: str, method: str, *ratios: float, costly: bool) -> list[Any]:
 
 
 def test_the_rows_of_a_method_that_removes_atoms(tiny: str) -> None:
-    """One of the method, one with compensation; losses are those of the mask."""
+    """One row of the method, one with compensation; losses are those of the mask."""
     rows = rows_of(tiny, "heapr", 0.4, 0.5, costly=True)
     plain = ["heapr", "heapr + compensation"]
     assert [row["variant"] for row in rows] == plain * 2
@@ -108,13 +108,13 @@ def test_the_rows_of_a_method_that_removes_atoms(tiny: str) -> None:
 
 
 def test_a_fit_alone_finds_what_a_shared_one_finds(tiny: str) -> None:
-    """Of a method and of its compensation: what is timed is what is measured."""
+    """A method and its compensation: what is timed is what is measured."""
     case = script.case_of(tiny, 0)
-    alone, shared = (case.fitted("heapr", 0.5, alone=own) for own in (True, False))
+    alone, shared = (case.fitted("heapr", 0.5, alone=flag) for flag in (True, False))
     assert isinstance(alone, script.AtomCompression)
     assert isinstance(shared, script.AtomCompression)
     assert alone.keep == shared.keep
-    first, second = (case.compensated(shared, alone=own) for own in (True, False))
+    first, second = (case.compensated(shared, alone=flag) for flag in (True, False))
     assert first.down_projs is not None
     assert second.down_projs is not None
     for layer, down in first.down_projs.items():
@@ -136,10 +136,10 @@ def test_predictions_are_those_of_the_logits(bench: Workbench) -> None:
     ids = torch.arange(60).view(12, 5)
     losses, tops = script.predictions(bench.model, ids)
     assert losses.shape == tops.shape == (12, 4)
-    for window, own, top in zip(ids, losses, tops, strict=True):
+    for window, loss, top in zip(ids, losses, tops, strict=True):
         with torch.no_grad():
             log_p = bench.model(window[None]).logits[0, :-1].log_softmax(-1)
-        torch.testing.assert_close(-own, log_p[range(4), window[1:]])
+        torch.testing.assert_close(-loss, log_p[range(4), window[1:]])
         assert torch.equal(top, log_p.argmax(-1))
 
 

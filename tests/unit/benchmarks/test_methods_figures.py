@@ -13,9 +13,9 @@ from heapr_lab.figures.style import PAPER_GREY
 
 def at(data: pd.DataFrame, variant: str, ratio: float) -> pd.Series:
     """The row of one method and ratio."""
-    found = data[data["variant"].eq(variant) & data["ratio"].eq(ratio)]
-    assert len(found) == 1
-    return found.iloc[0]
+    rows = data[data["variant"].eq(variant) & data["ratio"].eq(ratio)]
+    assert len(rows) == 1
+    return rows.iloc[0]
 
 
 def test_rows_are_over_models_and_seeds() -> None:
@@ -59,7 +59,7 @@ def test_nothing_is_refused_if_the_column_is_empty() -> None:
 
 
 def test_every_method_is_a_row_below_its_kind() -> None:
-    """Of those whose masks are not compensated, best first, with the worst model."""
+    """Methods with masks that are not compensated, best first, with the worst model."""
     data = methods.methods_data(measured_methods())
     assert set(data.loc[data["best"], "variant"]) == {"heapr", "heapr + compensation"}
     losses, seconds = methods.figure_methods(data).axes
@@ -119,11 +119,11 @@ def test_published_rows_are_marked_and_ranked_beside_ours() -> None:
     measured.loc[reap, "delta_nll pydocs"] = 0.001
     table = methods.rankings_table(methods.methods_data(measured))
     assert set(table["method"]) == {"naee", "heapr"}
-    own = table[table["published ratio"].eq(0.2)].set_index("method")
-    assert own.loc["heapr", ["rank there", "rank here"]].tolist() == [1, 2]
-    assert own.loc["naee", "published perplexity ÷ dense ↓"] == pytest.approx(
+    ranks = table[table["published ratio"].eq(0.2)].set_index("method")
+    assert ranks.loc["heapr", ["rank there", "rank here"]].tolist() == [1, 2]
+    assert ranks.loc["naee", "published perplexity ÷ dense ↓"] == pytest.approx(
         9.44 / 6.38
     )
-    assert not own["same rank"].any()
+    assert not ranks["same rank"].any()
     alone = measured[measured["variant"].eq("random")]
     assert methods.rankings_table(methods.methods_data(alone)).empty

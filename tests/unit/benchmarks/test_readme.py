@@ -35,8 +35,8 @@ UPDATE = os.environ.get("HEAPR_UPDATE_README") == "1"
 
 def blocks(path: Path) -> dict[str, str]:
     """What stands between `<!-- name -->` and `<!-- end -->`, by name."""
-    found = r"<!-- (\w+) -->(.*?)<!-- end -->"
-    return dict(re.findall(found, path.read_text("utf-8"), re.DOTALL))
+    pattern = r"<!-- (\w+) -->(.*?)<!-- end -->"
+    return dict(re.findall(pattern, path.read_text("utf-8"), re.DOTALL))
 
 
 @functools.cache
@@ -68,8 +68,8 @@ def test_the_supported_families_are_those_proven() -> None:
 
 def _job_of(wing: str) -> str:
     """The first line of the docstring of a wing, beginning in lower case."""
-    said = importlib.import_module(f"heapr_lab.{wing}").__doc__.split("\n")[0]
-    return said[:1].lower() + said[1:]
+    line = importlib.import_module(f"heapr_lab.{wing}").__doc__.split("\n")[0]
+    return line[:1].lower() + line[1:]
 
 
 def test_the_wings_are_those_of_the_package() -> None:
@@ -110,14 +110,14 @@ def test_every_question_is_answered_by_the_committed_numbers() -> None:
     assert blocks(ANSWERS) == made
     text = ANSWERS.read_text("utf-8")
     headings = re.findall(r"^## (.*)$", text, re.M)
-    assert headings == [one.text for one in questions.QUESTIONS]
+    assert headings == [question.text for question in questions.QUESTIONS]
     assert len(text.split()) < MOST_WORDS
 
 
 def test_no_figure_is_left_out() -> None:
-    """Those of the folder are those of the questions."""
+    """The pictures of the folder are those of the questions."""
     drawn = {path.stem for path in paths.figures_dir().glob("*.png")}
-    assert drawn - NOT_ASKED == {one.stem for one in questions.QUESTIONS}
+    assert drawn - NOT_ASKED == {question.stem for question in questions.QUESTIONS}
 
 
 def test_the_advice_is_made_of_the_committed_results() -> None:
@@ -144,9 +144,9 @@ def test_a_new_benchmark_gets_a_section(tmp_path: Path) -> None:
     """What the file lacks is added at its end, under its title, once."""
     path = tmp_path / "results.md"
     path.write_text("## Old\n\n<!-- old -->1<!-- end -->\n")
-    found = {"old": readme.Section("Old", "2"), "new": readme.Section("New", "3")}
+    sections = {"old": readme.Section("Old", "2"), "new": readme.Section("New", "3")}
     for _ in range(2):
-        readme.fill_sections(path, found)
+        readme.fill_sections(path, sections)
         assert path.read_text() == (
             "## Old\n\n<!-- old -->2<!-- end -->\n"
             "\n## New\n\n<!-- new -->3<!-- end -->\n"

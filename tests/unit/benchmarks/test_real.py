@@ -8,7 +8,7 @@ import pytest
 from benchmarks.figures import real
 
 
-def _row(method: str, ratio: float, **others: object) -> dict[str, object]:
+def _row(method: str, ratio: float, **changes: object) -> dict[str, object]:
     accuracy = 0.5 - ratio / 10
     return {
         "model": "smolmoe",
@@ -34,7 +34,7 @@ def _row(method: str, ratio: float, **others: object) -> dict[str, object]:
         "against_heapr_stderr": math.nan if method == "dense" else 0.005,
         "windows": "16, 16, 16",
         "items": 100,
-    } | others
+    } | changes
 
 
 def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
@@ -69,8 +69,8 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     assert "16 to 595 / 16 to 206 / 16 to 54 windows" in real.measured_on(whole)
     columns = [f"delta_nll {corpus}" for corpus in ("wikitext2", "ptb")]
     whole[columns] = math.log(2)
-    found = real.real_front_table(whole)["perplexity wikitext2 ↓"]
-    assert found.tolist()[:2] == ["20.0", "45.0 (dense 22.5)"]
+    perplexities = real.real_front_table(whole)["perplexity wikitext2 ↓"]
+    assert perplexities.tolist()[:2] == ["20.0", "45.0 (dense 22.5)"]
 
 
 def test_the_figure_has_at_most_five_series_with_intervals() -> None:

@@ -53,18 +53,18 @@ def _found() -> dict[State, Results]:
 
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     """Every state with its windows, items and sizes."""
-    found = _found()
-    real.write(found, tmp_path, seed=0)
+    results = _found()
+    real.write(results, tmp_path, seed=0)
     again = real.stored(tmp_path)
-    assert list(again) == sorted(found, key=lambda state: [*map(str, vars(state))])
-    for state, own in found.items():
-        pd.testing.assert_frame_equal(again[state].windows, own.windows)
-        pd.testing.assert_frame_equal(again[state].items, own.items)
-        assert again[state].sizes == own.sizes
+    assert list(again) == sorted(results, key=lambda state: [*map(str, vars(state))])
+    for state, expected in results.items():
+        pd.testing.assert_frame_equal(again[state].windows, expected.windows)
+        pd.testing.assert_frame_equal(again[state].items, expected.items)
+        assert again[state].sizes == expected.sizes
 
 
 def test_differences_are_to_the_dense_model_and_to_heapr() -> None:
-    """Of losses window by window, and of answers item by item."""
+    """Losses are paired window by window, and answers item by item."""
     row = real.row_of(_OTHER, _found())
     assert row["delta_nll ptb"] == pytest.approx(1.5)
     assert row["delta_nll_stderr ptb"] == pytest.approx(0)
@@ -76,8 +76,8 @@ def test_differences_are_to_the_dense_model_and_to_heapr() -> None:
 
 def test_states_with_more_items_are_paired_on_the_same() -> None:
     """The dense model may have been asked more."""
-    found = _found() | {_DENSE: _results(1.0, 3, n_windows=5, n_items=9)}
-    row = real.row_of(_HEAPR, found)
+    results = _found() | {_DENSE: _results(1.0, 3, n_windows=5, n_items=9)}
+    row = real.row_of(_HEAPR, results)
     assert row["against_dense"] == pytest.approx(-1 / 4)
     assert row["delta_nll c4"] == pytest.approx(0.5)
     assert row["items"] == 4
@@ -90,9 +90,9 @@ def test_states_with_more_items_are_paired_on_the_same() -> None:
 def test_a_state_is_measured_again_if_more_is_asked_for(
     windows: int, items: int, expected: bool
 ) -> None:
-    """Of windows or of items; 0 windows are all that there are."""
-    asked = argparse.Namespace(windows=windows, items=items)
-    found = _results(1.0, 3)
-    assert found.suffices(asked) is expected
-    found.sizes["whole"] = True
-    assert found.suffices(asked) is (expected or not windows)
+    """More windows or more items; 0 windows are all that there are."""
+    options = argparse.Namespace(windows=windows, items=items)
+    results = _results(1.0, 3)
+    assert results.suffices(options) is expected
+    results.sizes["whole"] = True
+    assert results.suffices(options) is (expected or not windows)

@@ -55,26 +55,26 @@ def test_structures_keep_the_same_number_of_atoms(
         keep = mask_of(sizes, structure, ratio)
         assert int(keep.rows.sum()) == round((1 - ratio) * whole)
         widths = [keep.by_layer(layer).sum(1) for layer in keep.layers]
-        n_widths = len({int(width) for own in widths for width in own})
+        n_widths = len({int(width) for layer in widths for width in layer})
         assert n_widths == {"uniform": 1, "per_layer": 2}.get(structure, n_widths)
         if structure == "ragged":
             assert n_widths > sizes.n_experts // 2
         else:
-            assert all((own % 32 == 0).all() for own in widths)
+            assert all((layer % 32 == 0).all() for layer in widths)
 
 
 def test_costs_by_hand() -> None:
     """Two sequences of 3 tokens, then a step for each; expert 1 keeps one atom."""
     keep = KeepMask.from_arrays({0: np.array([[True] * 3, [True, False, False]])})
-    found = costs(TINY, keep, routed((2, 4), (0, 2), (2, 0)), Load(2, 3, 2), 5)
+    cost = costs(TINY, keep, routed((2, 4), (0, 2), (2, 0)), Load(2, 3, 2), 5)
     head, context = 2 * 5 * 4, 4
     atoms = (2 * 3 + 4 * 1) / 6  # of a mean token
     each = 2 * 50 + 2 * 3 * 8 + atoms * 2 * 12 - head
-    assert found["prefill", "flops"] == pytest.approx(2 * (3 * each + head))
-    assert found["prefill", "bytes"] == 4 * (50 + 12 * (3 + 1))
+    assert cost["prefill", "flops"] == pytest.approx(2 * (3 * each + head))
+    assert cost["prefill", "bytes"] == 4 * (50 + 12 * (3 + 1))
     atoms = (3 + 1) / 2
-    assert found["decode", "flops"] == 2 * 50 + 2 * context * 8 + atoms * 2 * 12
-    assert found["decode", "bytes"] == 4 * (50 + 12 * (3 + 1) / 2)
+    assert cost["decode", "flops"] == 2 * 50 + 2 * context * 8 + atoms * 2 * 12
+    assert cost["decode", "bytes"] == 4 * (50 + 12 * (3 + 1) / 2)
 
 
 class _Engine:
@@ -91,20 +91,20 @@ def test_a_row_by_hand() -> None:
         {("prefill", "flops"): 6, ("prefill", "bytes"): 5, ("decode", "bytes"): 8}
         | {("decode", "flops"): 7},
     )
-    own = Measured(
+    ragged = Measured(
         Served("ragged", 0.4, keep, _Engine()),
         [(0.5, 1.0), (2.0, 2.0), (3.0, 4.0)],
         {("prefill", "flops"): 2, ("prefill", "bytes"): 5, ("decode", "bytes"): 2}
         | {("decode", "flops"): 7},
     )
-    row = row_of(own, dense, Load(2, 10, 3), "prefill")
+    row = row_of(ragged, dense, Load(2, 10, 3), "prefill")
     assert row["mode"] == "prefill_batch_2"
     assert row["experts_by"] == "RaggedMethod"
     assert (row["lowest_speedup"], row["highest_speedup"]) == (1, 3)
     assert (row["speedup_over_dense"], row["tokens_per_second"]) == (2, 10)
     assert (row["predicted_by_flops"], row["predicted_by_bytes"]) == (3, 1)
     assert row["share_of_predicted"] == 0.667
-    row = row_of(own, dense, Load(2, 10, 3), "decode")
+    row = row_of(ragged, dense, Load(2, 10, 3), "decode")
     assert (row["speedup_over_dense"], row["tokens_per_second"]) == (2, 3)
     assert (row["predicted_by_bytes"], row["share_of_predicted"]) == (4, 0.5)
 

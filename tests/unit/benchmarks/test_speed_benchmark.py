@@ -9,10 +9,10 @@ def test_bytes_of_sliced_models() -> None:
     """A sliced model takes less than a masked or dense one."""
     model: Any = speed.build_model(speed.QUICK, "cpu")
     keeps = {r: speed.ragged_mask(speed.QUICK, r) for r in speed.RATIOS}
-    found = {
+    sizes = {
         (method.name, method.ratio): speed.storage_bytes(method.model)
         for method in speed.build_methods(model, keeps)
     }
     for ratio in speed.RATIOS:
-        assert (found["sliced", ratio] < found["masked", ratio]) == (ratio > 0)
-    assert found["masked", 0.4] == found["dense_eager", 0.0]
+        assert (sizes["sliced", ratio] < sizes["masked", ratio]) == (ratio > 0)
+    assert sizes["masked", 0.4] == sizes["dense_eager", 0.0]

@@ -18,20 +18,20 @@ local_tasks = pytest.mark.skipif(
 
 
 def test_other_answers_by_hand() -> None:
-    """Of three items: one by acc, one by acc_norm alone, one by neither."""
+    """Three items: one differs by acc, one by acc_norm alone, one by neither."""
     words = ["a", "bb", "a", "bbbb", "a", "bb"]
     requests = [
         SimpleNamespace(doc_id=number // 2, args=("", word))
         for number, word in enumerate(words)
     ]
     expected = [(value, False) for value in (-1.0, -2.5, -1.0, -4.2, -1.0, -3.0)]
-    found = [(value, False) for value in (-1.0, -0.5, -1.0, -3.8, -1.1, -3.1)]
-    assert tasks.other_answers(requests, expected, found) == 2
+    answers = [(value, False) for value in (-1.0, -0.5, -1.0, -3.8, -1.1, -3.1)]
+    assert tasks.other_answers(requests, expected, answers) == 2
 
 
 @local_tasks
 def test_a_row_for_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one for all, which have the same answers."""
+    """One more row is for all of them; the answers are the same."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     folder = write_model(tmp_path / "model")
     options = ["--n-items", "1", "--out", str(tmp_path)]

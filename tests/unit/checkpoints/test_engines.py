@@ -28,7 +28,7 @@ def test_the_documentation_says_the_same() -> None:
 
 
 def test_what_is_given_is_kept_where_the_engine_takes_it() -> None:
-    """A multiple of the engine's, and its own structure."""
+    """A multiple of the engine's is kept, and so is the engine's structure."""
     assert widths_for(None, None, None) == ("ragged", None)
     assert widths_for(None, "aligned", 8) == ("aligned", 8)
     assert widths_for("vllm", None, None) == ("uniform", 64)
@@ -49,14 +49,14 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
     model = write_model(tmp_path / "moe", moe_intermediate_size=96)
     text = write_text(tmp_path / "text.txt")
     out = tmp_path / "out"
-    asked = ["prune", str(model), "--ratio", "0.5", "--profile", "small", "--corpus",
+    args = ["prune", str(model), "--ratio", "0.5", "--profile", "small", "--corpus",
              str(text), "--method", "paper"]  # fmt: skip
-    done = CliRunner().invoke(app, [*asked, "--for", "llama.cpp", "--out", str(out)])
+    done = CliRunner().invoke(app, [*args, "--for", "llama.cpp", "--out", str(out)])
     assert done.exit_code == 0, done.output
     config = json.loads((out / "config.json").read_text())
     assert config["moe_intermediate_size"] == 32  # 48 is no multiple
     assert "quantization_config" not in config
-    done = CliRunner().invoke(app, [*asked, "--for", "llama.cpp-q4_k"])
+    done = CliRunner().invoke(app, [*args, "--for", "llama.cpp-q4_k"])
     assert done.exit_code == 2
     assert "256" in done.output
 
@@ -80,7 +80,7 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
 def test_what_llama_cpp_would_compute_otherwise(
     family: str, change: dict[str, object], same: bool
 ) -> None:
-    """Is refused for it, and for no other engine."""
+    """Such a model is refused for llama.cpp, and for no other engine."""
     config = tiny_model(family, **change).config
     for engine in (None, "vllm"):
         check_computed(engine, config)
@@ -101,8 +101,8 @@ def test_llama_cpp_has_to_be_told_the_function_of_scores() -> None:
 def test_the_command_refuses_it_before_anything_is_measured(tmp_path: Path) -> None:
     """The lab model's setting."""
     model = write_model(tmp_path / "moe", norm_topk_prob=True)
-    asked = ["prune", str(model), "--ratio", "0.5", "--for", "llama.cpp"]
-    done = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "out")])
+    args = ["prune", str(model), "--ratio", "0.5", "--for", "llama.cpp"]
+    done = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "out")])
     assert done.exit_code == 2
     assert "llama.cpp would compute other logits" in done.output
     assert not (tmp_path / "out").exists()

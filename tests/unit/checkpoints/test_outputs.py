@@ -41,13 +41,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def keep(source: Path) -> KeepMask:
-    """What stays of it."""
+    """The atoms that stay."""
     return random_keep(read_weights(source))
 
 
 @pytest.fixture
 def pruned(source: Path, keep: KeepMask) -> Any:
-    """What is left of it."""
+    """The pruned model."""
     return prune(read_weights(source), keep)
 
 
@@ -84,7 +84,7 @@ def stopping(
 def test_a_second_pruning_is_refused_at_once(
     source: Path, keep: KeepMask, tmp_path: Path
 ) -> None:
-    """Of the same or another mask; the first one ends as if alone."""
+    """Whatever its mask; the first one ends as if it were alone."""
     out, other = tmp_path / "out", random_keep(read_weights(source), seed=1)
     thread, go_on, results = stopping(prune_folder, source, keep, out)
     for mask in (keep, other):
@@ -156,7 +156,7 @@ def test_a_killed_pruning_of_a_folder_goes_on(
 def test_a_finished_file_that_was_changed_is_written_again(
     source: Path, keep: KeepMask, tmp_path: Path
 ) -> None:
-    """Of the right size, as after a power cut: its hash tells."""
+    """Its size is right, as after a power cut: its hash tells."""
     out = tmp_path / "out"
     killed(prune_folder, source, keep, out, after=2)
     first = min(partial_of(out).glob("model-*"))
@@ -191,7 +191,7 @@ def test_a_killed_saving_leaves_nothing_in_the_way(pruned: Any, tmp_path: Path) 
 def test_a_changed_file_is_found_after_the_renaming(
     source: Path, keep: KeepMask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One byte, of the weights that the manifest tells the hash of."""
+    """One byte differs, in weights whose hash the manifest has."""
     share = files.share_mode
 
     def spoil(folder: Path, like: Path) -> None:
@@ -210,17 +210,17 @@ def test_a_changed_file_is_found_after_the_renaming(
 def test_the_manifest_has_the_hash_of_every_file(
     streamed: bool, source: Path, keep: KeepMask, pruned: Any, tmp_path: Path
 ) -> None:
-    """And sizes: what a reader needs to check a copy."""
+    """Sizes are there too: what a reader needs to check a copy."""
     out = tmp_path / "out"
     if streamed:
         prune_folder(source, keep, out)
     else:
         save_pruned(pruned, out, max_shard_size="12KB")
     manifest = json.loads((out / MANIFEST_FILE).read_text())
-    found = {n: h for n, h in files_in(out).items() if n.endswith(".safetensors")}
-    assert len(found) > 1
-    assert manifest["sha256"] == found
-    assert manifest["files"] == {n: (out / n).stat().st_size for n in found}
+    hashes = {n: h for n, h in files_in(out).items() if n.endswith(".safetensors")}
+    assert len(hashes) > 1
+    assert manifest["sha256"] == hashes
+    assert manifest["files"] == {n: (out / n).stat().st_size for n in hashes}
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
@@ -247,14 +247,14 @@ def test_a_full_disk_while_saving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One line, nothing left behind, and the model can be saved elsewhere."""
-    said = r"out could not be written: .*No space|^\(28, 'No space"
+    message = r"out could not be written: .*No space|^\(28, 'No space"
 
     def full(*_args: Any, **_kwargs: Any) -> None:
         raise error(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(save.KeepMask, "write", full)
-        with pytest.raises((SpecError, KeyboardInterrupt), match=said):
+        with pytest.raises((SpecError, KeyboardInterrupt), match=message):
             save_pruned(pruned, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     save_pruned(pruned, tmp_path / "out")
@@ -301,7 +301,7 @@ def test_a_target_that_appears_meanwhile_is_left_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And so is the finished checkpoint, under the name that the message gives."""
+    """The finished checkpoint stays too, under the name that the message gives."""
     out, share = tmp_path / "out", files.share_mode
 
     def appear(folder: Path, like: Path) -> None:

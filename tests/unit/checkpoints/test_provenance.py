@@ -42,7 +42,7 @@ def test_a_figure_says_where_it_came_from(tmp_path: Path) -> None:
 
 
 def test_figures_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """Theirs is behind a hash, and the ending of a name may be of any case."""
+    """Their record is behind a hash, and a name's ending may be of any case."""
     before = f"heapr-lab provenance sha256:{HASH} {json.dumps(SAID)}"
     assert read_provenance(picture(tmp_path / "a.PNG", before)) == SAID
 
@@ -50,29 +50,29 @@ def test_figures_of_earlier_versions_are_read(tmp_path: Path) -> None:
 def test_parquet_files_say_where_they_came_from(tmp_path: Path) -> None:
     """A table its measurement, a mask its choice, a comparison what it is of."""
     rows = {"layer": [0, 0], "expert": [0, 0], "atom": [0, 1], "sum_hg2": [2.0, 6]}
-    made = {"spec": {"schema": 1}, "provenance": {"device": "cpu"}}
-    table = ImportanceTable.from_frame(pd.DataFrame(rows), N=2, **made)
+    facts = {"spec": {"schema": 1}, "provenance": {"device": "cpu"}}
+    table = ImportanceTable.from_frame(pd.DataFrame(rows), N=2, **facts)
     table.write(tmp_path / "t.parquet")
-    found = read_provenance(tmp_path / "t.parquet")
-    assert found.items() >= (made | {"N": 2}).items()
-    assert "architecture" not in found
+    provenance = read_provenance(tmp_path / "t.parquet")
+    assert provenance.items() >= (facts | {"N": 2}).items()
+    assert "architecture" not in provenance
     choice = {"ratio": 0.5, "estimator": "fisher", "table": HASH}
     KeepMask.from_arrays({0: [[True, False]]}, **choice).write(tmp_path / "m.parquet")
     assert read_provenance(tmp_path / "m.parquet")["settings"].items() >= choice.items()
-    said: dict[str, Any] = {"kind": "comparison", "pins": [1], "importance": HASH}
-    files.write_frame(tmp_path / "c.parquet", pd.DataFrame({"x": [1]}), said)
-    assert read_provenance(tmp_path / "c.parquet") == said
+    metadata: dict[str, Any] = {"kind": "comparison", "pins": [1], "importance": HASH}
+    files.write_frame(tmp_path / "c.parquet", pd.DataFrame({"x": [1]}), metadata)
+    assert read_provenance(tmp_path / "c.parquet") == metadata
 
 
 def test_a_checkpoint_says_where_it_came_from(tmp_path: Path) -> None:
-    """Its manifest."""
+    """What is read is its manifest."""
     manifest = {"base_model": "lab", "selection": {}, "importance": HASH}
     files.write_json(tmp_path / "pruned" / MANIFEST_FILE, manifest)
     assert read_provenance(tmp_path / "pruned") == manifest
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
-    """Each with what was expected instead."""
+    """Each message says what was expected instead."""
     (tmp_path / "a.md").write_text("# text")
     (tmp_path / "a.png").write_bytes(b"no picture")
     picture(tmp_path / "b.png", None)

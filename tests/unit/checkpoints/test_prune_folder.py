@@ -91,7 +91,7 @@ def test_other_names_that_transformers_loads(
 
 
 def test_fused_names_under_a_prefix_keep_it(tmp_path: Path) -> None:
-    """As a model that was loaded from them would save its experts."""
+    """Experts are saved as a model that was loaded from them would save them."""
     model, source = source_of(tmp_path, "qwen3_5_moe_text")
     model.save_pretrained(source, save_original_format=False)
     with changed_tensors(source) as tensors:
@@ -111,7 +111,7 @@ def test_fused_names_under_a_prefix_keep_it(tmp_path: Path) -> None:
 def test_every_tensor_keeps_its_type_and_bits(
     structure: str, named: bool, tmp_path: Path
 ) -> None:
-    """In files of several types; also where config.json names none."""
+    """The files have several types; config.json may name none."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     source = tmp_path / "source"
     model.save_pretrained(source)
@@ -124,23 +124,23 @@ def test_every_tensor_keeps_its_type_and_bits(
         if not named:
             del config["dtype"]
     keep = widths_keep(model, 8, structure=structure)
-    found = tensors_in(prune_folder(source, keep, tmp_path / "out"))
-    assert found.keys() == tensors.keys()
+    written = tensors_in(prune_folder(source, keep, tmp_path / "out"))
+    assert written.keys() == tensors.keys()
     for name, tensor in tensors.items():
         joined = "layers.1.mlp.experts" in name and "down_proj" not in name
-        assert found[name].dtype == (torch.float32 if joined else tensor.dtype), name
-        assert torch.equal(found[name].to(tensor.dtype), tensor), name
+        assert written[name].dtype == (torch.float32 if joined else tensor.dtype), name
+        assert torch.equal(written[name].to(tensor.dtype), tensor), name
     again = json.loads((tmp_path / "out" / "config.json").read_text())
     assert again["dtype"] == "bfloat16"
 
 
 def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
-    """As of a model that is loaded, and saved."""
+    """They are those of a model that is loaded, and saved."""
     model, source = source_of(tmp_path)
     GenerationConfig(do_sample=True, top_p=0.5, eos_token_id=7).save_pretrained(source)
     out = prune_folder(source, random_keep(model), tmp_path / "out")
-    found, expected = map(GenerationConfig.from_pretrained, (out, source))
-    assert found == expected
+    settings, expected = map(GenerationConfig.from_pretrained, (out, source))
+    assert settings == expected
 
 
 def test_progress_counts_the_parts(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ prune_folder(folder / "source", keep, folder / "out")
 sys.stdout.write(str(peak() - before))
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert float(found.stdout) < n_bytes / 2
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(process.stdout) < n_bytes / 2
 
 
 # --- interrupted ------------------------------------------------------------------
@@ -335,7 +335,7 @@ def pruned(model: Any, source: Path, out: Path) -> Path:
 def test_experts_that_are_not_those_of_the_model(
     family: str, name: str, new: Any, message: str, tmp_path: Path
 ) -> None:
-    """Missing, quantised or of another shape: named, and nothing is written."""
+    """Experts missing, quantised or of another shape are named; nothing is written."""
     model, source = source_of(tmp_path, family)
     change(source, name, new)
     with pytest.raises(LayoutError, match=message):
@@ -419,7 +419,7 @@ def test_indexes_and_headers_that_do_not_fit(
 
 
 def test_masks_of_other_models(tmp_path: Path) -> None:
-    """Of other layers, other sizes, or of different widths where one is needed."""
+    """Masks have other layers, other sizes, or several widths where one is needed."""
     model, source = source_of(tmp_path)
     keep, out = random_keep(model), tmp_path / "out"
     other = KeepMask({0: keep.by_layer(0)})

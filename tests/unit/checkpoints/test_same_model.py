@@ -48,7 +48,7 @@ def table(source: Path) -> Path:
 def test_the_table_of_the_model_is_taken(
     dtype: torch.dtype, source: Path, tmp_path: Path
 ) -> None:
-    """Also where it was measured in a type that rounds the weights."""
+    """It may be measured in a type that rounds the weights."""
     table_of(source, dtype).write(tmp_path / "table.parquet")
     assert own_table(tmp_path / "table.parquet", source, name="moe").n_atoms == 64
 
@@ -99,7 +99,7 @@ def test_a_table_of_a_twin_is_refused(
 def test_what_was_made_before_is_refused_with_what_to_do(
     source: Path, table: Path, tmp_path: Path
 ) -> None:
-    """Not as another model's: its hash of weights cannot be compared."""
+    """It is not called another model's: its hash of weights cannot be compared."""
     new = ImportanceTable.read(table)
     spec = new.metadata["spec"]
     old_model = {**spec["model"], "weights": "0" * 64}

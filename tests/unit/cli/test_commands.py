@@ -75,7 +75,7 @@ def test_prune_counts_and_writes_the_mask(folder: Path) -> None:
 def test_prune_writes_a_checkpoint_that_evaluate_reads(
     folder: Path, tmp_path: Path, structure: str
 ) -> None:
-    """From the table alone; perplexity is that of the mask on the dense model."""
+    """The table alone is enough; perplexity is that of the mask on the dense model."""
     out, mask = tmp_path / "pruned", tmp_path / "mask.parquet"
     chosen = ("--ratio", 0.5, "--structure", structure, "--multiple", 4)
     if structure == "ragged":
@@ -86,8 +86,8 @@ def test_prune_writes_a_checkpoint_that_evaluate_reads(
     text = ("--corpora", folder / "text.txt", *TINY, "--json")
     sliced = json.loads(run("evaluate", out, *text))["results"]
     masked = json.loads(run("evaluate", folder / "moe", "--mask", mask, *text))
-    for own, other in zip(sliced, masked["results"], strict=True):
-        assert own["value"] == pytest.approx(other["value"], rel=1e-5)
+    for row, other in zip(sliced, masked["results"], strict=True):
+        assert row["value"] == pytest.approx(other["value"], rel=1e-5)
     card = (out / "README.md").read_text()
     assert "8 windows of 32 tokens" in card
     assert "| perplexity | not measured |" in card
@@ -103,10 +103,10 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     (chosen,) = [row for row in best["held_out"] if row["chosen"]]
     assert chosen["made"] == best["chosen"]
     assert best["chosen"].split(" + ")[0] == best["estimator"]
-    asked = ("--estimator", "elimination", "--out", tmp_path / "asked")
-    own = json.loads(run(*base, *asked, *text_of(folder)))
-    assert (own["estimator"], own["compensated"]) == ("elimination", True)
-    assert "held_out" not in own
+    options = ("--estimator", "elimination", "--out", tmp_path / "asked")
+    facts = json.loads(run(*base, *options, *text_of(folder)))
+    assert (facts["estimator"], facts["compensated"]) == ("elimination", True)
+    assert "held_out" not in facts
     paper = json.loads(
         run(*base, "--out", tmp_path / "p", "--method", "paper", *text_of(folder))
     )
@@ -126,8 +126,8 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     card = (tmp_path / "best" / "README.md").read_text()
     assert f"| {best['chosen']} | {chosen['delta_nll']:+.4f} |" in card
     (change,) = manifest["perplexity"].values()
-    found = next(row["value"] for row in rows if row["metric"] == "perplexity")
-    assert found == pytest.approx(change[1], rel=1e-4)
+    perplexity = next(row["value"] for row in rows if row["metric"] == "perplexity")
+    assert perplexity == pytest.approx(change[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["best", "paper"])
@@ -139,13 +139,13 @@ def test_prune_and_heal(folder: Path, tmp_path: Path, method: str) -> None:
     assert facts["healed_on"] == 16
     manifest = json.loads((tmp_path / "d" / "heapr_manifest.json").read_text())
     assert "then healed on 384 tokens of" in manifest["weights"]  # 4 are held out
-    first, *others = (row["held_out"] for row in manifest["healing"])
-    assert min(others) < first
+    first, *later = (row["held_out"] for row in manifest["healing"])
+    assert min(later) < first
     (change,) = manifest["perplexity"].values()
     evaluated = ("--corpora", folder / "text.txt", *TINY, "--json")
     rows = json.loads(run("evaluate", tmp_path / "d", *evaluated))["results"]
-    found = next(row["value"] for row in rows if row["metric"] == "perplexity")
-    assert found == pytest.approx(change[1], rel=1e-4)
+    perplexity = next(row["value"] for row in rows if row["metric"] == "perplexity")
+    assert perplexity == pytest.approx(change[1], rel=1e-4)
 
 
 def test_healing_needs_weights_and_text(folder: Path, tmp_path: Path) -> None:
@@ -178,10 +178,10 @@ def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) ->
 def test_prune_with_few_windows(folder: Path, tmp_path: Path) -> None:
     """One window that is reported has no standard error: null in the manifest."""
     out = tmp_path / "pruned"
-    asked = ("prune", folder / "moe", "--ratio", 0.4, "--own-text", 0, "--out", out)
+    args = ("prune", folder / "moe", "--ratio", 0.4, "--own-text", 0, "--out", out)
     few = ("--n-sequences", 7, *text_of(folder))
-    assert "expected at least 8" in refused(*asked, *few)
-    run(*asked, "--n-sequences", 8, *text_of(folder))
+    assert "expected at least 8" in refused(*args, *few)
+    run(*args, "--n-sequences", 8, *text_of(folder))
     rows = json.loads((out / "heapr_manifest.json").read_text())["held_out"]
     assert [row["stderr"] for row in rows] == [None] * 3
     assert all(isinstance(row["nll"], float) for row in rows)
@@ -191,8 +191,8 @@ def test_prune_with_few_windows(folder: Path, tmp_path: Path) -> None:
 def test_prune_to_a_perplexity(folder: Path, tmp_path: Path) -> None:
     """The ratio found keeps the limit; it needs the model, and no ratio beside it."""
     mask = tmp_path / "mask.parquet"
-    asked = ("--max-rise", 0.001, "--out", mask, *text_of(folder), "--json")
-    facts = json.loads(run("prune", folder / "moe", *asked))
+    args = ("--max-rise", 0.001, "--out", mask, *text_of(folder), "--json")
+    facts = json.loads(run("prune", folder / "moe", *args))
     assert 0 < facts["achieved_ratio"] < 1
     text = ("--corpora", folder / "text.txt", *TINY, "--json")
     dense, pruned = (
@@ -210,20 +210,20 @@ def test_prune_to_a_perplexity(folder: Path, tmp_path: Path) -> None:
 
 def test_a_ratio_in_per_cent(folder: Path) -> None:
     """With the sign it is a share; without it, the message says what to write."""
-    found = [prune(folder, "--ratio", text)["atoms_kept"] for text in ("40%", 0.4)]
-    assert found[0] == found[1]
+    counts = [prune(folder, "--ratio", text)["atoms_kept"] for text in ("40%", 0.4)]
+    assert counts[0] == counts[1]
 
 
 def test_score_with_elimination(folder: Path) -> None:
     """Its table has the estimator and a hash, which a mask of it names."""
     out, mask = folder / "eliminated.parquet", folder / "eliminated_mask.parquet"
-    asked = ("--eliminate", "--out", out, "--json", *text_of(folder))
-    facts = json.loads(run("score", folder / "moe", *asked))
+    args = ("--eliminate", "--out", out, "--json", *text_of(folder))
+    facts = json.loads(run("score", folder / "moe", *args))
     assert "elimination" in ImportanceTable.read(out).estimators
     how = ("--estimator", "elimination", "--ratio", 0.4, "--out", mask)
     run("prune", folder / "moe", *how, *text_of(folder))
-    found = json.loads(run("provenance", mask, "--json"))
-    assert found["settings"]["table"] == facts["spec_hash"]
+    origin = json.loads(run("provenance", mask, "--json"))
+    assert origin["settings"]["table"] == facts["spec_hash"]
 
 
 def test_prune_takes_the_importance_from_the_cache(folder: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_plan_is_printed(tmp_path: Path) -> None:
     lines = run(*options)
     assert "671 B parameters" in lines
     assert "in memory or in files" in lines
-    found = json.loads(run(*options, "--json"))
-    assert (found["engine"], found["free_bytes"]) == ("streamed", 141 * 10**9)
+    plan = json.loads(run(*options, "--json"))
+    assert (plan["engine"], plan["free_bytes"]) == ("streamed", 141 * 10**9)
     message = one_line("plan", config, "--memory", "24 bananas")
     assert "'24 bananas', expected bytes, or a number with a unit" in message

@@ -22,8 +22,8 @@ from heapr_lab.workbench.workbench import Workbench
 def asked(root: Path, *more: str) -> tuple[Any, ...]:
     """A comparison of the tiny model on the text."""
     text = str(root / "text.txt")
-    given = ("--corpora", text, "--corpus", text, "--json", *TINY, *more)
-    return "compare", root / "moe", *given
+    options = ("--corpora", text, "--corpus", text, "--json", *TINY, *more)
+    return "compare", root / "moe", *options
 
 
 def results(root: Path, *more: str) -> list[dict[str, Any]]:
@@ -33,14 +33,14 @@ def results(root: Path, *more: str) -> list[dict[str, Any]]:
 
 
 def test_the_list_has_every_method() -> None:
-    """With what it compresses, its citation and what deviates, as text and as JSON."""
-    found = json.loads(run("compare", "--list", "--json"))["methods"]
-    assert [own["name"] for own in found] == list(methods.names())
+    """It says what is compressed, the citation and what deviates, as text and JSON."""
+    listed = json.loads(run("compare", "--list", "--json"))["methods"]
+    assert [row["name"] for row in listed] == list(methods.names())
     text = run("compare", "--list")
-    for own in found:
-        assert own.keys() >= {"compresses", "citation", "deviations", "options"}
-        assert f"{own['name']} ({own['compresses']}): {own['title']}\n" in text
-        for part in (own["citation"], *own["deviations"]):
+    for row in listed:
+        assert row.keys() >= {"compresses", "citation", "deviations", "options"}
+        assert f"{row['name']} ({row['compresses']}): {row['title']}\n" in text
+        for part in (row["citation"], *row["deviations"]):
             assert part in text
 
 
@@ -77,8 +77,8 @@ def test_results_are_those_of_the_masked_model(bench: Workbench, root: Path) -> 
         bench, entries(["heapr"], [0.4]), [text], calibration=calibration
     )
     windows = bench.calibration_set(calibration)
-    found: Any = methods.get("heapr").fit(bench.model, windows, ratio=0.4)
-    expected = bench.perplexity(found.keep, bench.test_windows(text)).value
+    compression: Any = methods.get("heapr").fit(bench.model, windows, ratio=0.4)
+    expected = bench.perplexity(compression.keep, bench.test_windows(text)).value
     assert frame["perplexity"].iloc[1] == pytest.approx(expected, rel=1e-12)
     assert expected != frame["perplexity"].iloc[0]
 
@@ -126,11 +126,11 @@ def test_the_cache_knows_the_model(bench: Workbench, root: Path) -> None:
     after = compare_methods(bench, wanted, [text], calibration=calibration)
     weight.data.copy_(original)
     assert (before["nll"] - after["nll"]).abs().min() > 1e-4
-    found: Any = methods.get("heapr").fit(
+    compression: Any = methods.get("heapr").fit(
         bench.model, bench.calibration_set(calibration), ratio=0.4
     )
     with (
-        masking(bench.model, found.keep),
+        masking(bench.model, compression.keep),
         pytest.raises(ValueError, match="mask is active"),
     ):
         compare_methods(bench, wanted, [text], calibration=calibration)
@@ -155,7 +155,7 @@ def test_what_cannot_be_compared_is_refused(
     options: tuple[str, ...],
     message: str,
 ) -> None:
-    """In one line, before the model is loaded."""
+    """The refusal is one line, before the model is loaded."""
     monkeypatch.setattr(
         "heapr_lab.workbench.workbench.open_workbench", lambda *_a, **_o: 1 / 0
     )
@@ -215,20 +215,20 @@ def test_accuracies_are_those_of_the_compressed_model(
         *entries(["heapr", "reap", "random", "frequency"], [0.5]),
         *entries(["random"], [0.7]),
     ]
-    found = accuracies(bench, wanted, text=text)
+    frame = accuracies(bench, wanted, text=text)
     again = accuracies(bench, wanted, text=text)
-    pd.testing.assert_frame_equal(found, again)
+    pd.testing.assert_frame_equal(frame, again)
     windows = bench.calibration_set(Calibration(text))
-    for entry, row in zip(wanted, found.to_dict("records"), strict=True):
-        made = entry.method.fit(bench.model, windows, ratio=entry.ratio)
-        with made.apply(bench.model):
+    for entry, row in zip(wanted, frame.to_dict("records"), strict=True):
+        compression = entry.method.fit(bench.model, windows, ratio=entry.ratio)
+        with compression.apply(bench.model):
             rows = bench.run_task(f"continuation:{text}", limit=N_ITEMS)
         assert {r["metric"]: r["value"] for r in rows} == {
             metric: row[metric] for metric in ("acc", "acc_norm")
         }
         assert (row["method"], row["n_items"]) == (entry.method.name, N_ITEMS)
-        assert row["achieved_ratio"] == made.achieved_ratio
-    assert found["acc"].nunique() > 1
+        assert row["achieved_ratio"] == compression.achieved_ratio
+    assert frame["acc"].nunique() > 1
 
 
 def test_no_accuracy_is_reported_as_that_of_another(
@@ -240,13 +240,13 @@ def test_no_accuracy_is_reported_as_that_of_another(
     newer = [Entry(replace(methods.get("reap"), version=2), 0.25, reap[0].options)]
     accuracies(bench, reap, text=text, limit=4)
     assert runs == [4, 4]  # dense and compressed
-    others: list[tuple[list[Entry], int]] = [
+    cases: list[tuple[list[Entry], int]] = [
         (entries(["frequency"], [0.25]), 4),
         (newer, 4),
         (entries(["reap"], [0.25], protected), 4),
         (entries(["reap"], [0.5]), 4),
     ]
-    for wanted, limit in others:
+    for wanted, limit in cases:
         runs.clear()
         accuracies(bench, wanted, text=text, limit=limit)
         assert runs == [limit]
@@ -289,19 +289,19 @@ def test_steps_are_watched_and_end_the_work(bench: Workbench, text: str) -> None
 def test_a_refused_method_is_named_and_others_go_on(
     bench: Workbench, text: str
 ) -> None:
-    """Where somebody asks; else it ends the comparison."""
+    """They do where somebody asks; else a refusal ends the comparison."""
     wanted = [*entries(["reap"], [0.75]), *entries(["heapr"], [0.75])]
     calibration = Calibration(text)
-    said: list[tuple[str, str]] = []
+    refusals: list[tuple[str, str]] = []
     frame = compare_methods(
         bench,
         wanted,
         [text],
         calibration=calibration,
-        refused=lambda entry, why: said.append((entry.label, str(why))),
+        refused=lambda entry, why: refusals.append((entry.label, str(why))),
     )
     assert frame["method"].tolist() == ["dense", "heapr"]
-    ((label, why),) = said
+    ((label, why),) = refusals
     assert label == "reap at 75%"
     assert "the largest possible ratio" in why
     with pytest.raises(ValueError, match="the largest possible ratio"):
@@ -309,19 +309,19 @@ def test_a_refused_method_is_named_and_others_go_on(
 
 
 def test_an_ordinary_comparison_has_accuracies(root: Path, text: str) -> None:
-    """Beside perplexity, in the table and as JSON."""
+    """They stand beside perplexity, in the table and as JSON."""
     task = f"continuation:{text}"
-    asked = (
+    args = (
         "compare", root / "moe", "--methods", "heapr", "--ratios", "0.5",
         "--corpora", text, "--corpus", text, "--tasks", task, "--limit", "6",
         *TINY,
     )  # fmt: skip
-    rows = json.loads(run(*asked, "--json"))["results"]
+    rows = json.loads(run(*args, "--json"))["results"]
     assert [row["dataset"] for row in rows] == [text, task] * 2
     assert [row["acc"] is None for row in rows] == [True, False] * 2
     assert [row["perplexity"] is None for row in rows] == [False, True] * 2
     assert rows[1]["n_items"] == 6
-    table = run(*asked)
+    table = run(*args)
     assert f"{rows[3]['acc']:.4f}" in table
     assert "acc_norm" in table.splitlines()[0].split()
     message = one_line("compare", root / "moe", "--tasks", "continuation:gone", *TINY)
@@ -330,12 +330,12 @@ def test_an_ordinary_comparison_has_accuracies(root: Path, text: str) -> None:
 
 @local_data
 def test_table_1_of_the_paper(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its methods, ratios, corpora and tasks, beside what is published."""
-    asked = (
+    """Methods, ratios, corpora and tasks are its own, beside what is published."""
+    args = (
         "compare", root / "moe", "--preset", "paper-table1", "--limit", "2",
         "--ratios", "0.25", *TINY,
     )  # fmt: skip
-    facts = json.loads(run(*asked, "--json"))
+    facts = json.loads(run(*args, "--json"))
     rows = pd.DataFrame(facts["results"])
     assert set(rows["dataset"]) == {"wikitext2", "ptb", *PAPER_TASKS}
     assert set(rows["ratio"]) == {0.0, 0.25}
@@ -360,7 +360,7 @@ def test_table_1_of_the_paper(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }
     assert known == (here | refused | missing) - {"dense"}
     monkeypatch.setattr(Method, "fit", lambda *_a, **_o: 1 / 0)  # all is in the cache
-    shown = run(*asked, "--methods", "naee,heapr")
+    shown = run(*args, "--methods", "naee,heapr")
     heads = "wikitext2_ppl", "hellaswag", "average", "Published in the paper:"
     for part in (*heads, "D^2-MoE", "Not comparable, a: another model"):
         assert part in shown
@@ -371,18 +371,18 @@ def test_table_1_of_the_paper(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_options_replace_those_of_the_preset(root: Path, text: str) -> None:
     """Text, methods, ratios and no task at all; another preset is refused."""
-    asked = (
+    args = (
         "compare", root / "moe", "--preset", "paper-table1", "--methods", "heapr,reap",
         "--ratios", "0.5,0.75", "--corpora", text, "--corpus", text, "--tasks", "",
         *TINY,
     )  # fmt: skip
-    result = invoke(*asked, "--json")
+    result = invoke(*args, "--json")
     facts = json.loads(result.stdout)
     done = {(row["method"], row["ratio"]) for row in facts["results"]}
     assert done == {("dense", 0), ("heapr", 0.5), ("heapr", 0.75), ("reap", 0.5)}
     (row,) = facts["refused"]
     assert (row["method"], row["ratio"]) == ("reap", 0.75)
     assert "reap at 75% is left out" in result.stderr
-    assert "reap at 75.00%: ratio 0.75 would leave" in run(*asked)
+    assert "reap at 75.00%: ratio 0.75 would leave" in run(*args)
     message = one_line("compare", root / "moe", "--preset", "table2")
     assert "expected paper-table1" in message

@@ -37,8 +37,8 @@ def test_a_system_that_refuses_is_one_line(
 
     monkeypatch.setattr(files.pq, "write_table", fail)
     out = tmp_path / "table.parquet"
-    asked = ("score", folder / "moe", "--seed", number, *text_of(folder))
-    message = one_line(*asked, "--out", out)
+    args = ("score", folder / "moe", "--seed", number, *text_of(folder))
+    message = one_line(*args, "--out", out)
     assert f"{os.strerror(number)}: {tmp_path / 'there'}" in message
     assert remedy in message
     assert "$HEAPR_CACHE_DIR" in message
@@ -59,7 +59,7 @@ def test_a_full_disk_under_safetensors_is_one_line(
 
 
 def test_no_memory_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what takes less."""
+    """The line says what takes less memory."""
 
     def fail(*_args: Any, **_options: Any) -> NoReturn:
         raise MemoryError
@@ -100,9 +100,9 @@ def test_control_c_is_one_line(folder: Path, command: str) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
-    """As with `heapr-lab … | true`: nothing on standard error."""
-    asked = ["provenance", str(folder / "table.parquet")]
-    command = [sys.executable, "-m", "heapr_lab", *asked]
+    """`heapr-lab … | true` writes nothing on standard error."""
+    args = ["provenance", str(folder / "table.parquet")]
+    command = [sys.executable, "-m", "heapr_lab", *args]
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)

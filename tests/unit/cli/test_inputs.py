@@ -23,7 +23,7 @@ IDS = tiny_ids(n_sequences=4)
 
 @pytest.fixture
 def model() -> nn.Module:
-    """A tiny qwen2_moe, whose positions are rotary and meant up to 64."""
+    """A tiny qwen2_moe that no other test uses: these change it."""
     return tiny_model("qwen2_moe")
 
 
@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("bad", [D_VOCAB, D_VOCAB + 1000, -1])
 def test_ids_outside_the_vocabulary_are_named(model: nn.Module, bad: int) -> None:
-    """Before anything runs, also where they are in the last of many windows."""
+    """They are found before anything runs, even in the last of many windows."""
     ids = IDS.clone()
     ids[3, 5] = bad
     windows = CalibrationSet.from_ids(ids)
@@ -49,15 +49,15 @@ def test_ids_outside_the_vocabulary_are_named(model: nn.Module, bad: int) -> Non
         lambda: collect_grams(model, windows, progress=note),
         lambda: fit_compensation(model, keep, windows, progress=note),
     ):
-        said = f"token id {bad} at window 3, position 5 .* vocabulary of {D_VOCAB}"
-        with pytest.raises(SpecError, match=said):
+        message = f"token id {bad} at window 3, position 5 .* vocabulary of {D_VOCAB}"
+        with pytest.raises(SpecError, match=message):
             call()
     assert not done
 
 
 @pytest.mark.parametrize("kind", ["int32", "array", "lists"])
 def test_perplexity_takes_any_whole_numbers(model: nn.Module, kind: str) -> None:
-    """The same number as of a LongTensor."""
+    """The number is the same as for a LongTensor."""
     ids = {"int32": IDS.int(), "array": IDS.numpy(), "lists": IDS.tolist()}[kind]
     assert evaluate_perplexity(model, ids) == evaluate_perplexity(model, IDS)
     keep = random_keep(model)
@@ -85,8 +85,8 @@ def test_what_is_not_windows_is_refused(model: nn.Module, ids: Any) -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
 def test_batch_sizes_are_whole_numbers_from_one(model: nn.Module, size: Any) -> None:
-    """In a pass and in an evaluation."""
-    said = "batch_size must be a whole number from 1, got"
+    """The check is the same in a pass and in an evaluation."""
+    message = "batch_size must be a whole number from 1, got"
     windows = CalibrationSet.from_ids(IDS)
     keep = full_keep(model)
     for call in (
@@ -94,7 +94,7 @@ def test_batch_sizes_are_whole_numbers_from_one(model: nn.Module, size: Any) -> 
         lambda: evaluate_perplexity(model, IDS, batch_size=size),
         lambda: evaluate_divergence(model, keep, IDS, batch_size=size),
     ):
-        with pytest.raises(SpecError, match=said):
+        with pytest.raises(SpecError, match=message):
             call()
     assert evaluate_perplexity(model, IDS, batch_size=np.int64(2)).n_tokens == 32
 

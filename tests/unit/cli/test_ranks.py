@@ -33,9 +33,9 @@ def torchrun(
 def test_the_table_is_that_of_one_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To rounding; one process prints, and what is cached has the key of one."""
-    asked = ("--dtype", "float64", "--n-sequences", "5", "--device", "cpu", "--json")
-    command = ("score", folder / "moe", *text_of(folder), *asked)
+    """They agree to rounding; one process prints, and the cache has the key of one."""
+    args = ("--dtype", "float64", "--n-sequences", "5", "--device", "cpu", "--json")
+    command = ("score", folder / "moe", *text_of(folder), *args)
     out = tmp_path / "together.parquet"
     done = torchrun(*command, "--out", out, cache=tmp_path / "cache", n=2)
     assert done.returncode == 0, done.stderr

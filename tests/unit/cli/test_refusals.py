@@ -29,7 +29,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_link_stays_and_its_target_is_written(folder: Path, tmp_path: Path) -> None:
-    """Also where it points to nothing."""
+    """The link may point to nothing."""
     link, target = tmp_path / "link.parquet", tmp_path / "far" / "mask.parquet"
     target.parent.mkdir()
     link.symlink_to(target)
@@ -48,18 +48,18 @@ def test_a_link_stays_and_its_target_is_written(folder: Path, tmp_path: Path) ->
 def test_a_device_that_is_not_there(
     folder: Path, command: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Said before the weights are read, with those that are there."""
+    """The message comes before weights are read, and names the devices there are."""
     monkeypatch.setattr("heapr_lab.models.loading.read_weights", None)
     model = ("--model",) if command == "reproduce" else ()
     text = {"score": "--corpus", "evaluate": "--corpora"}
-    given = (text[command], folder / "text.txt") if command in text else ()
-    message = one_line(command, *model, folder / "moe", "--device", device, *given)
+    corpus = (text[command], folder / "text.txt") if command in text else ()
+    message = one_line(command, *model, folder / "moe", "--device", device, *corpus)
     assert f"device is {device!r}" in message
     assert "give one of auto, cpu" in message
 
 
 def test_training_on_a_device_that_is_not_there(tmp_path: Path) -> None:
-    """Before any corpus is read."""
+    """The refusal comes before any corpus is read."""
     where = ("--work", tmp_path / "w", "--out", tmp_path / "o")
     assert "give one of" in one_line("train-lab-model", "--device", "cuda:99", *where)
     assert not (tmp_path / "w").exists()
@@ -67,8 +67,8 @@ def test_training_on_a_device_that_is_not_there(tmp_path: Path) -> None:
 
 def test_float64_scores_prunes_and_evaluates(folder: Path, tmp_path: Path) -> None:
     """The grouped kernels know no float64; the numbers are those of float32."""
-    asked = (folder / "moe", *text_of(folder), "--dtype", "float64", "--ratio", 0.4)
-    run("prune", *asked, "--out", tmp_path / "pruned")
+    args = (folder / "moe", *text_of(folder), "--dtype", "float64", "--ratio", 0.4)
+    run("prune", *args, "--out", tmp_path / "pruned")
     text = ("--corpora", folder / "text.txt", *TINY)
     for model in (folder / "moe", tmp_path / "pruned"):
         wide, narrow = (
@@ -79,7 +79,7 @@ def test_float64_scores_prunes_and_evaluates(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_window_longer_than_any_text(folder: Path) -> None:
-    """By more than any integer of torch's holds."""
+    """The length is more than any integer of torch's holds."""
     text = ("--corpus", folder / "text.txt", "--profile", "small", "--seq-len", 2**70)
     assert "has 0 windows" in one_line("score", folder / "moe", *text)
 
@@ -93,12 +93,12 @@ def test_a_task_that_is_not_there(
 ) -> None:
     """Its items lie nowhere, and there is no hub."""
     monkeypatch.delenv("HEAPR_TASKS_DIR", raising=False)
-    asked = ("evaluate", folder / "moe", "--corpora", "", "--tasks", "arc_easy")
-    assert "the items of task 'arc_easy' are not available" in one_line(*asked)
+    args = ("evaluate", folder / "moe", "--corpora", "", "--tasks", "arc_easy")
+    assert "the items of task 'arc_easy' are not available" in one_line(*args)
 
 
 def test_the_options_of_prune_stand_in_groups() -> None:
-    """At most twenty, each below the name of its group."""
+    """There are at most twenty, each below the name of its group."""
     text = run("prune", "--help")
     groups = ["How much", "Method", "Shape", "Text", "Machine", "Output"]
     places = [text.index(f"\n{name}:\n") for name in groups]
@@ -193,7 +193,7 @@ LATER: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*RATIO, "--out", LONG), "expected at most"),
     ((*RATIO, "--corpus", "typo"), "corpus 'typo' is unknown"),
 )
-"""Also before a model is opened, but not before torch is imported."""
+"""What is refused before a model is opened, but not before torch is imported."""
 
 
 def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
@@ -212,19 +212,19 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
         "heavy = {'torch', 'transformers', 'datasets', 'lm_eval'}\n"
         "first, later = json.loads(sys.argv[1])\n"
         "for words, part in first + later:\n"
-        "    found = CliRunner().invoke(app, words)\n"
-        "    said = (words, found.stderr, found.exception)\n"
-        "    assert found.exit_code == 2, said\n"
-        "    assert part in found.stderr, said\n"
-        "    ours = found.stderr.startswith('heapr-lab: ')\n"
-        "    assert found.stderr.count('\\n') == 1 or not ours, said\n"
-        "    assert [words, part] in later or not heavy & sys.modules.keys(), said\n"
+        "    done = CliRunner().invoke(app, words)\n"
+        "    case = (words, done.stderr, done.exception)\n"
+        "    assert done.exit_code == 2, case\n"
+        "    assert part in done.stderr, case\n"
+        "    ours = done.stderr.startswith('heapr-lab: ')\n"
+        "    assert done.stderr.count('\\n') == 1 or not ours, case\n"
+        "    assert [words, part] in later or not heavy & sys.modules.keys(), case\n"
     )
-    asked = [sys.executable, "-c", code, json.dumps([WRONG, LATER])]
-    made = subprocess.run(
-        asked, cwd=tmp_path, capture_output=True, text=True, check=False
+    command = [sys.executable, "-c", code, json.dumps([WRONG, LATER])]
+    process = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert made.returncode == 0, made.stderr
+    assert process.returncode == 0, process.stderr
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -232,7 +232,7 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
 
 
 def test_the_version() -> None:
-    """That of the distribution."""
+    """The version is that of the distribution."""
     assert re.fullmatch(r"heapr-lab \d+\.\d+.*\n", run("--version"))
 
 
@@ -244,13 +244,13 @@ def test_help_has_no_docstring_sections(command: str) -> None:
 
 
 def test_a_checkpoint_without_tokenizer_says_so(folder: Path, tmp_path: Path) -> None:
-    """On standard error; it could not be evaluated as it is."""
+    """The note is on standard error; the checkpoint cannot be evaluated as it is."""
     bare = write_model(tmp_path / "bare")
     for path in bare.glob("*token*"):
         path.unlink()
     chosen = ("--importance", folder / "table.parquet", "--ratio", 0.3)
-    for source, said in ((bare, True), (folder / "moe", False)):
+    for source, warned in ((bare, True), (folder / "moe", False)):
         out = tmp_path / f"pruned-{source.name}"
         result = invoke("prune", source, *chosen, "--out", out)
         assert result.exit_code == 0
-        assert (f"there is no tokenizer in {source}, and" in result.stderr) == said
+        assert (f"there is no tokenizer in {source}, and" in result.stderr) == warned

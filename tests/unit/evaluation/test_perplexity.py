@@ -61,15 +61,15 @@ def test_what_is_tried_again_counts_once(model: nn.Module) -> None:
     assert sizes == [5, 2, 2, 1]
     assert heard == [(2, 5), (4, 5), (5, 5)]
     with room_for(model, 1, error=FULL) as sizes:
-        found = evaluate_divergence(model, keep, ids)
+        divergence = evaluate_divergence(model, keep, ids)
     assert sizes == [5, 2, *[1] * 10]
-    assert found.kl == pytest.approx(apart.kl, rel=1e-12)
-    assert found.top1_agreement == apart.top1_agreement
+    assert divergence.kl == pytest.approx(apart.kl, rel=1e-12)
+    assert divergence.top1_agreement == apart.top1_agreement
     assert apart.n_tokens == 5 * 8
 
 
 def test_a_batch_that_fails_halfway_counts_once(model: nn.Module) -> None:
-    """Also where memory runs out in the masked half of a batch's work."""
+    """Memory may run out in the masked half of a batch's work."""
     ids, keep = tiny_ids(n_sequences=4), random_keep(model)
     expected = evaluate_divergence(model, keep, ids)
     calls: list[int] = []
@@ -81,11 +81,11 @@ def test_a_batch_that_fails_halfway_counts_once(model: nn.Module) -> None:
 
     hook = model.get_input_embeddings().register_forward_pre_hook(second_fails)
     try:
-        found = evaluate_divergence(model, keep, ids)
+        divergence = evaluate_divergence(model, keep, ids)
     finally:
         hook.remove()
     assert calls == [4, 4, 2, 2, 2, 2]
-    assert found.kl == pytest.approx(expected.kl, rel=1e-12)
+    assert divergence.kl == pytest.approx(expected.kl, rel=1e-12)
 
 
 def test_a_batch_size_that_is_asked_for_is_not_made_smaller(model: nn.Module) -> None:
@@ -101,7 +101,7 @@ def test_a_batch_size_that_is_asked_for_is_not_made_smaller(model: nn.Module) ->
 
 
 def test_progress_of_a_divergence_counts_windows(model: nn.Module) -> None:
-    """After each batch."""
+    """It is called after each batch."""
     heard: list[tuple[int, int]] = []
     evaluate_divergence(
         model,
@@ -114,14 +114,14 @@ def test_progress_of_a_divergence_counts_windows(model: nn.Module) -> None:
 
 
 def test_nats_are_added_up_in_float64() -> None:
-    """Also of a model in float32, whose sums would round."""
+    """The model may be in float32, whose sums would round."""
     model, ids = tiny_model("qwen2_moe", dtype=torch.float32), tiny_ids(n_sequences=40)
     with torch.no_grad():
         terms = token_nll(model, ids)
     assert terms.dtype == torch.float32
     expected = terms.double().sum().item() / terms.numel()
-    found = evaluate_perplexity(model, ids, batch_size=40).nll
-    assert found == pytest.approx(expected, rel=1e-13)
+    nll = evaluate_perplexity(model, ids, batch_size=40).nll
+    assert nll == pytest.approx(expected, rel=1e-13)
 
 
 # --- numbers ----------------------------------------------------------------------
@@ -136,17 +136,17 @@ def test_kl_where_one_model_excludes_a_token() -> None:
 
 
 def test_kl_is_of_each_row() -> None:
-    """Over the last axis, in nats: of (1/2, 1/2) and (1/4, 3/4), and of equals."""
+    """The sum is over the last axis, in nats: (1/2, 1/2), (1/4, 3/4), and equals."""
     p = torch.full((3, 2, 2), 0.5).log()
     q = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log().expand(3, 2, 2)
-    found = kl_divergence(p, q)
-    assert found.shape == (3, 2)
-    assert found[:, 0].tolist() == pytest.approx([0.5 * math.log(4 / 3)] * 3)
-    assert found[:, 1].count_nonzero() == 0
+    kl = kl_divergence(p, q)
+    assert kl.shape == (3, 2)
+    assert kl[:, 0].tolist() == pytest.approx([0.5 * math.log(4 / 3)] * 3)
+    assert kl[:, 1].count_nonzero() == 0
 
 
 def test_the_exponential_overflows_to_infinity() -> None:
-    """Not below 709 nats."""
+    """Below 709 nats it does not."""
     assert exp_nll(0.0) == 1
     assert exp_nll(700.0) == math.exp(700.0)
     assert exp_nll(710.0) == math.inf

@@ -9,9 +9,9 @@ from heapr_lab.experiments.prose import Prose, answer
 
 def test_what_is_against_the_paper_comes_first() -> None:
     """The whole answer is text for notebooks, and empty sentences are left out."""
-    found = answer("Short.", ["More.", ""], ["Against."])
-    assert found._repr_markdown_() == "Against. Short. More."
-    assert repr(found.short) == "Short."
+    reply = answer("Short.", ["More.", ""], ["Against."])
+    assert reply._repr_markdown_() == "Against. Short. More."
+    assert repr(reply.short) == "Short."
     assert Prose("a")._repr_markdown_() == "a"
 
 
@@ -38,12 +38,12 @@ def test_the_tour_has_both_sides_and_the_papers_numbers() -> None:
     saved = pd.Series(
         {"parameter_reduction": 0.19, "flops_reduction": 0.09, "seq_len": 256}
     )
-    said = repr(answers.tour(results, saved, losses(0.5)))
+    text = repr(answers.tour(results, saved, losses(0.5)))
     assert (
-        "from 20.00 to 22.00 (+10.0%; the paper's models on WikiText-2: +2.3%" in said
+        "from 20.00 to 22.00 (+10.0%; the paper's models on WikiText-2: +2.3%" in text
     )
-    assert "it costs more: Δloss is 0.100 nats per token on a, and 0.500 on b" in said
-    assert "is 0.200 in place of 0.500, and that on a 0.150 in place of 0.100" in said
+    assert "it costs more: Δloss is 0.100 nats per token on a, and 0.500 on b" in text
+    assert "is 0.200 in place of 0.500, and that on a 0.150 in place of 0.100" in text
     assert "not always more" in repr(answers.tour(results, saved, losses(0.05)))
 
 
@@ -61,10 +61,10 @@ def sizes(gain: float) -> pd.DataFrame:
 @pytest.mark.parametrize(("gain", "said"), [(0.01, "more"), (0.5, "not always more")])
 def test_corpus_and_amount_of_text_are_compared(gain: float, said: str) -> None:
     """The other corpus costs at least 0.3 nats; more windows gain 0.01 or 0.69."""
-    found = paper_answers.calibration(sizes(gain), losses(0.5))
-    assert f"The corpus matters {said} than the amount of text." in found.short
-    assert "0.300 to 0.400 higher" in found.short
-    assert found.against[0].endswith("does not hold between a and b.")
+    reply = paper_answers.calibration(sizes(gain), losses(0.5))
+    assert f"The corpus matters {said} than the amount of text." in reply.short
+    assert "0.300 to 0.400 higher" in reply.short
+    assert reply.against[0].endswith("does not hold between a and b.")
 
 
 def test_a_late_rise_that_is_not_there_is_said_first() -> None:
@@ -80,10 +80,10 @@ def test_a_late_rise_that_is_not_there_is_said_first() -> None:
     ]
     bins = pd.DataFrame(rows)
     bins.attrs["spearman"] = {"index": {"rho": 0.9, "rho_low": 0.7, "rho_high": 1.0}}
-    said = repr(paper_answers.layers(shares, bins))
-    assert said.startswith("The rise in the last layers that the paper draws is absent")
-    assert "layer 0 loses most (60%) and layer 2 least (30%)" in said
-    assert "tenth 0, which costs most, costs 6.0 times the sum of its scores" in said
+    text = repr(paper_answers.layers(shares, bins))
+    assert text.startswith("The rise in the last layers that the paper draws is absent")
+    assert "layer 0 loses most (60%) and layer 2 least (30%)" in text
+    assert "tenth 0, which costs most, costs 6.0 times the sum of its scores" in text
 
 
 def test_the_boundary_says_what_cannot_be_reached() -> None:
@@ -99,10 +99,10 @@ def test_the_boundary_says_what_cannot_be_reached() -> None:
             "value": [0.7, 0.6, 0.35, 0.4],
         }
     )
-    said = repr(paper_answers.boundary(data))
-    assert "With 12% of the whole model removed, 90% ± 5% of the accuracy" in said
-    assert "50% of its parameters are routed experts" in said
-    assert "by 40% where 90% of the atomic experts are removed" in said
+    text = repr(paper_answers.boundary(data))
+    assert "With 12% of the whole model removed, 90% ± 5% of the accuracy" in text
+    assert "50% of its parameters are routed experts" in text
+    assert "by 40% where 90% of the atomic experts are removed" in text
 
 
 def windows(gaps: dict[str, float]) -> pd.DataFrame:
@@ -121,11 +121,11 @@ def test_what_the_ablations_refute_comes_first() -> None:
     savings = pd.DataFrame(
         {"granularity": "expert", "ratio": [0.2], "flops_reduction": [0.08]}
     )
-    found = paper_answers.ablations(windows(gaps), savings, "a", [0.2])
-    assert found.against[0].startswith("Against the paper")
-    assert "CAMERA-P loses more than HEAPr layer by layer on a: **no**" in repr(found)
-    assert "whole experts lose more than atoms on a: yes at 20% (+0.300)" in found.short
-    assert "Whole experts save operations here (8% at 20%)" in repr(found)
+    reply = paper_answers.ablations(windows(gaps), savings, "a", [0.2])
+    assert reply.against[0].startswith("Against the paper")
+    assert "CAMERA-P loses more than HEAPr layer by layer on a: **no**" in repr(reply)
+    assert "whole experts lose more than atoms on a: yes at 20% (+0.300)" in reply.short
+    assert "Whole experts save operations here (8% at 20%)" in repr(reply)
 
 
 def test_merging_is_compared_with_random_atoms_on_every_model() -> None:
@@ -141,10 +141,10 @@ def test_merging_is_compared_with_random_atoms_on_every_model() -> None:
         {"variant": ["hc-smoe", "heapr"], "group": ["merging", "atoms"], "ratio": 0.4}
     ).assign(pooled=[0.4, 0.06], n_models=2)
     rankings = pd.DataFrame({"same rank": [True, False]})
-    said = repr(answers.methods(data, rankings, pd.DataFrame(rows)))
-    assert said.startswith("Only 50% of the paper's ranks are found again here")
-    assert "atoms heapr 0.060; merging hc-smoe 0.400" in said
-    assert "scratch 0.800 and 0.300; upcycled 0.050 and 0.300" in said
+    text = repr(answers.methods(data, rankings, pd.DataFrame(rows)))
+    assert text.startswith("Only 50% of the paper's ranks are found again here")
+    assert "atoms heapr 0.060; merging hc-smoe 0.400" in text
+    assert "scratch 0.800 and 0.300; upcycled 0.050 and 0.300" in text
 
 
 def test_the_default_stands_beside_heapr() -> None:
@@ -155,9 +155,9 @@ def test_the_default_stands_beside_heapr() -> None:
             windows({"dense": 0.0}).assign(ratio=0.0),
         ]
     )
-    said = repr(answers.quality(losses, pd.DataFrame(), "default", "a"))
-    assert "at 20% 0.30 in place of 0.40 (difference -0.10 to -0.10)" in said
-    assert "on other text not measured" in said
+    text = repr(answers.quality(losses, pd.DataFrame(), "default", "a"))
+    assert "at 20% 0.30 in place of 0.40 (difference -0.10 to -0.10)" in text
+    assert "on other text not measured" in text
     absent = answers.quality(losses, pd.DataFrame(), "another", "a")
     assert absent.short == "another has not been measured on a pretrained model."
 
@@ -180,7 +180,7 @@ def test_importance_says_what_a_pass_measured() -> None:
         {"heapr": [1.0, 0.9, 0.1]}, index=["heapr", "fisher", "random"]
     )
     facts = {"tokens": 100, "corpus": "a", "experts": 4, "unrouted": 0, "passes": [1.0]}
-    said = repr(answers.importance(scores, ranks, facts))
-    assert "over 100 predicted tokens of a gives the sums of 10 atomic experts" in said
-    assert "has 18% of their sum" in said
-    assert "fisher ranks most like it (Spearman 0.90), and random least (0.10)" in said
+    text = repr(answers.importance(scores, ranks, facts))
+    assert "over 100 predicted tokens of a gives the sums of 10 atomic experts" in text
+    assert "has 18% of their sum" in text
+    assert "fisher ranks most like it (Spearman 0.90), and random least (0.10)" in text

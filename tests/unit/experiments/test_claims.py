@@ -78,7 +78,7 @@ def draws(wikitext2: float) -> pd.DataFrame:
 
 
 def verdicts(**changes: object) -> "pd.Series[str]":
-    """By number, of an order of methods in which the paper is right."""
+    """The verdicts by number, for an order of methods in which the paper is right."""
     losses = {
         ("dense", 0.0): 1.0,
         ("heapr", 0.2): 1.01,
@@ -86,21 +86,21 @@ def verdicts(**changes: object) -> "pd.Series[str]":
         ("camera-p", 0.2): 1.2,
         ("heapr-expert", 0.2): 1.3,
     }
-    made: dict[str, object] = {"calibrated_on": "text", "windows": windows(losses)}
-    found = claims(Evidence(**(made | changes)))  # type: ignore[arg-type]
-    return found.set_index("number")["verdict"]
+    fields: dict[str, object] = {"calibrated_on": "text", "windows": windows(losses)}
+    table = claims(Evidence(**(fields | changes)))  # type: ignore[arg-type]
+    return table.set_index("number")["verdict"]
 
 
 def test_there_are_twelve_each_with_a_verdict() -> None:
     """What was not measured says so, and the paper's numbers are from its tables."""
-    found = claims(Evidence("text", tested.NO_WINDOWS))
-    assert found["number"].tolist() == list(range(1, 13))
-    assert found["verdict"].tolist() == ["agrees", *["cannot be tested here"] * 11]
-    said = found.set_index("number")["paper"]
-    assert "8% at 20%" in said[4]
-    assert "59.5, 60.0, 60.7" in said[5]
-    assert "6.54 against 6.9 at 20%" in said[7]
-    assert "93% of the accuracy at <0.4 of the model" in said[9]
+    table = claims(Evidence("text", tested.NO_WINDOWS))
+    assert table["number"].tolist() == list(range(1, 13))
+    assert table["verdict"].tolist() == ["agrees", *["cannot be tested here"] * 11]
+    paper = table.set_index("number")["paper"]
+    assert "8% at 20%" in paper[4]
+    assert "59.5, 60.0, 60.7" in paper[5]
+    assert "6.54 against 6.9 at 20%" in paper[7]
+    assert "93% of the accuracy at <0.4 of the model" in paper[9]
 
 
 def test_the_proof_of_equal_scores_is_there() -> None:
@@ -126,12 +126,12 @@ def test_an_order_is_refuted_or_undecided(loss: float, verdict: str) -> None:
 
 def test_a_claim_has_to_hold_on_other_text_too() -> None:
     """Whole experts lose more on the calibrated corpus and less on another."""
-    own = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
+    calibrated = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
     other = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 0.9}, "other")
-    both = pd.concat([own, other])
+    both = pd.concat([calibrated, other])
     assert verdicts(windows=both)[7] == "disagrees"
-    found = claims(Evidence("text", both)).set_index("number")["found"]
-    assert found[7] == (
+    texts = claims(Evidence("text", both)).set_index("number")["found"]
+    assert texts[7] == (
         "heapr-expert − heapr: -0.100 ± 0.000 at 20% on other text (below zero in 1 of "
         "2 comparisons)"
     )
@@ -208,7 +208,7 @@ def test_rivals_lose_more_on_every_model(least: float, verdict: str) -> None:
     ("naee", "verdict"), [(1.1, "agrees"), (1.01, "undecided"), (0.9, "disagrees")]
 )
 def test_rivals_lose_more_on_every_window(naee: float, verdict: str) -> None:
-    """Of one model, on which two rivals were measured at one ratio."""
+    """One model, on which two rivals were measured at one ratio."""
     losses = {("heapr", 0.25): 1.01, ("naee", 0.25): naee, ("hc-smoe", 0.25): 2.0}
     assert verdicts(windows=windows(losses))[2] == verdict
 
@@ -217,7 +217,7 @@ def test_rivals_lose_more_on_every_window(naee: float, verdict: str) -> None:
     ("on_c4", "verdict"), [(1.0, "undecided"), (1.1, "disagrees"), (0.9, "disagrees")]
 )
 def test_a_corpus_matters_on_some_window(on_c4: float, verdict: str) -> None:
-    """Of one draw of each corpus, paired over windows."""
+    """One draw of each corpus, paired over windows."""
     losses = windows({("heapr", 0.25): 1.0, (tested.ON_C4, 0.25): on_c4})
     assert verdicts(windows=losses)[10] == verdict
 
@@ -234,10 +234,10 @@ def test_refuted_claims_come_first() -> None:
 
 def test_the_summary_has_a_row_per_ratio() -> None:
     """Dense and 20 %, with what is saved; nothing is saved of the dense model."""
-    own = {"granularity": "atom", "structure": "ragged", "scope": "global"}
+    setting = {"granularity": "atom", "structure": "ragged", "scope": "global"}
     results = pd.DataFrame(
         [
-            {**own, "estimator": name, "ratio": ratio, "dataset": "text", **values}
+            {**setting, "estimator": name, "ratio": ratio, "dataset": "text", **values}
             for name, ratio, perplexity in (
                 ("dense", 0.0, 100.0),
                 ("heapr", 0.2, 100.5),
@@ -255,7 +255,7 @@ def test_the_summary_has_a_row_per_ratio() -> None:
         "routed_flops_reduction": 0.19,
         "seq_len": 256,
     }
-    savings = pd.DataFrame([{**own, "estimator": "heapr", **saved}])
+    savings = pd.DataFrame([{**setting, "estimator": "heapr", **saved}])
     table = summary_table(results, savings)
     assert table["ratio"].tolist() == [0.0, 0.2]
     assert table["perplexity text"].tolist() == pytest.approx([100.0, 100.5])

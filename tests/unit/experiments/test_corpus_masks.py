@@ -42,7 +42,7 @@ def pair(root: Path) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def masks(bench: Workbench, pair: tuple[str, str]) -> dict[str, ScoredMask]:
-    """Half of the tiny model goes: of three calibrations."""
+    """The masks of three calibrations; each removes half of the tiny model."""
     return corpus_masks(bench, pair, ratio=0.5)
 
 
@@ -81,16 +81,16 @@ def test_losses_are_those_of_the_masked_model(
     bench: Workbench, pair: tuple[str, str], masks: dict[str, ScoredMask]
 ) -> None:
     """Every mask on every text, against the dense model there."""
-    found = mask_losses(bench, masks, pair)
-    assert len(found) == 6
-    for row in found.itertuples():
+    losses = mask_losses(bench, masks, pair)
+    assert len(losses) == 6
+    for row in losses.itertuples():
         expected = by_hand(bench, masks[row.mask].keep, row.dataset)
         assert row.delta_nll == pytest.approx(expected, abs=1e-12)
-    assert found["delta_nll"].nunique() == 6
+    assert losses["delta_nll"].nunique() == 6
 
 
 def test_those_that_the_other_needs_most_come_first() -> None:
-    """Of what it keeps; an atom that both remove is not among them."""
+    """They are atoms that it keeps; one that both remove is not among them."""
     mine = scored("000110", [1, 2, 3, 8, 9, 0])
     other = scored("101101", [7, 1, 5, 6, 2, 9])
     assert removed_alone(mine, other).tolist() == [5, 0, 2]
@@ -98,14 +98,14 @@ def test_those_that_the_other_needs_most_come_first() -> None:
 
 
 def test_what_a_third_mask_keeps_of_them() -> None:
-    """Of the first, of the first two, and of all three."""
+    """The share of the first, of the first two, and of all three."""
     mine = scored("000110", [1, 2, 3, 8, 9, 0])
     other = scored("101101", [7, 1, 5, 6, 2, 9])
     third = scored("011111", [0.0] * 6).keep
-    found = kept_of_alone(third, mine, other, shares=(0.1, 0.7, 1.0))
-    assert found["n_atoms"].tolist() == [1, 2, 3]
-    assert found["kept"].tolist() == pytest.approx([1, 1 / 2, 2 / 3])
-    assert found["share"].tolist() == [0.1, 0.7, 1.0]
+    table = kept_of_alone(third, mine, other, shares=(0.1, 0.7, 1.0))
+    assert table["n_atoms"].tolist() == [1, 2, 3]
+    assert table["kept"].tolist() == pytest.approx([1, 1 / 2, 2 / 3])
+    assert table["share"].tolist() == [0.1, 0.7, 1.0]
     assert kept_of_alone(third, mine, mine).empty
     with pytest.raises(SpecError, match="different models"):
         kept_of_alone(KeepMask.from_arrays({1: [[True]]}), mine, other)
@@ -132,7 +132,7 @@ def test_as_many_of_each_layer_are_drawn() -> None:
 
 
 def test_atoms_that_are_put_back_are_kept() -> None:
-    """And nothing else changes, the mask itself neither."""
+    """Nothing else changes, and neither does the mask itself."""
     keep = scored("000110", [0.0] * 6).keep
     assert with_rows(keep, np.array([0, 5])).rows.tolist() == [
         True,
@@ -149,31 +149,31 @@ def test_restored_losses(
     bench: Workbench, pair: tuple[str, str], masks: dict[str, ScoredMask]
 ) -> None:
     """At each share what is measured by hand; all of them is the union of both."""
-    one, other = (masks[name] for name in pair)
-    found = restored_losses(bench, one, other, pair[1], shares=SHARES)
-    alone = removed_alone(one, other)
+    mask, other = (masks[name] for name in pair)
+    losses = restored_losses(bench, mask, other, pair[1], shares=SHARES)
+    alone = removed_alone(mask, other)
     counts = [max(1, round(share * len(alone))) for share in SHARES]
-    ranked = found[found["restored"].eq(RANKED)]
+    ranked = losses[losses["restored"].eq(RANKED)]
     assert ranked["n_restored"].tolist() == counts
-    before = by_hand(bench, one.keep, pair[1])
+    before = by_hand(bench, mask.keep, pair[1])
     for row in ranked.itertuples():
-        keep = with_rows(one.keep, alone[: row.n_restored])
+        keep = with_rows(mask.keep, alone[: row.n_restored])
         expected = by_hand(bench, keep, pair[1])
         assert row.delta_nll == pytest.approx(expected, abs=1e-12)
         if before > 0:
             assert row.explained == pytest.approx(1 - expected / before, abs=1e-6)
         else:
             assert math.isnan(row.explained)
-    union = with_rows(one.keep, alone)
-    assert (union.rows == one.keep.rows | other.keep.rows).all()
-    drawn = found[found["restored"].eq(DRAWN)]
+    union = with_rows(mask.keep, alone)
+    assert (union.rows == mask.keep.rows | other.keep.rows).all()
+    drawn = losses[losses["restored"].eq(DRAWN)]
     assert (
         drawn["n_restored"].tolist()
         == np.repeat(counts, bench.profile.n_seeds).tolist()
     )
     assert drawn["draw"].tolist() == [*range(bench.profile.n_seeds)] * len(SHARES)
     last = drawn[drawn["draw"].eq(1)].iloc[1]
-    keep = with_rows(one.keep, drawn_like(one.keep, alone[: counts[1]], seed=1))
+    keep = with_rows(mask.keep, drawn_like(mask.keep, alone[: counts[1]], seed=1))
     assert last["delta_nll"] == pytest.approx(by_hand(bench, keep, pair[1]), abs=1e-12)
 
 
@@ -181,7 +181,7 @@ def test_equal_masks_explain_nothing(
     bench: Workbench, pair: tuple[str, str], masks: dict[str, ScoredMask]
 ) -> None:
     """There are no atoms to put back, so there are no rows."""
-    one = masks[pair[0]]
-    found = restored_losses(bench, one, one, pair[0], shares=SHARES)
-    assert found.empty
-    assert "explained" in found
+    mask = masks[pair[0]]
+    losses = restored_losses(bench, mask, mask, pair[0], shares=SHARES)
+    assert losses.empty
+    assert "explained" in losses

@@ -16,18 +16,18 @@ from heapr_lab.experiments.intervals import (
 
 
 def test_the_interval_is_students() -> None:
-    """Of 1, 2 and 3: mean 2, error 1/√3, and t = 4.303 at two degrees of freedom."""
-    found = interval_of([1.0, 2.0, 3.0])
+    """1, 2 and 3 have mean 2 and error 1/√3; t = 4.303 at two degrees of freedom."""
+    mean = interval_of([1.0, 2.0, 3.0])
     half = 4.302653 / math.sqrt(3)
-    assert found.value == 2.0
-    assert (found.low, found.high) == pytest.approx((2 - half, 2 + half), abs=1e-5)
+    assert mean.value == 2.0
+    assert (mean.low, mean.high) == pytest.approx((2 - half, 2 + half), abs=1e-5)
     assert interval_of([1.0]).verdict == "undecided"
 
 
 def test_an_error_gives_the_normal_interval() -> None:
     """1.96 standard errors on either side."""
-    found = of_error(1.0, 0.5)
-    assert (found.low, found.high) == pytest.approx((0.02, 1.98), abs=1e-3)
+    interval = of_error(1.0, 0.5)
+    assert (interval.low, interval.high) == pytest.approx((0.02, 1.98), abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def test_windows_are_paired() -> None:
     ]
     columns = ["method", "ratio", "corpus", "window", "nll"]
     windows = pd.DataFrame(rows, columns=columns)
-    found = loss_difference(windows, "a", "dense", 0.2, of=0.0)
-    assert found is not None
-    assert (found.low, found.high) == pytest.approx((0.1, 0.1))
+    difference = loss_difference(windows, "a", "dense", 0.2, of=0.0)
+    assert difference is not None
+    assert (difference.low, difference.high) == pytest.approx((0.1, 0.1))
     assert loss_difference(windows, "b", "dense", 0.2, of=0.0) is None
     assert accuracy_difference(pd.DataFrame(), "a", "dense", 0.2) is None
 
 
 def test_items_are_paired() -> None:
-    """Those that both were asked: where the dense model had more, they do not count."""
+    """Only items that both were asked count: the dense model had one more here."""
     rows = [
         (method, ratio, "task", item, right, right)
         for method, ratio, rights in (
@@ -73,7 +73,7 @@ def test_items_are_paired() -> None:
     ]
     columns = ["method", "ratio", "task", "item", "acc", "acc_norm"]
     items = pd.DataFrame(rows, columns=columns)
-    found = accuracy_difference(items, "a", "dense", 0.2, of=0.0)
-    assert found is not None
-    assert found.value == pytest.approx(-1 / 3)
+    difference = accuracy_difference(items, "a", "dense", 0.2, of=0.0)
+    assert difference is not None
+    assert difference.value == pytest.approx(-1 / 3)
     assert accuracy_difference(items, "b", "dense", 0.2, of=0.0) is None

@@ -34,24 +34,24 @@ def reasons(**changes: Any) -> dict[str, str]:
 
 def test_every_method_of_the_table_is_found_or_missing() -> None:
     """Whatever the spelling of the registry; nothing is left out."""
-    found = table1.methods_of_table1()
-    assert set(found) == {
+    names = table1.methods_of_table1()
+    assert set(names) == {
         "NAEE", "MoE-I^2", "MoE-SVD", "D^2-MoE", "HEAPr", "MC-SMoE", "HC-SMoE",
         "Sub-MoE",
     }  # fmt: skip
-    assert (found["NAEE"], found["HEAPr"]) == ("naee", "heapr")
-    assert found["MoE-I^2"] == "moe-i2-like"
-    assert {name for name in found.values() if name} <= set(methods.names())
+    assert (names["NAEE"], names["HEAPr"]) == ("naee", "heapr")
+    assert names["MoE-I^2"] == "moe-i2-like"
+    assert {name for name in names.values() if name} <= set(methods.names())
 
 
 def test_a_new_method_is_found_by_its_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table takes methods that are added later."""
     there = "naee", "d2-moe", "moe-i2", "hc-smoe"
     monkeypatch.setattr(methods, "names", lambda: there)
-    found = table1.methods_of_table1()
-    assert {name for name in found.values() if name} == set(there)
-    assert (found["D^2-MoE"], found["MoE-I^2"]) == ("d2-moe", "moe-i2")
-    assert found["HEAPr"] is None
+    names = table1.methods_of_table1()
+    assert {name for name in names.values() if name} == set(there)
+    assert (names["D^2-MoE"], names["MoE-I^2"]) == ("d2-moe", "moe-i2")
+    assert names["HEAPr"] is None
 
 
 @pytest.mark.parametrize(
@@ -65,16 +65,16 @@ def test_a_new_method_is_found_by_its_spelling(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_ratios_are_those_of_the_model(model: str, ratios: tuple[float, ...]) -> None:
-    """Of each model of the paper; another one gets all of them."""
+    """Each model of the paper has its own; another one gets all of them."""
     assert table1.ratios_of_table1(model) == ratios
 
 
 def test_the_paper_is_comparable_with_its_own_settings() -> None:
     """Its own rows are; those that it quotes come from other calibrations."""
-    found = reasons()
-    assert (found["Original"], found["HEAPr"]) == ("", "")
+    notes = reasons()
+    assert (notes["Original"], notes["HEAPr"]) == ("", "")
     for rival in ("MC-SMoE", "HC-SMoE", "Sub-MoE"):
-        assert "quoted by the paper" in found[rival]
+        assert "quoted by the paper" in notes[rival]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_every_difference_is_named(
     changes: dict[str, Any], of_dense: str, of_heapr: str | None
 ) -> None:
     """Model, calibration, test windows and items, each on its own."""
-    found = reasons(**changes)
-    assert found["Original"] == of_dense
-    assert found["HEAPr"] == (of_dense if of_heapr is None else of_heapr)
+    notes = reasons(**changes)
+    assert notes["Original"] == of_dense
+    assert notes["HEAPr"] == (of_dense if of_heapr is None else of_heapr)
 
 
 def test_another_model_stands_beside_all_of_the_papers() -> None:
@@ -121,11 +121,11 @@ def test_results_take_the_form_of_the_table() -> None:
     rows = [line | {"dataset": "ptb", "perplexity": 3.0}]
     for number, task in enumerate(PAPER_TASKS):
         rows.append(line | {"dataset": task, "acc": number / 10, "n_items": 4})
-    (found,) = table1.as_table1(pd.DataFrame(rows)).to_dict("records")
-    assert found["ptb_ppl"] == 3
-    assert found["arc_easy"] == 0.1
-    assert found["average"] == pytest.approx(0.3)
-    assert found["parameters"] == 7
+    (row,) = table1.as_table1(pd.DataFrame(rows)).to_dict("records")
+    assert row["ptb_ppl"] == 3
+    assert row["arc_easy"] == 0.1
+    assert row["average"] == pytest.approx(0.3)
+    assert row["parameters"] == 7
     assert "average" not in table1.as_table1(pd.DataFrame(rows[:-1]))
     items = table1.n_items_of(pd.DataFrame(rows))
     assert items == dict.fromkeys(PAPER_TASKS, 4)

@@ -62,7 +62,7 @@ def done_by(bench: Workbench, executor: Executor | None, folder: Path) -> set[st
 
 
 def test_steps_are_done_here(folder: Path, tmp_path: Path) -> None:
-    """Without a pool."""
+    """There is no pool."""
     opened = functools.partial(open_workbench, str(folder), profile="small")
     with workers.workers(1, opened) as executor:
         assert done_by(opened(), executor, tmp_path / "a") == {str(os.getpid())}

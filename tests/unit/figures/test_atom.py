@@ -9,11 +9,11 @@ from heapr_lab.errors import SpecError
 def test_an_atomic_expert_is_two_rows_and_a_column() -> None:
     """Atom k owns row k of W_gate and of W_up and column k of W_down, nothing else."""
     data = figures.atomic_expert_data(d_model=3, d_inter=5, atom=2)
-    own = data[data["of_atom"]].groupby("matrix")
-    assert own.size().to_dict() == {"W_down": 3, "W_gate": 3, "W_up": 3, "e_k": 3}
-    assert set(own["row"].unique()["W_gate"]) == {2}
-    assert set(own["row"].unique()["W_up"]) == {2}
-    assert set(own["column"].unique()["W_down"]) == {2}
+    cells = data[data["of_atom"]].groupby("matrix")
+    assert cells.size().to_dict() == {"W_down": 3, "W_gate": 3, "W_up": 3, "e_k": 3}
+    assert set(cells["row"].unique()["W_gate"]) == {2}
+    assert set(cells["row"].unique()["W_up"]) == {2}
+    assert set(cells["column"].unique()["W_down"]) == {2}
     sizes = data.groupby("matrix").size()
     assert sizes["W_gate"] == sizes["W_up"] == sizes["W_down"] == 15
     ax = figures.plot_atomic_expert(data)

@@ -13,25 +13,25 @@ from heapr_lab.figures.bins import spearman_interval
 def test_spearman_is_that_of_pandas_and_its_interval_is_seeded() -> None:
     """ρ agrees with pandas, lies in its interval, and a seed repeats the interval."""
     data = figures.bins_data(bins_frame(), seed=3)
-    found = data.attrs["spearman"]
+    spearman = data.attrs["spearman"]
     # 1 − 6 Σd² / (n (n² − 1)) with Σd² = 2 and n = 10
-    assert found["index"]["rho"] == pytest.approx(1 - 12 / 990)
+    assert spearman["index"]["rho"] == pytest.approx(1 - 12 / 990)
     rows = data[data["order"].eq("index")]
     by_pandas = rows["score_sum"].rank().corr(rows["delta_nll"].rank())
-    assert found["index"]["rho"] == pytest.approx(by_pandas)
-    assert found["index"]["rho_low"] < found["index"]["rho"]
-    assert found["index"]["rho_high"] <= 1 + 1e-12
+    assert spearman["index"]["rho"] == pytest.approx(by_pandas)
+    assert spearman["index"]["rho_low"] < spearman["index"]["rho"]
+    assert spearman["index"]["rho_high"] <= 1 + 1e-12
     assert figures.bins_data(bins_frame(), seed=3).attrs == data.attrs
-    assert found["score"] == pytest.approx({"rho": 1, "rho_low": 1, "rho_high": 1})
+    assert spearman["score"] == pytest.approx({"rho": 1, "rho_low": 1, "rho_high": 1})
 
 
 def test_spearman_of_unrelated_numbers_has_an_interval_around_zero() -> None:
     """The interval covers 0 where there is nothing to see, and is wide."""
     rng = np.random.default_rng(0)
     x, y = pd.Series(rng.normal(size=10)), pd.Series(rng.normal(size=10))
-    found = spearman_interval(x, y, n_resamples=500, seed=0)
-    assert found["rho_low"] < 0 < found["rho_high"]
-    assert found["rho_high"] - found["rho_low"] > 0.5
+    interval = spearman_interval(x, y, n_resamples=500, seed=0)
+    assert interval["rho_low"] < 0 < interval["rho_high"]
+    assert interval["rho_high"] - interval["rho_low"] > 0.5
 
 
 def test_bins_are_drawn_where_they_were_measured() -> None:
@@ -54,7 +54,7 @@ def test_bins_are_drawn_where_they_were_measured() -> None:
 
 def test_bins_of_two_data_sets_must_be_told_apart() -> None:
     """An ambiguous frame is refused, with the data sets it holds."""
-    both = pd.concat([bins_frame(), bins_frame().assign(dataset="ptb")])
+    frame = pd.concat([bins_frame(), bins_frame().assign(dataset="ptb")])
     with pytest.raises(SpecError, match=r"'ptb', 'pydocs'"):
-        figures.bins_data(both)
-    assert len(figures.bins_data(both, dataset="ptb")) == 20
+        figures.bins_data(frame)
+    assert len(figures.bins_data(frame, dataset="ptb")) == 20

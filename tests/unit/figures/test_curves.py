@@ -71,7 +71,7 @@ def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
 def test_flops_say_at_which_context_they_were_counted(
     results: pd.DataFrame, savings: pd.DataFrame
 ) -> None:
-    """In the legend of the boundary and the title of the granularity, where known."""
+    """The boundary's legend and the granularity's title say it, where it is known."""
     told = "at 256 tokens of context"
     for frame, known in ((savings, False), (savings.assign(seq_len=256), True)):
         data = figures.boundary_data(results, frame)

@@ -23,14 +23,14 @@ PLOTS = {
     name.removeprefix("plot_") for name in dir(figures) if name.startswith("plot_")
 }
 OF_OTHER_ROWS = {"score_bins": "score_histogram", "width_cells": "widths"}
-"""Plot functions that share a kind with the one its name is of."""
+"""Plot functions, and the other one whose kind each of them shares."""
 
 
 def display_of(kind: str) -> Display:
     """A display of each kind, made of small results."""
     results, savings = rows.evaluation_rows(), rows.saving_rows()
     widths = pd.DataFrame([[4, 0], [1, 3]], index=[1, 3])
-    made: dict[str, tuple[Any, ...]] = {
+    inputs: dict[str, tuple[Any, ...]] = {
         "atomic_expert": (),
         "bins": (rows.bins_frame(),),
         "boundary": (results, savings),
@@ -43,7 +43,7 @@ def display_of(kind: str) -> Display:
         "score_histogram": (pd.Series([0.0, 1.0, 2.0], name="heapr"), 1.5),
         "widths": (widths, widths),
     }
-    return Display.from_results(kind, *made[kind])
+    return Display.from_results(kind, *inputs[kind])
 
 
 def test_every_plot_has_a_kind() -> None:
@@ -93,7 +93,7 @@ def test_a_panel_is_chosen_by_what_it_is_of() -> None:
 
 
 def test_an_unknown_kind_names_those_there_are() -> None:
-    """In both constructors."""
+    """Both constructors do."""
     with pytest.raises(SpecError, match=r"no figure 'speed'; expected one of atomic_"):
         Display("speed", pd.DataFrame())
     with pytest.raises(SpecError, match="no figure 'speed'"):
@@ -138,15 +138,15 @@ def test_a_kernel_shows_figures_unless_told_otherwise(
     backend: str, shown: bool, tmp_path: Path
 ) -> None:
     """Where nothing or inline was chosen a figure is a PNG; torch is not imported."""
-    own = {"IPYTHONDIR": str(tmp_path), "MPLBACKEND": backend}
-    said = subprocess.run(
+    env = {"IPYTHONDIR": str(tmp_path), "MPLBACKEND": backend}
+    process = subprocess.run(
         [sys.executable, "-c", _KERNEL],
         check=True,
-        env=os.environ | own,
+        env=os.environ | env,
         capture_output=True,
         text=True,
     )
-    assert said.stdout.split() == ["False", str(shown)]
+    assert process.stdout.split() == ["False", str(shown)]
 
 
 def test_the_extension_adds_a_magic_and_takes_it_away() -> None:

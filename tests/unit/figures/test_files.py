@@ -39,9 +39,9 @@ from matplotlib import font_manager
 folder, of_system = Path(sys.argv[1]), sys.argv[2:]
 if of_system:  # the list may have fonts of the system, and not those of matplotlib
     manager = font_manager.fontManager
-    own = [e for e in manager.ttflist if e.name == "DejaVu Sans"]
+    fonts = [e for e in manager.ttflist if e.name == "DejaVu Sans"]
     manager.ttflist.clear()
-    for path in {e.fname for e in own}:
+    for path in {e.fname for e in fonts}:
         manager.addfont(shutil.copy(path, folder))
     changed = folder / "DejaVuSans.ttf"
     from fontTools.ttLib import TTFont
@@ -60,9 +60,9 @@ def test_bytes_do_not_depend_on_the_machine(tmp_path: Path) -> None:
     for seed, *of_system in (("1",), ("2", "system")):
         folder = tmp_path / seed
         folder.mkdir()
-        own = {"PYTHONHASHSEED": seed, "MPLCONFIGDIR": str(folder / "configuration")}
+        env = {"PYTHONHASHSEED": seed, "MPLCONFIGDIR": str(folder / "configuration")}
         command = [sys.executable, "-c", _DRAW, str(folder), *of_system]
-        subprocess.run(command, check=True, cwd=folder, env=os.environ | own)
+        subprocess.run(command, check=True, cwd=folder, env=os.environ | env)
         folders.append(folder)
     for suffix in ("png", "pdf", "csv"):
         first, second = (folder / f"atomic_expert.{suffix}" for folder in folders)
@@ -74,9 +74,9 @@ def test_files_carry_the_provenance_and_no_date(tmp_path: Path) -> None:
     source = {"spec": "abc"}
     ax = figures.plot_atomic_expert()
     png, pdf = figures.save_figure(ax.figure, tmp_path / "x", provenance=source)
-    said = b'{"spec":"abc"}'
-    assert b"Description\x00" + said in png.read_bytes()
-    assert said in pdf.read_bytes()
+    text = b'{"spec":"abc"}'
+    assert b"Description\x00" + text in png.read_bytes()
+    assert text in pdf.read_bytes()
     assert b"CreationDate" not in pdf.read_bytes()
     assert b"/FontFile2" in pdf.read_bytes()  # TrueType (42), not Type 3
 

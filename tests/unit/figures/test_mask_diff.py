@@ -10,7 +10,7 @@ from heapr_lab.inspection.mask_diff import ScoredMask
 
 
 def test_bars_stack_up_to_what_either_removes() -> None:
-    """Both at the bottom, then A alone and B alone; chance stands at its own height."""
+    """Atoms of both are at the bottom, then A's, then B's; chance stands on its own."""
     data = figures.mask_diff_data(*scored_masks())
     layers = data[data["shown"].eq("overlap")]
     assert layers["layer"].tolist() == [2, 5]
@@ -48,7 +48,7 @@ def test_points_stand_at_their_ranks_in_the_colour_of_their_fate() -> None:
 
 
 def test_a_sample_says_of_how_many_it_is() -> None:
-    """In the title; ranks within layers are named as such."""
+    """The title says it; ranks within layers are named as such."""
     a, b = scored_masks()
     inside = ScoredMask("B", b.keep, b.scores, within_layer=True)
     data = figures.mask_diff_data(a, inside, most=4)

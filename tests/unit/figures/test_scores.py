@@ -20,25 +20,25 @@ def lognormal(n: int) -> np.ndarray:
 def test_bins_are_those_of_numpy(edge: float | None) -> None:
     """Each score is in the bin where numpy counts it; those not above 0 in none."""
     scores = np.array([0.0, -1.0, *lognormal(1000)])
-    found = bin_scores(scores, edge=edge, bins=80)
-    counts = np.histogram(scores[scores > 0], bins=found.edges)[0]
-    assert found.counts().tolist() == counts.tolist()
+    binned = bin_scores(scores, edge=edge, bins=80)
+    counts = np.histogram(scores[scores > 0], bins=binned.edges)[0]
+    assert binned.counts().tolist() == counts.tolist()
     assert counts.sum() == 1000
-    assert found.n_not_positive == 2
-    steps = np.diff(np.log(found.edges))
+    assert binned.n_not_positive == 2
+    steps = np.diff(np.log(binned.edges))
     assert steps[1:-1] == pytest.approx(steps[1])
     assert len(steps) in (80, 81, 82)
     some = scores > 2
-    counts = np.histogram(scores[some], bins=found.edges)[0]
-    assert found.counts(some).tolist() == counts.tolist()
-    assert (edge in found.edges) == (edge == 1.0)
+    counts = np.histogram(scores[some], bins=binned.edges)[0]
+    assert binned.counts(some).tolist() == counts.tolist()
+    assert (edge in binned.edges) == (edge == 1.0)
 
 
 def test_bins_reach_over_all_scales() -> None:
-    """Of scores whose quotient is no float64, and of none above 0."""
-    found = bin_scores(np.array([1e-300, 1.0, 1e200]), bins=10)
-    assert found.counts().sum() == 3
-    assert found.counts()[0] == found.counts()[-2:].sum() == 1
+    """Scores may have a quotient that is no float64, or none may be above 0."""
+    binned = bin_scores(np.array([1e-300, 1.0, 1e200]), bins=10)
+    assert binned.counts().sum() == 3
+    assert binned.counts()[0] == binned.counts()[-2:].sum() == 1
     assert bin_scores(np.zeros(3)).counts().sum() == 0
 
 
@@ -90,11 +90,11 @@ def test_a_picture_that_was_changed_is_the_one_drawn_anew() -> None:
     anew = figures.plot_score_bins(data)
     picture = figures.styled(lambda: ScorePicture(plt.subplots()[1]))()
     picture.show(np.array([1.0, 2.0]), np.ones(1), name="score", hidden=0)
-    found = bin_scores(scores.to_numpy(), edge=2.0)
-    counts, hidden = found.counts(), found.n_not_positive
+    binned = bin_scores(scores.to_numpy(), edge=2.0)
+    counts, hidden = binned.counts(), binned.n_not_positive
     name = anew.get_xlabel()
-    picture.show(found.edges, counts, name=name, hidden=hidden)
-    picture.remove(found.counts(scores.to_numpy() < 2.0))
+    picture.show(binned.edges, counts, name=name, hidden=hidden)
+    picture.remove(binned.counts(scores.to_numpy() < 2.0))
     for one, other in zip(picture.ax.patches, anew.patches, strict=True):
         for mine, theirs in zip(one.get_data()[:2], other.get_data()[:2], strict=True):
             np.testing.assert_array_equal(mine, theirs)

@@ -24,7 +24,7 @@ def test_the_style_ends_with_the_figure() -> None:
 
 def test_estimators_look_different_from_each_other() -> None:
     """No two of the tables share a colour or a marker; a name always looks the same."""
-    names = [name for name, one in ESTIMATORS.items() if not one.extra_pass]
+    names = [name for name, estimator in ESTIMATORS.items() if not estimator.extra_pass]
     looks = [figures.look(name) for name in names]
     assert len({shown.color for shown in looks}) == len(names) == 8
     assert len({shown.marker for shown in looks}) == len(names)
@@ -42,7 +42,7 @@ def test_type_is_readable_at_readme_width(
 
 
 def test_names_are_no_formulas() -> None:
-    """In the legend of one Axes, or of all."""
+    """The legend of one Axes, or of all, can be drawn."""
     data = figures.layer_ratios_data({0.5: Keep(0.7, 0.3)})
     for draw in (style.add_legend, lambda ax: style.share_legend(ax.figure)):
         ax = figures.plot_layer_ratios(data)
@@ -52,7 +52,7 @@ def test_names_are_no_formulas() -> None:
 
 
 def test_the_legend_stands_where_a_panel_is_missing() -> None:
-    """Of five panels in two rows, in the sixth place; of six, below all."""
+    """With five panels in two rows it takes the sixth place; with six, it is below."""
 
     def top_of_legend(count: int) -> float:
         figure = style.figure_of(range(count), lambda n, ax: ax.plot([n], label="a"))

@@ -109,8 +109,8 @@ def test_auxiliary_losses_are_off() -> None:
     assert with_loss.aux_loss is not None
     plain_loss = token_nll(model, WINDOWS.ids).mean()
     assert with_loss.loss > plain_loss + 1
-    asked = collect_statistics(model, WINDOWS, batch_size=5)
-    pd.testing.assert_frame_equal(asked.frame, plain.frame)
+    again = collect_statistics(model, WINDOWS, batch_size=5)
+    pd.testing.assert_frame_equal(again.frame, plain.frame)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_score_by_hand(estimator: str, expected: float) -> None:
 
 
 def test_a_massive_token_without_gradient_moves_no_mask_of_fisher() -> None:
-    """One of 1000 tokens, of 1000 times the norm: HEAPr's order becomes that of it."""
+    """One token of 1000 has 1000 times the norm: HEAPr's order becomes its order."""
     generator = torch.Generator().manual_seed(0)
     h, g = (torch.randn(1000, 16, generator=generator).double() for _ in range(2))
     h *= torch.linspace(1, 3, 16)
@@ -65,8 +65,8 @@ def test_a_massive_token_without_gradient_moves_no_mask_of_fisher() -> None:
     massive[0] = 1000 * torch.randn(16, generator=generator)
     g[0] *= 1e-6
     frames = []
-    for own in (h, massive):
-        sums, _ = one_by_one(own, g, torch.ones(1000).double(), torch.tensor([1000]))
+    for hidden in (h, massive):
+        sums, _ = one_by_one(hidden, g, torch.ones(1000).double(), torch.tensor([1000]))
         named = zip(MOMENTS, sums[:, 0].numpy(), strict=True)
         frames.append(pd.DataFrame(dict(named)).assign(tokens=1000))
     without, with_it = (score(f, {"N": 1000}, estimator="fisher") for f in frames)
@@ -98,8 +98,8 @@ def test_shrunk_is_halfway_to_the_layer() -> None:
         0.5 * 6 / 2 * (4 / 2 * variance * 4) ** 0.5,
         0.5 * 5 / 5 * 10 / 5,
     ]
-    found = score(pd.DataFrame(columns), {}, estimator="shrunk")
-    assert found == pytest.approx(expected)
+    scores = score(pd.DataFrame(columns), {}, estimator="shrunk")
+    assert scores == pytest.approx(expected)
 
 
 def test_shrunk_passes_over_pruned_atoms() -> None:
@@ -113,8 +113,8 @@ def test_shrunk_passes_over_pruned_atoms() -> None:
         "sum_g2": [8.0, 0.0, 0.0],
         "w_down_sq": [4.0, 0.0, 0.0],
     }
-    found = score(pd.DataFrame(columns), {}, estimator="shrunk")
-    assert found == pytest.approx([0.5 * 6 * 8, 0.0, 0.0])
+    scores = score(pd.DataFrame(columns), {}, estimator="shrunk")
+    assert scores == pytest.approx([0.5 * 6 * 8, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -207,7 +207,7 @@ def test_not_finite_where_two_infinities_meet() -> None:
 
 
 def test_not_finite_gates_are_named() -> None:
-    """Also where nothing but the column says that the experts have gates."""
+    """Nothing but the column may say that the experts have gates."""
     with pytest.raises(SpecError, match="column w_gate_sq, at"):
         score(FRAME.assign(w_gate_sq=np.inf), {}, estimator="magnitude")
 

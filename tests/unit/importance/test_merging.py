@@ -35,7 +35,7 @@ def test_each_column_has_its_rule(name: str) -> None:
 
 
 def test_sums_are_rounded_once() -> None:
-    """In the wider type: float32 and float64 give float64, whole numbers stay whole."""
+    """The wider type is used: float64 beside float32; whole numbers stay whole."""
     rng = np.random.default_rng(0)
     x, y = (rng.lognormal(0, 9, 3).astype(np.float32) for _ in range(2))
     exact = (x.astype(np.float64) + y).astype(np.float32)
@@ -51,7 +51,7 @@ def test_sums_are_rounded_once() -> None:
 
 
 def test_norms_may_differ_by_rounding_alone() -> None:
-    """By a hundred-thousandth of their value, however small that is."""
+    """The limit is a hundred-thousandth of their value, however small that is."""
     merge_frames(frame(w_up_sq=1e-9), frame(w_up_sq=1e-9 * (1 + 9e-6)))
     for other in (1e-9 * (1 + 2e-5), 0.0):
         with pytest.raises(SpecError, match="w_up_sq differs in 3 of 3 rows"):
@@ -65,9 +65,9 @@ def test_rows_that_differ() -> None:
     for name in ("layer", "expert", "atom"):
         other = frame()
         other.loc[1:, name] = 9
-        found = frame()[name].iloc[1]
+        number = frame()[name].iloc[1]
         with pytest.raises(
-            SpecError, match=f"row 1 has {name} {found} in one and 9 in the other"
+            SpecError, match=f"row 1 has {name} {number} in one and 9 in the other"
         ):
             merge_frames(frame(), other)
 
@@ -79,7 +79,7 @@ def test_columns_that_only_one_has() -> None:
 
 
 def test_a_column_without_a_rule() -> None:
-    """Is not guessed at."""
+    """No rule is guessed."""
     with pytest.raises(SpecError, match=r"cannot merge column mine: .*sum_h2.*drop it"):
         merge_frames(frame(mine=1.0), frame(mine=1.0))
 
@@ -103,36 +103,36 @@ def test_metadata_of_two_tables() -> None:
 
 
 def test_specifications_are_listed_whole() -> None:
-    """Beside what they have in common, also those of merged tables."""
+    """They stand beside what they have in common, those of merged tables too."""
     a, b, c = ({"model": "m", "calibration": name} for name in "abc")
-    one = merge_metadata({"spec": a}, {"spec": b})
-    assert one["spec"] == {"model": "m", "merged": [a, b]}
-    assert one["spec_hash"] == digest(one["spec"])
-    for both, merged in (
-        (merge_metadata(one, {"spec": c}), [a, b, c]),
-        (merge_metadata({"spec": c}, one), [c, a, b]),
+    pair = merge_metadata({"spec": a}, {"spec": b})
+    assert pair["spec"] == {"model": "m", "merged": [a, b]}
+    assert pair["spec_hash"] == digest(pair["spec"])
+    for metadata, merged in (
+        (merge_metadata(pair, {"spec": c}), [a, b, c]),
+        (merge_metadata({"spec": c}, pair), [c, a, b]),
     ):
-        assert both["spec"] == {"model": "m", "merged": merged}
-        assert both["spec_hash"] == digest(both["spec"])
+        assert metadata["spec"] == {"model": "m", "merged": merged}
+        assert metadata["spec_hash"] == digest(metadata["spec"])
 
 
 def test_provenance_of_one_table_only() -> None:
-    """Stays listed; there is no hash of it."""
-    said = {"device": "cpu"}
-    expected = {"provenance": {"device": "cpu", "merged": [said]}}
-    assert merge_metadata({"provenance": said}, {}) == expected
-    assert merge_metadata({}, {"provenance": said}) == expected
+    """It stays listed; there is no hash of it."""
+    provenance = {"device": "cpu"}
+    expected = {"provenance": {"device": "cpu", "merged": [provenance]}}
+    assert merge_metadata({"provenance": provenance}, {}) == expected
+    assert merge_metadata({}, {"provenance": provenance}) == expected
 
 
 def test_only_one_knows_its_tokens() -> None:
-    """Then nobody knows those of both."""
+    """Then the tokens of both are unknown."""
     for pair in (({"N": 1}, {}), ({}, {"N": 1})):
         with pytest.raises(SpecError, match="only one of the tables has N"):
             merge_metadata(*pair)
 
 
 def test_architectures_that_differ() -> None:
-    """Are named by the sizes that do; one that is missing differs in all."""
+    """The sizes that differ are named; a missing architecture differs in all."""
     ours = {"architecture": {"a": 1, "b": 2, "c": 3}}
     with pytest.raises(SpecError, match=r"they differ in b, c, d$"):
         merge_metadata(ours, {"architecture": {"a": 1, "b": 3, "d": 4}})
@@ -144,8 +144,8 @@ def test_architectures_that_differ() -> None:
 
 def test_ways_of_measuring_that_differ() -> None:
     """Both values are told; one that is left out differs, too."""
-    one = {"spec": {"schema": 2}}
-    for pair in ((one, {"spec": {"dtype": 1}}), ({"spec": {"dtype": 1}}, one)):
+    ours = {"spec": {"schema": 2}}
+    for pair in ((ours, {"spec": {"dtype": 1}}), ({"spec": {"dtype": 1}}, ours)):
         with pytest.raises(SpecError, match=r"specifications differ in (dtype|schema)"):
             merge_metadata(*pair)
     with pytest.raises(SpecError, match="differ in dtype: f16 and f32; measure"):
@@ -153,7 +153,7 @@ def test_ways_of_measuring_that_differ() -> None:
 
 
 def test_a_table_that_says_nothing_of_its_measurement() -> None:
-    """Merges with any."""
+    """It merges with any other."""
     merged = merge_metadata({}, {"spec": {"model": "m"}})
     assert merged["spec"] == {"model": "m", "merged": [{"model": "m"}]}
 

@@ -44,7 +44,7 @@ class Twice(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, states: torch.Tensor, **options: object) -> torch.Tensor:
-        """The layer of itself."""
+        """The layer applied to its own output."""
         return self.layer(self.layer(states, **options), **options)
 
 
@@ -59,8 +59,8 @@ def test_a_layer_that_takes_part_twice_is_an_error() -> None:
         token_nll(model, WINDOWS.ids).sum().backward()
         hook.remove()
     assert [probe.backwards for probe in probes.values()] == [1, 2]
-    said = "layer 1 took part 2 times in the pass over windows 0 to 1, expected once"
-    with pytest.raises(CoverageError, match=said):
+    message = "layer 1 took part 2 times in the pass over windows 0 to 1, expected once"
+    with pytest.raises(CoverageError, match=message):
         collect_statistics(model, WINDOWS, batch_size=2)
 
 
@@ -81,14 +81,14 @@ def test_experts_without_tokens_are_named(caplog: pytest.LogCaptureFixture) -> N
 def test_all_experts_with_tokens_say_nothing(
     model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And windows that are all different neither."""
+    """Windows that are all different say nothing either."""
     table = collect_statistics(model, CalibrationSet.from_ids(tiny_ids(n_sequences=20)))
     assert len(table.unrouted()) == 0
     assert caplog.messages == []
 
 
 def test_squares_that_underflow_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Of weights times 1e-12 in float32; in float64 the sums are scaled exactly."""
+    """Weights times 1e-12 underflow in float32; in float64 sums are scaled exactly."""
     tables = {}
     for dtype in (torch.float32, torch.float64):
         for scale in (1.0, 1e-12):
@@ -97,8 +97,8 @@ def test_squares_that_underflow_are_said(caplog: pytest.LogCaptureFixture) -> No
                 layer.module.gate_up_proj.data *= scale
             caplog.clear()
             tables[dtype, scale] = collect_statistics(model, WINDOWS).frame
-            said = any("squares are 0 in float32" in own for own in caplog.messages)
-            assert said == (dtype == torch.float32 and scale < 1)
+            warned = any("squares are 0 in float32" in line for line in caplog.messages)
+            assert warned == (dtype == torch.float32 and scale < 1)
     small = tables[torch.float64, 1e-12]
     assert (small["sum_h2"].gt(0) == small["max_abs_h"].gt(0)).all()
     assert (tables[torch.float32, 1e-12]["sum_h2"] == 0).all()
@@ -118,14 +118,14 @@ def test_squares_of_one_factor_that_underflow_are_said(
     table = collect_statistics(model, WINDOWS).frame
     lost = table[["sum_h2", "sum_hg2"]].eq(0).all()
     assert lost.tolist() == ([False, True] if up == 1 else [True, False])
-    assert any("squares are 0 in float32" in own for own in caplog.messages)
+    assert any("squares are 0 in float32" in line for line in caplog.messages)
 
 
 # --- what is written down ---------------------------------------------------------
 
 
 def test_metadata(model: nn.Module) -> None:
-    """All that determined the numbers, and where they were measured."""
+    """It has all that determined the numbers, and where they were measured."""
     begun = datetime.now(UTC) - timedelta(seconds=1)
     windows = CalibrationSet.from_ids(WINDOWS.ids)
     metadata = collect_statistics(model, windows, batch_size=2).metadata
@@ -140,12 +140,12 @@ def test_metadata(model: nn.Module) -> None:
     assert metadata["windows"] == windows.window_fingerprints()
     assert metadata["architecture"] == describe(model).to_dict()
     assert metadata["N"] == 40
-    said = metadata["provenance"]
-    assert begun <= datetime.fromisoformat(said.pop("created")) <= datetime.now(UTC)
-    seconds = said.pop("seconds")
+    origin = metadata["provenance"]
+    assert begun <= datetime.fromisoformat(origin.pop("created")) <= datetime.now(UTC)
+    seconds = origin.pop("seconds")
     assert 0 < seconds < 600
     assert seconds == round(seconds, 2)
-    assert said == {
+    assert origin == {
         "model": model.config._name_or_path,
         "revision": None,
         "calibration": windows.provenance | {"n_sequences": 5, "seq_len": 9},
@@ -161,11 +161,11 @@ def test_metadata(model: nn.Module) -> None:
 
 
 def test_the_name_and_revision_of_a_model() -> None:
-    """Are those of its configuration."""
+    """They are those of its configuration."""
     model = tiny_model("qwen2_moe")
     model.config._name_or_path, model.config._commit_hash = "some/model", "abc"
-    said = collect_statistics(model, WINDOWS).metadata["provenance"]
-    assert (said["model"], said["revision"]) == ("some/model", "abc")
+    origin = collect_statistics(model, WINDOWS).metadata["provenance"]
+    assert (origin["model"], origin["revision"]) == ("some/model", "abc")
 
 
 def test_no_window_counts_twice(model: nn.Module) -> None:
@@ -226,7 +226,7 @@ def test_a_state_says_what_it_is_of(
 def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock of this test's own: each window takes 30 s, each saving 1.5 s."""
+    """The test has its own clock: each window takes 30 s, each saving 1.5 s."""
     now = [0.0]
     saved: list[tuple[int, float]] = []
     loss, save = collect._Pass.loss, resuming.SavedSums.save
@@ -263,12 +263,12 @@ class Rows:
         self.h: list[torch.Tensor] = []
 
     def observe(self, h: torch.Tensor, **_: Any) -> None:
-        """One call."""
+        """Note one call."""
         self.h.append(h.detach().clone())
 
 
 def test_observers_see_the_dense_model(model: nn.Module) -> None:
-    """Whatever mask is around them, which is there again afterwards."""
+    """The mask around them does not matter, and is there again afterwards."""
     layers = find_experts(model)
     drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in layers]
     dense, inside = [Rows(), Rows()], [Rows(), Rows()]

@@ -19,19 +19,19 @@ WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=3))
 
 @pytest.fixture
 def model() -> nn.Module:
-    """A tiny qwen2_moe in float64."""
+    """A tiny qwen2_moe that no other test uses: these change it."""
     return tiny_model("qwen2_moe")
 
 
 def test_what_is_refused_before_anything_is_run(
     model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Experts that are broken, and those of which a rank has only its own."""
+    """Broken experts are refused, and those of which a rank holds only a part."""
     layer = find_experts(model)[1]
     with torch.no_grad():
         layer.down[2, :, 5] = torch.nan
-    said = r"layers\.1\.mlp\.experts: 1 atoms have weights that are NaN.*\(2, 5\)"
-    with pytest.raises(LayoutError, match=said):
+    message = r"layers\.1\.mlp\.experts: 1 atoms have weights that are NaN.*\(2, 5\)"
+    with pytest.raises(LayoutError, match=message):
         collect_statistics(model, WINDOWS)
     layer.module._is_expert_parallel = True
     with pytest.raises(LayoutError, match="expert-parallel"):
@@ -44,12 +44,12 @@ def test_windows_that_repeat_are_told(
 ) -> None:
     """They count as often as they are there."""
     collect_statistics(model, CalibrationSet.from_ids(WINDOWS.ids[[0, 1, 0, 0]]))
-    said = "2 of 4 calibration windows repeat another, and count as often"
-    assert said in caplog.messages
+    message = "2 of 4 calibration windows repeat another, and count as often"
+    assert message in caplog.messages
 
 
 def test_a_state_that_was_never_saved(model: nn.Module, tmp_path: Path) -> None:
-    """Is not missed at the end of a short pass."""
+    """It is not missed at the end of a short pass."""
     state = tmp_path / "pass.state"
     table = collect_statistics(model, WINDOWS, state=state)
     assert table.metadata["N"] == 24

@@ -94,8 +94,8 @@ def test_values_at_the_edge_are_taken(name: str) -> None:
 @pytest.mark.parametrize("name", ["tokens", "sum_h2", "max_abs_h", "w_down_sq"])
 def test_the_atom_of_an_impossible_value_is_named(name: str, bad: float) -> None:
     """The first one, and what was expected there."""
-    said = rf"column {name} has {bad} at \(layer, expert, atom\) \(4, 5, 7\), "
-    with pytest.raises(SpecError, match=said + "expected a finite number from 0;"):
+    message = rf"column {name} has {bad} at \(layer, expert, atom\) \(4, 5, 7\), "
+    with pytest.raises(SpecError, match=message + "expected a finite number from 0;"):
         check_values(frame(**{name: [0.0, bad, bad]}))
 
 
@@ -116,7 +116,7 @@ def test_a_bad_column_after_one_that_is_missing() -> None:
 
 
 def test_a_hash_belongs_to_its_specification() -> None:
-    """Without one there is nothing to compare."""
+    """Without a hash there is nothing to compare."""
     check_spec({"spec": {"a": 1}, "spec_hash": digest({"a": 1})})
     check_spec({"spec": {"a": 1}})
     check_spec({})
@@ -136,7 +136,7 @@ def numbered(layer: Any, expert: Any, atom: Any) -> pd.DataFrame:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_are_sorted_as_pandas_sorts_them(seed: int) -> None:
-    """By layer, expert and atom, each with its label, up to the largest numbers."""
+    """The keys are layer, expert and atom, up to the largest numbers; labels stay."""
     rng = np.random.default_rng(seed)
     largest = [[0, 1, 2**15 - 1], [0, 1, 2**15 - 1], [0, 1, 2**31 - 1]]
     keys = np.stack(np.meshgrid(*largest), -1).reshape(-1, 3)
@@ -148,14 +148,14 @@ def test_rows_are_sorted_as_pandas_sorts_them(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["layer", "expert", "atom"])
 def test_numbers_count_from_nought(name: str) -> None:
-    """In each key column."""
+    """Each key column does."""
     with pytest.raises(SpecError, match="must count from 0"):
         sorted_rows(frame(**{name: [-1, 0, 1]}))
     sorted_rows(frame(**{name: [0, 0, 0], "atom": [0, 1, 2]}))
 
 
 def test_rows_that_are_there_twice_are_counted() -> None:
-    """And the first of them is named."""
+    """The first of them is named."""
     given = numbered([3, 1, 2, 1, 3], 5, [0, 7, 0, 7, 0])
     with pytest.raises(SpecError, match=r"2 rows are repeated, first .* \(1, 5, 7\)"):
         sorted_rows(given)
@@ -163,7 +163,7 @@ def test_rows_that_are_there_twice_are_counted() -> None:
 
 @pytest.mark.parametrize("at", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE])
 def test_order_is_seen_in_long_tables(at: int) -> None:
-    """Wherever two rows are exchanged, also where one piece ends and another begins."""
+    """Two rows may be exchanged anywhere, even where one piece ends."""
     atoms = np.arange(2 * PIECE + 2)
     atoms[[at, at - 1]] = atoms[[at - 1, at]]
     assert sorted_rows(numbered(0, 0, atoms))["atom"].is_monotonic_increasing

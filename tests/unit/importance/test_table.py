@@ -32,50 +32,50 @@ def table(*shapes: tuple[int, int], **metadata: Any) -> ImportanceTable:
 def test_rows_are_sorted_and_keep_their_labels() -> None:
     """A score finds its row of the frame that was given, whatever its order."""
     frame = table((2, 2)).frame.iloc[[3, 0, 2, 1]]
-    found = ImportanceTable.from_frame(frame)
-    assert found.frame.index.tolist() == [0, 1, 2, 3]
-    assert found.frame["atom"].tolist() == [0, 1, 0, 1]
+    stats = ImportanceTable.from_frame(frame)
+    assert stats.frame.index.tolist() == [0, 1, 2, 3]
+    assert stats.frame["atom"].tolist() == [0, 1, 0, 1]
     # ½ · 1 · 1 and ½ · 2 · 2 of the second expert
-    assert found.score("heapr")[frame.index].tolist() == [2.0, 0.0, 0.5, 0.0]
+    assert stats.score("heapr")[frame.index].tolist() == [2.0, 0.0, 0.5, 0.0]
     index = pd.Index(list("abcd"), name="key")
-    scores = ImportanceTable.from_frame(found.frame.set_index(index)).score("heapr")
+    scores = ImportanceTable.from_frame(stats.frame.set_index(index)).score("heapr")
     assert scores.index.equals(index)
 
 
 def test_table_does_not_change() -> None:
     """Neither the frame it was made of nor what it hands out changes it."""
     frame = table((1, 2)).frame
-    found = ImportanceTable.from_frame(frame)
+    stats = ImportanceTable.from_frame(frame)
     frame.loc[0, "sum_h2"] = 99.0
-    handed_out = found.frame
+    handed_out = stats.frame
     handed_out.loc[0, "sum_h2"] = 99.0
-    assert found.frame.loc[0, "sum_h2"] == 0.0
+    assert stats.frame.loc[0, "sum_h2"] == 0.0
 
 
 def test_shapes_of_unequal_layers() -> None:
-    """Each layer's own; what is handed out can be changed without harm."""
-    found = table((2, 3), (1, 4), (3, 1))
-    assert found.shapes() == {1: (2, 3), 3: (1, 4), 5: (3, 1)}
-    assert {type(n) for shape in found.shapes().values() for n in shape} == {int}
-    found.shapes().clear()
-    assert len(found.shapes()) == found.n_layers == 3
-    assert found.n_atoms == 6 + 4 + 3
+    """Each layer has its shape; what is handed out can be changed without harm."""
+    stats = table((2, 3), (1, 4), (3, 1))
+    assert stats.shapes() == {1: (2, 3), 3: (1, 4), 5: (3, 1)}
+    assert {type(n) for shape in stats.shapes().values() for n in shape} == {int}
+    stats.shapes().clear()
+    assert len(stats.shapes()) == stats.n_layers == 3
+    assert stats.n_atoms == 6 + 4 + 3
     with pytest.raises(SpecError, match="layer 1 has 3 rows, expected 2 experts × 2"):
         ImportanceTable.from_frame(table((2, 2)).frame.iloc[:3]).shapes()
 
 
 def test_experts_of_unequal_layers() -> None:
-    """One row for each, also where the number of the expert stays the same."""
-    found = table((2, 2), (1, 2), (1, 2), N=5)
-    assert found.expert_tokens().to_dict("list") == {
+    """Each expert has one row, even where its number is that of the one before."""
+    stats = table((2, 2), (1, 2), (1, 2), N=5)
+    assert stats.expert_tokens().to_dict("list") == {
         "layer": [1, 1, 3, 5],
         "expert": [0, 1, 0, 0],
         "tokens": [0, 10, 0, 0],
     }
-    unrouted = found.unrouted()
+    unrouted = stats.unrouted()
     assert unrouted.to_dict("list") == {"layer": [1, 3, 5], "expert": [0, 0, 0]}
     assert unrouted.index.tolist() == [0, 1, 2]
-    assert repr(found) == (
+    assert repr(stats) == (
         "ImportanceTable(3 layers, 4 experts, 8 atoms, 5 predicted tokens (N), "
         "3 unrouted experts)"
     )
@@ -90,7 +90,7 @@ def test_what_cannot_have_been_measured_is_no_table() -> None:
 
 
 def test_the_architecture_is_that_of_the_metadata() -> None:
-    """As it was given."""
+    """It is the one that was given."""
     shape = LayerShape(n_experts=1, d_inter=2, d_expert=8)
     given = Architecture(1000, 2, 8, {1: shape}, 50, 16)
     assert table((1, 2), architecture=given.to_dict()).architecture == given
@@ -99,55 +99,55 @@ def test_the_architecture_is_that_of_the_metadata() -> None:
 
 
 def test_estimators_that_the_columns_suffice_for() -> None:
-    """Those that divide by N need it."""
-    found = table((1, 2))
+    """Estimators that divide by N need it."""
+    stats = table((1, 2))
     suffice = {
-        name for name, one in ESTIMATORS.items() if set(one.needs) <= set(found.frame)
+        name for name, row in ESTIMATORS.items() if set(row.needs) <= set(stats.frame)
     }
     per_token = {name for name in suffice if ESTIMATORS[name].per_predicted_token}
     assert per_token
-    assert set(found.estimators) == suffice - per_token
+    assert set(stats.estimators) == suffice - per_token
     assert set(table((1, 2), N=3).estimators) == suffice
-    assert [n for n in ESTIMATORS if n in found.estimators] == [*found.estimators]
+    assert [n for n in ESTIMATORS if n in stats.estimators] == [*stats.estimators]
 
 
 def test_scores_are_remembered_by_their_options() -> None:
-    """In whatever order these are given; others are other scores."""
-    found = table((1, 50))
-    assert found.scores("random", seed=1) is found.scores("random", seed=1)
-    assert (found.scores("random", seed=1) != found.scores("random", seed=2)).any()
-    np.testing.assert_array_equal(found.scores(), found.score("heapr").to_numpy())
-    assert found.score().name == "heapr"
-    assert found.scores("random", seed=1).tolist() == (
-        found.score("random", seed=1).tolist()
+    """The order of options does not matter; other options give other scores."""
+    stats = table((1, 50))
+    assert stats.scores("random", seed=1) is stats.scores("random", seed=1)
+    assert (stats.scores("random", seed=1) != stats.scores("random", seed=2)).any()
+    np.testing.assert_array_equal(stats.scores(), stats.score("heapr").to_numpy())
+    assert stats.score().name == "heapr"
+    assert stats.scores("random", seed=1).tolist() == (
+        stats.score("random", seed=1).tolist()
     )
 
 
 def test_the_latest_eight_values_are_remembered() -> None:
     """The oldest goes for a ninth."""
-    found = table((1, 1))
-    first = [found.memo(key, object) for key in range(8)]
-    again = [found.memo(key, object) for key in range(8)]
+    stats = table((1, 1))
+    first = [stats.memo(key, object) for key in range(8)]
+    again = [stats.memo(key, object) for key in range(8)]
     assert all(a is b for a, b in zip(first, again, strict=True))
-    found.memo("ninth", object)
-    assert found.memo(1, object) is first[1]
-    assert found.memo(0, object) is not first[0]
-    assert found.memo("nothing", lambda: None) is None
-    assert found.memo("nothing", object) is None
+    stats.memo("ninth", object)
+    assert stats.memo(1, object) is first[1]
+    assert stats.memo(0, object) is not first[0]
+    assert stats.memo("nothing", lambda: None) is None
+    assert stats.memo("nothing", object) is None
 
 
 def test_metadata_are_handed_out_as_copies() -> None:
-    """Also what lies within them; plain data, as a file would hold them."""
-    found = table((1, 1), spec={"sizes": (1, 2)})
-    assert found.metadata == {"spec": {"sizes": [1, 2]}}
-    found.metadata["spec"]["sizes"].append(3)
-    assert found.metadata == {"spec": {"sizes": [1, 2]}}
+    """What lies within them is copied too; it is plain data, as in a file."""
+    stats = table((1, 1), spec={"sizes": (1, 2)})
+    assert stats.metadata == {"spec": {"sizes": [1, 2]}}
+    stats.metadata["spec"]["sizes"].append(3)
+    assert stats.metadata == {"spec": {"sizes": [1, 2]}}
 
 
 def test_a_column_that_is_missing_is_named_with_those_that_are_not() -> None:
-    """So that one sees what there is."""
-    said = "no column sum_p, it has layer, expert, atom, tokens, sum_h2, sum_g2; read"
-    with pytest.raises(SpecError, match=said):
+    """The message lists what there is."""
+    text = "no column sum_p, it has layer, expert, atom, tokens, sum_h2, sum_g2; read"
+    with pytest.raises(SpecError, match=text):
         table((1, 1)).column("sum_p")
 
 
@@ -166,19 +166,19 @@ def test_file_round_trip(tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     """A truncated file, a foreign one, and another kind of table are errors."""
-    path, own = tmp_path / "table.parquet", table((1, 2))
-    own.write(path)
+    path, stats = tmp_path / "table.parquet", table((1, 2))
+    stats.write(path)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(CacheError, match=r"table\.parquet cannot be read"):
         ImportanceTable.read(path)
-    own.frame.to_parquet(path)
+    stats.frame.to_parquet(path)
     with pytest.raises(CacheError, match="was not written by heapr_lab"):
         ImportanceTable.read(path)
-    for kind, said in (("Evaluation", "Evaluation"), (None, "another kind of table")):
-        files.write_frame(path, own.frame, {"kind": kind} if kind else {})
-        with pytest.raises(CacheError, match=f"holds {said}, expected an Importance"):
+    for kind, label in (("Evaluation", "Evaluation"), (None, "another kind of table")):
+        files.write_frame(path, stats.frame, {"kind": kind} if kind else {})
+        with pytest.raises(CacheError, match=f"holds {label}, expected an Importance"):
             ImportanceTable.read(path)
-    files.write_frame(path, own.frame.assign(atom=0), {"kind": "ImportanceTable"})
+    files.write_frame(path, stats.frame.assign(atom=0), {"kind": "ImportanceTable"})
     with pytest.raises(CacheError, match="is damaged: 1 rows are repeated"):
         ImportanceTable.read(path)
 
@@ -217,7 +217,7 @@ def test_metadata_of_other_kinds(
 
 
 def test_the_least_number_of_tokens(tmp_path: Path) -> None:
-    """Is one."""
+    """It is one."""
     table((1, 1), N=1).write(tmp_path / "t.parquet")
     assert ImportanceTable.read(tmp_path / "t.parquet").metadata == {"N": 1}
 

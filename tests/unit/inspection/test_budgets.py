@@ -75,9 +75,9 @@ def test_the_largest_ratio_below_a_rise_is_found_in_few_evaluations(
     )  # in whole atoms
     assert math.expm1(CURVES[curve](setting.selection.ratio + 0.0105)) > rise
     assert setting == Setting(setting.selection.ratio, estimator="fisher")
-    found = history.set_index("ratio").loc[setting.selection.ratio]
-    assert found["rise"] <= rise
-    assert found["perplexity"] <= math.exp(DENSE_NLL) * (1 + rise)
+    row = history.set_index("ratio").loc[setting.selection.ratio]
+    assert row["rise"] <= rise
+    assert row["perplexity"] <= math.exp(DENSE_NLL) * (1 + rise)
     assert history["achieved_ratio"].tolist() == [0.0, *bench.evaluated]
 
 

@@ -30,7 +30,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 
 SHAPES = {1: (3, 5), 4: (2, 7)}
-"""Of layers that differ, and whose numbers are not their positions."""
+"""Layers that differ, and whose numbers are not their positions."""
 Atom = tuple[int, int, int]
 
 
@@ -71,14 +71,14 @@ def removed(keep: KeepMask) -> set[Atom]:
 def test_overlap_is_that_of_sets(by: str) -> None:
     """Every count and quotient; chance by counting masks."""
     a, b = scored("A", 1), scored("B", 2, share=0.7)
-    found = overlap(a.keep, b.keep, by=by)
+    frame = overlap(a.keep, b.keep, by=by)
     keys = ["layer", "expert"][: 1 if by == "layer" else 2]
     places = dict.fromkeys(place[: len(keys)] for place in atoms())
-    assert [*found[keys].itertuples(index=False, name=None)] == [*places]
-    for row, place in zip(found.to_dict("records"), places, strict=True):
+    assert [*frame[keys].itertuples(index=False, name=None)] == [*places]
+    for row, place in zip(frame.to_dict("records"), places, strict=True):
         mine, other, every = (
-            {atom for atom in own if atom[: len(place)] == place}
-            for own in (removed(a.keep), removed(b.keep), set(atoms()))
+            {atom for atom in group if atom[: len(place)] == place}
+            for group in (removed(a.keep), removed(b.keep), set(atoms()))
         )
         counts = [len(every), len(mine), len(other), len(mine & other)]
         names = ["n_atoms", "removed_a", "removed_b", "both"]
@@ -99,21 +99,21 @@ def test_overlap_is_that_of_sets(by: str) -> None:
 def test_the_whole_model_is_the_sum_of_its_layers() -> None:
     """Counts and chance, given each layer's numbers: layer by layer."""
     a, b = scored("A", 1), scored("B", 2, share=0.7)
-    found = overlap_in_all(overlap(a.keep, b.keep)).iloc[0]
+    row = overlap_in_all(overlap(a.keep, b.keep)).iloc[0]
     mine, other = removed(a.keep), removed(b.keep)
-    assert found["both"] == len(mine & other)
-    assert found["jaccard"] == len(mine & other) / len(mine | other)
+    assert row["both"] == len(mine & other)
+    assert row["jaccard"] == len(mine & other) / len(mine | other)
     chances = []
     for layer, (n_experts, d_inter) in SHAPES.items():
-        n_a, n_b = (sum(x[0] == layer for x in own) for own in (mine, other))
+        n_a, n_b = (sum(x[0] == layer for x in gone) for gone in (mine, other))
         chances.append(chance(n_experts * d_inter, n_a, n_b))
     expected = sum(mean for mean, _ in chances)
     sd = math.hypot(*(sd for _, sd in chances))
-    assert found["expected"] == pytest.approx(expected)
-    assert found["sd"] == pytest.approx(sd)
-    assert found["z"] == pytest.approx((found["both"] - expected) / sd)
+    assert row["expected"] == pytest.approx(expected)
+    assert row["sd"] == pytest.approx(sd)
+    assert row["z"] == pytest.approx((row["both"] - expected) / sd)
     of_all, _ = chance(29, len(mine), len(other))
-    assert found["expected"] != pytest.approx(of_all)  # layers lose different shares
+    assert row["expected"] != pytest.approx(of_all)  # layers lose different shares
 
 
 def test_what_is_divided_by_nothing_is_missing() -> None:
@@ -122,25 +122,25 @@ def test_what_is_divided_by_nothing_is_missing() -> None:
     some = np.array([[True, False, True], [True, True, True]])
     a = KeepMask({0: none, 1: whole, 2: none})
     b = KeepMask({0: some, 1: whole, 2: none})
-    found = overlap(a, b)
-    assert found["share_of_a"].isna().tolist() == [True, False, True]
-    assert found["jaccard"].fillna(-1).tolist() == [0, 1, -1]
-    assert found["z"].isna().all()  # chance cannot vary
-    assert overlap_in_all(found)["share_of_b"].tolist() == [6 / 7]
+    frame = overlap(a, b)
+    assert frame["share_of_a"].isna().tolist() == [True, False, True]
+    assert frame["jaccard"].fillna(-1).tolist() == [0, 1, -1]
+    assert frame["z"].isna().all()  # chance cannot vary
+    assert overlap_in_all(frame)["share_of_b"].tolist() == [6 / 7]
 
 
 def test_counts_of_large_layers_do_not_overflow() -> None:
     """2²⁰ atoms of a layer: four such factors are beyond 64 bits."""
     half = np.ones((64, 16384), bool)
     half[:, ::2] = False
-    found = overlap(KeepMask({0: half}), KeepMask({0: ~half})).iloc[0]
-    assert (found["both"], found["expected"]) == (0, 2**18)
+    row = overlap(KeepMask({0: half}), KeepMask({0: ~half})).iloc[0]
+    assert (row["both"], row["expected"]) == (0, 2**18)
     variance = Fraction((2**19) ** 4, 2**40 * (2**20 - 1))
-    assert found["sd"] == pytest.approx(math.sqrt(variance))
+    assert row["sd"] == pytest.approx(math.sqrt(variance))
 
 
 def test_a_sentence_for_each_side_that_differs() -> None:
-    """One if both remove as many; both shares if not; and if there is nothing."""
+    """One share if both remove as many, else both; and a sentence if there is none."""
     a, b, more = scored("A", 1), scored("B", 2), scored("C", 2, share=0.7)
     mine, other = removed(a.keep), removed(b.keep)
     share = len(mine & other) / 11
@@ -159,27 +159,27 @@ def test_a_sentence_for_each_side_that_differs() -> None:
 # --- ranks ------------------------------------------------------------------------
 
 
-def rank_by_hand(own: ScoredMask, row: int, among: list[int]) -> float:
+def rank_by_hand(mask: ScoredMask, row: int, among: list[int]) -> float:
     """The share of `among` that are removed before a row or with it."""
-    mine = own.scores[row], row
-    return sum((own.scores[other], other) <= mine for other in among) / len(among)
+    mine = mask.scores[row], row
+    return sum((mask.scores[other], other) <= mine for other in among) / len(among)
 
 
 @pytest.mark.parametrize("within", [(False, False), (False, True), (True, True)])
 def test_ranks_count_what_goes_before(within: tuple[bool, bool]) -> None:
-    """Of all atoms, or of the layer's for both as soon as one ranks in layers."""
+    """Atoms of the model count, or of the layer as soon as one mask ranks in layers."""
     a = scored("A", 1, within_layer=within[0])
     b = scored("B", 2, within_layer=within[1])
     layers = [layer for layer, _, _ in atoms()]
-    for own, found in zip((a, b), ranks(a, b), strict=True):
+    for mask, rank in zip((a, b), ranks(a, b), strict=True):
         for row, layer in enumerate(layers):
             among = [k for k, other in enumerate(layers) if other == layer]
             among = among if any(within) else list(range(29))
-            assert found[row] == pytest.approx(rank_by_hand(own, row, among))
+            assert rank[row] == pytest.approx(rank_by_hand(mask, row, among))
 
 
 def average_ranks(values: list[float]) -> list[float]:
-    """Of equal values, the mean of their places."""
+    """The rank of each value; equal values have the mean of their places."""
     return [
         statistics.mean(
             place for place, other in enumerate(sorted(values)) if other == value
@@ -189,9 +189,9 @@ def average_ranks(values: list[float]) -> list[float]:
 
 
 def test_agreement_is_the_correlation_of_average_ranks() -> None:
-    """By layer and in all, with ties, by the definition of Spearman's correlation."""
+    """Spearman's correlation by its definition, by layer and in all, with ties."""
     a, b = scored("A", 1), scored("B", 2)
-    found = rank_agreement(a, b)
+    frame = rank_agreement(a, b)
     layers = np.array([layer for layer, _, _ in atoms()])
     expected = {
         layer: statistics.correlation(
@@ -200,9 +200,9 @@ def test_agreement_is_the_correlation_of_average_ranks() -> None:
         )
         for layer in SHAPES
     }
-    assert dict(zip(found["layer"], found["n_atoms"], strict=True)) == {1: 15, 4: 14}
-    assert found["spearman"].tolist() == pytest.approx([*expected.values()])
-    whole = [average_ranks(own.scores.tolist()) for own in (a, b)]
+    assert dict(zip(frame["layer"], frame["n_atoms"], strict=True)) == {1: 15, 4: 14}
+    assert frame["spearman"].tolist() == pytest.approx([*expected.values()])
+    whole = [average_ranks(mask.scores.tolist()) for mask in (a, b)]
     assert rank_agreement_in_all(a, b) == pytest.approx(statistics.correlation(*whole))
     inside = scored("B", 2, within_layer=True)
     mean = (15 * expected[1] + 14 * expected[4]) / 29
@@ -210,12 +210,12 @@ def test_agreement_is_the_correlation_of_average_ranks() -> None:
 
 
 def test_constant_scores_have_no_agreement() -> None:
-    """Missing and silent, in one layer (of which the mean has the others) or in all."""
+    """It is missing, silently, in one layer (the mean is of the others) or in all."""
     a, b = scored("A", 1, within_layer=True), scored("B", 2)
     b.scores[:15] = 0.0
-    found = rank_agreement(a, b)["spearman"]
-    assert found.isna().tolist() == [True, False]
-    assert rank_agreement_in_all(a, b) == found[1]
+    rho = rank_agreement(a, b)["spearman"]
+    assert rho.isna().tolist() == [True, False]
+    assert rank_agreement_in_all(a, b) == rho[1]
     b.scores[:] = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -235,7 +235,7 @@ def test_a_cut_exists_only_where_ranks_decide() -> None:
 
 
 def test_points_are_a_fixed_sample_of_all_atoms() -> None:
-    """All if they fit; else the same each time, with ranks and cuts of all."""
+    """All atoms if they fit; else the same each time, with ranks and cuts of all."""
     a, b = scored("A", 1), scored("B", 2)
     every = rank_points(a, b)
     assert [*every[["layer", "expert", "atom"]].itertuples(index=False, name=None)] == (
@@ -258,15 +258,15 @@ def test_points_are_a_fixed_sample_of_all_atoms() -> None:
 
 
 def test_atoms_that_one_removes_are_sorted_by_the_others_need() -> None:
-    """Those of the symmetric difference, each with its own scores and ranks."""
+    """The atoms of the symmetric difference, each with its scores and ranks."""
     a, b = scored("A", 1), scored("B", 2, share=0.7)
-    found = removed_by_one(a, b)
-    rows = [*found[["layer", "expert", "atom"]].itertuples(index=False, name=None)]
+    frame = removed_by_one(a, b)
+    rows = [*frame[["layer", "expert", "atom"]].itertuples(index=False, name=None)]
     mine, other = removed(a.keep), removed(b.keep)
     assert set(rows) == mine ^ other
     assert len(rows) == len(set(rows))
     needed = []
-    for atom, row in zip(rows, found.itertuples(), strict=True):
+    for atom, row in zip(rows, frame.itertuples(), strict=True):
         place = atoms().index(atom)
         assert row.removed_by == ("a" if atom in mine else "b")
         assert (row.score_a, row.score_b) == (a.scores[place], b.scores[place])
@@ -278,22 +278,22 @@ def test_atoms_that_one_removes_are_sorted_by_the_others_need() -> None:
 
 
 def test_a_selection_brings_its_scores() -> None:
-    """With options of the estimator, and the scope in which atoms are ranked."""
+    """The estimator's options count, and the scope in which atoms are ranked."""
     table = random_table(2, 2, 4)
     choice = Selection(0.5, "random", scope="layer", estimator_options=(("seed", 3),))
-    made = ScoredMask.select("A", table, choice)
-    assert made.scores.tolist() == table.score("random", seed=3).tolist()
-    assert made.within_layer
-    assert made.keep.layer_ratios().tolist() == [0.5, 0.5]
-    rank, _ = ranks(made, made)
-    assert cut(~made.keep.rows, rank) == 0.5
+    mask = ScoredMask.select("A", table, choice)
+    assert mask.scores.tolist() == table.score("random", seed=3).tolist()
+    assert mask.within_layer
+    assert mask.keep.layer_ratios().tolist() == [0.5, 0.5]
+    rank, _ = ranks(mask, mask)
+    assert cut(~mask.keep.rows, rank) == 0.5
 
 
 # --- refusals ---------------------------------------------------------------------
 
 
 def test_masks_of_different_models_are_refused() -> None:
-    """By their shapes, and, where both are known, by what was measured."""
+    """Their shapes tell, and, where both are known, what was measured."""
     a = scored("A", 1, model={"weights": "1", "class": "x"})
     other = KeepMask({1: np.ones((3, 5), bool), 4: np.ones((2, 6), bool)})
     with pytest.raises(SpecError, match=r"4: \(2, 6\)\}, expected .*4: \(2, 7\)"):

@@ -36,7 +36,7 @@ def squares(
 
 
 def test_only_missing_rows_are_computed() -> None:
-    """In the order of the numbers, some at a time; another key has its own."""
+    """Their order is that of the numbers, some at a time; another key has its own."""
     asked: list[list[int]] = []
     heard: list[tuple[int, int]] = []
     first = cached_rows("rows", KEY, [5, 2, 4], squares(asked), at_once=2)
@@ -57,7 +57,7 @@ def test_only_missing_rows_are_computed() -> None:
 
 
 def test_an_interrupt_keeps_what_was_computed() -> None:
-    """All but the rows that were being computed."""
+    """All rows stay but those that were being computed."""
     asked: list[list[int]] = []
     with pytest.raises(KeyboardInterrupt):
         cached_rows("rows", KEY, range(6), squares(asked, calls=2), at_once=2)

@@ -42,9 +42,9 @@ def test_the_card_says_what_was_measured() -> None:
     assert {row["corpus"] for row in losses} == set(training["mixture"])
     for row in losses:
         line = rf"\| {re.escape(row['corpus'])} \| {row['split']} \|.*"
-        found = re.search(line, card)
-        assert found is not None
-        assert float(found[0].split("|")[-2]) == pytest.approx(row["perplexity"])
+        match = re.search(line, card)
+        assert match is not None
+        assert float(match[0].split("|")[-2]) == pytest.approx(row["perplexity"])
 
 
 # --- the models to judge on -------------------------------------------------------
@@ -65,7 +65,7 @@ def test_the_unbalanced_model_is_unbalanced() -> None:
 
 
 def test_upcycled_experts_still_point_the_same_way() -> None:
-    """Far more than those of a model from scratch, whose cosine is near 0."""
+    """Far more than experts of a model from scratch, whose cosine is near 0."""
     upcycled, scratch = (_mean_cosine(name) for name in ("upcycled", "bundled"))
     assert upcycled >= 0.5
     assert scratch <= 0.1
@@ -74,9 +74,9 @@ def test_upcycled_experts_still_point_the_same_way() -> None:
 def _mean_cosine(recipe: str) -> float:
     """The mean cosine between the weights of two experts of the same layer."""
     model, _ = load_model(str(paths.lab_model_dir(recipe)), device="cpu")
-    found = []
+    means = []
     for layer in find_experts(model):
         weights = normalize(layer.down.detach().float().flatten(1), dim=1)
         pairs = weights @ weights.T
-        found.append(pairs[~torch.eye(len(pairs), dtype=torch.bool)].mean())
-    return float(torch.stack(found).mean())
+        means.append(pairs[~torch.eye(len(pairs), dtype=torch.bool)].mean())
+    return float(torch.stack(means).mean())

@@ -24,19 +24,19 @@ def test_every_neuron_has_one_place() -> None:
 
 
 def test_the_same_seed_gives_the_same_carving() -> None:
-    """Order and router, to the bit."""
+    """Order and router are equal, to the bit."""
     layout, dense = Layout.named("s4e5x4k3"), dense_model()
     one, two = carve(dense, _IDS, layout), carve(dense, _IDS, layout)
-    for own, other in zip(one, two, strict=True):
-        assert torch.equal(own.order, other.order)
-        assert torch.equal(own.router, other.router)
+    for carving, other in zip(one, two, strict=True):
+        assert torch.equal(carving.order, other.order)
+        assert torch.equal(carving.router, other.router)
 
 
 def test_more_active_experts_capture_more() -> None:
-    """Up to everything, where all are active."""
+    """They capture everything where all are active."""
     dense = dense_model()
     captured = [
-        np.mean([own.captured for own in carve(dense, _IDS, Layout.named(name))])
+        np.mean([layer.captured for layer in carve(dense, _IDS, Layout.named(name))])
         for name in ("s4e5x4k1", "s4e5x4k3", "s4e5x4k5")
     ]
     assert captured[0] < captured[1] < captured[2]
@@ -50,13 +50,13 @@ def test_it_captures_more_than_a_random_division() -> None:
 
 
 def test_the_model_is_as_before() -> None:
-    """Weights and hooks."""
+    """Its weights and hooks are unchanged."""
     dense = dense_model()
-    before = {name: own.clone() for name, own in dense.state_dict().items()}
+    before = {name: weight.clone() for name, weight in dense.state_dict().items()}
     carve(dense, _IDS, Layout.named("s4e5x4k3"))
-    for name, own in dense.state_dict().items():
-        assert torch.equal(own, before[name])
-    assert not any(own._forward_hooks for own in dense.modules())
+    for name, weight in dense.state_dict().items():
+        assert torch.equal(weight, before[name])
+    assert not any(module._forward_hooks for module in dense.modules())
 
 
 def test_a_layout_of_another_size_is_refused() -> None:
@@ -69,11 +69,11 @@ def test_places_are_kept_and_the_sum_is_near_the_largest() -> None:
     """Compared with all assignments of eight rows."""
     gain = torch.rand(8, 3, generator=torch.Generator().manual_seed(0))
     sizes = [2, 3, 3]
-    found = _assigned(gain, sizes)
-    assert np.bincount(found, minlength=3).tolist() == sizes
+    assignment = _assigned(gain, sizes)
+    assert np.bincount(assignment, minlength=3).tolist() == sizes
 
     def total(parts: tuple[int, ...]) -> float:
         return float(sum(gain[row, part] for row, part in enumerate(parts)))
 
     everything = set(itertools.permutations([0, 0, 1, 1, 1, 2, 2, 2]))
-    assert total(tuple(found)) > 0.97 * max(map(total, everything))
+    assert total(tuple(assignment)) > 0.97 * max(map(total, everything))

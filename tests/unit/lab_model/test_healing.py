@@ -70,7 +70,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
             )
     student = student_of(dense, _LAYOUT)
     steps: list[int] = []
-    found = heal(
+    losses = heal(
         student,
         dense,
         _IDS,
@@ -79,19 +79,19 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
         on_step=lambda s, _n, _kl: steps.append(s),
     )
     assert steps == list(range(7, 17))  # the seventh was not saved
-    assert found == expected
-    for name, own in whole.state_dict().items():
-        assert torch.equal(student.state_dict()[name], own)
+    assert losses == expected
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(student.state_dict()[name], weight)
 
 
 def test_without_a_rate_weights_stay() -> None:
     """Routers, scales and norms alone change."""
     dense = dense_model()
     student = student_of(dense, _LAYOUT)
-    before = {name: own.clone() for name, own in student.named_parameters()}
+    before = {name: p.clone() for name, p in student.named_parameters()}
     heal(student, dense, _IDS, HealSpec(8 * 16, learning_rate=0.0))
     changed = {
-        name for name, own in student.named_parameters() if not own.equal(before[name])
+        name for name, p in student.named_parameters() if not p.equal(before[name])
     }
     kinds = ("router", "expert_scale", "norm")
     assert changed
@@ -99,7 +99,7 @@ def test_without_a_rate_weights_stay() -> None:
 
 
 def test_starved_experts_are_lifted() -> None:
-    """By half a step of an expert that is never chosen."""
+    """An expert that is never chosen gains half a step."""
     dense = dense_model()
     student = student_of(dense, _LAYOUT)
     for layer in student.model.layers:

@@ -30,10 +30,10 @@ def test_a_recipe_is_of_its_family_and_shape(recipe: str) -> None:
     """Experts as transformers built them, in every layer that is not dense."""
     model = built(recipe)
     layers = find_experts(model)
-    found = {(layer.n_experts, layer.d_inter) for layer in layers}
+    sizes = {(layer.n_experts, layer.d_inter) for layer in layers}
     family, n_layers, n_experts, d_inter, top_k = SHAPES[recipe]
     assert model.config.model_type == family
-    assert (len(layers), found) == (n_layers, {(n_experts, d_inter)})
+    assert (len(layers), sizes) == (n_layers, {(n_experts, d_inter)})
     assert model.config.num_experts_per_tok == top_k
     assert model.config.tie_word_embeddings
 
@@ -47,7 +47,7 @@ def test_a_recipe_trains_as_long_for_its_size_as_the_bundled_one(recipe: str) ->
 
 
 def test_only_the_unbalanced_recipe_balances_no_router() -> None:
-    """Neither before the learning rate decays nor while it does."""
+    """It does so neither before the learning rate decays nor while it does."""
     for name, runs in RECIPES.items():
         weights = {(r.balance_weight > 0, r.decay_balance_weight > 0) for r in runs}
         assert weights == {(name != "unbalanced",) * 2}

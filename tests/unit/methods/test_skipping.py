@@ -19,7 +19,7 @@ WEIGHTS = torch.tensor(
 
 
 def test_the_lesser_is_skipped_and_an_equal_one_is_not() -> None:
-    """Below its own rank's threshold; the median itself stays."""
+    """An expert goes below the threshold of its rank; the median itself stays."""
     gone = skipped(INDEX, WEIGHTS, (0.5, 0.35))
     assert gone.tolist() == [
         [False, True, True],
@@ -41,8 +41,8 @@ def test_of_two_equal_ones_the_later_number_has_the_later_rank() -> None:
     for order in itertools.permutations(range(3)):
         gone = skipped(INDEX[:, order], WEIGHTS[:, order], thresholds)
         numbers = [
-            {int(e) for e in own[where]}
-            for own, where in zip(INDEX[:, order], gone, strict=True)
+            {int(e) for e in experts[where]}
+            for experts, where in zip(INDEX[:, order], gone, strict=True)
         ]
         assert numbers == [{2}, {2}, {2}, set()]
 

@@ -35,7 +35,7 @@ HEADS: tuple[Mapping[str, object], ...] = (
 )
 """Model types by what they are loaded as, the first that has one of a module counts."""
 OWN = {"deepseek": "DeepseekForCausalLM"}
-"""Not in transformers."""
+"""Families that are not in transformers."""
 DBRX = {
     "d_model": 16,
     "n_heads": 2,
@@ -46,7 +46,7 @@ DBRX = {
 }
 LLAMA4 = {"intermediate_size_mlp": 8, "num_experts_per_tok": 1}
 OTHERS = ("dbrx", "llama4", "llama4_text", "mistral3", "kimi_k25", "internvl")
-"""Without the experts interface, or around a language model of another module."""
+"""Types without the experts interface, or around another module's language model."""
 
 
 def modules() -> list[str]:
@@ -65,36 +65,36 @@ def types_of(module: str) -> dict[str, str]:
     Those of its parts (vision, audio, …) are not among them.
     """
     special = configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME
-    own = [
+    names = [
         name
         for name in configuration_auto.CONFIG_MAPPING_NAMES
         if special.get(name, name.replace("-", "_")) == module
     ]
     language = HEADS[:3]
-    found = {n: str(h[n]) for h in reversed(language) for n in own if n in h}
-    others = ({n: str(h[n]) for n in own if n in h} for h in HEADS[3:])
-    return found or next(filter(None, others), {})
+    types = {n: str(h[n]) for h in reversed(language) for n in names if n in h}
+    others = ({n: str(h[n]) for n in names if n in h} for h in HEADS[3:])
+    return types or next(filter(None, others), {})
 
 
 @functools.cache
 def classes() -> dict[str, str]:
     """Every model type, and the class that it is loaded as."""
-    found = dict(OWN)
+    types = dict(OWN)
     for module in modules():
-        found |= types_of(module)
-    heads = {n: str(own) for head in reversed(HEADS[:3]) for n, own in head.items()}
-    return found | {name: heads[name] for name in OTHERS}
+        types |= types_of(module)
+    heads = {n: str(cls) for head in reversed(HEADS[:3]) for n, cls in head.items()}
+    return types | {name: heads[name] for name in OTHERS}
 
 
 def table() -> str:
     """The table in docs/families.md, a row for each model type."""
     rows = [("model type", "class", "status", "where, or why not"), ("---",) * 4]
-    for name, own in sorted(classes().items()):
+    for name, cls in sorted(classes().items()):
         if name in REFUSED:
-            rows.append((f"`{name}`", f"`{own}`", "refused", REFUSED[name]))
+            rows.append((f"`{name}`", f"`{cls}`", "refused", REFUSED[name]))
             continue
         proof = "test_wrappers.py" if name in WRAPPERS else "test_families.py"
-        rows.append((f"`{name}`", f"`{own}`", "proven", f"`tests/oracle/{proof}`"))
+        rows.append((f"`{name}`", f"`{cls}`", "proven", f"`tests/oracle/{proof}`"))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -115,12 +115,12 @@ def test_every_family_is_proven_or_refused() -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_the_refused_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    """From config.json alone, before any weight is read, with the reason."""
+    """config.json alone is enough, before any weight is read; the reason is given."""
     config = AutoConfig.for_model(name)
     config.save_pretrained(tmp_path)
-    said = f"model_type {name!r} is not supported: {REFUSED[name]}"
+    message = f"model_type {name!r} is not supported: {REFUSED[name]}"
     for attempt in (lambda: load_model(tmp_path, device="cpu"), lambda: build(config)):
-        with pytest.raises(LayoutError, match=re.escape(said)):
+        with pytest.raises(LayoutError, match=re.escape(message)):
             attempt()
 
 

@@ -42,7 +42,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(dense: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """A copy of the model, to be damaged."""
     return Path(shutil.copytree(dense, tmp_path / "moe"))
 
 
@@ -64,11 +64,11 @@ def calls(path: Path) -> Iterator[ast.Call]:
 
 def test_every_call_says_that_code_is_not_trusted() -> None:
     """`trust_remote_code=False` stands in each call, and there are such calls."""
-    found = {path.name: list(calls(path)) for path in PACKAGE.rglob("*.py")}
-    assert {name for name, nodes in found.items() if nodes} == {"folders.py"}
-    for node in found["folders.py"]:
-        (said,) = [k.value for k in node.keywords if k.arg == "trust_remote_code"]
-        assert ast.literal_eval(said) is False
+    by_file = {path.name: list(calls(path)) for path in PACKAGE.rglob("*.py")}
+    assert {name for name, nodes in by_file.items() if nodes} == {"folders.py"}
+    for node in by_file["folders.py"]:
+        (option,) = [k.value for k in node.keywords if k.arg == "trust_remote_code"]
+        assert ast.literal_eval(option) is False
 
 
 CODE = """
@@ -101,7 +101,7 @@ def foreign(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def test_code_in_a_folder_is_never_run(foreign: Path, tmp_path: Path) -> None:
-    """Nor is anybody asked whether to: an unknown model type is an error."""
+    """Nobody is asked whether to: an unknown model type is an error."""
     table = tmp_path / "table.parquet"
     for attempt in (
         lambda: load_model(foreign),
@@ -168,7 +168,7 @@ def one_line(error: pytest.ExceptionInfo[SpecError]) -> str:
     ],
 )
 def test_a_damaged_file_is_named(name: str, text: str, folder: Path) -> None:
-    """Whatever stands in it instead of an object."""
+    """Anything may stand in it instead of an object."""
     (folder / name).write_text(text)
     with pytest.raises(SpecError) as error:
         load_model(folder, device="cpu")
@@ -197,7 +197,7 @@ ABSURD = [
 def test_absurd_settings_are_named(
     changes: dict[str, Any], message: str, folder: Path
 ) -> None:
-    """Before they are built, where that would take for ever."""
+    """They are named before they are built, where that would take for ever."""
     change(folder / "config.json", layer_types=None, **changes)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -220,7 +220,7 @@ def test_a_folder_without_a_vocabulary_is_refused(folder: Path) -> None:
 def test_damage_is_found_before_a_file_is_written(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
-    """By slicing, too."""
+    """Slicing finds it, too."""
     model, _ = load_model(folder, device="cpu")
     keep = widths_keep(model, 4, structure="uniform")
     (folder / name).write_text('{"a": ')
@@ -239,7 +239,7 @@ INDEXES = [
 
 @pytest.mark.parametrize("text", INDEXES, ids=range(len(INDEXES)))
 def test_a_damaged_index_is_named(text: str, folder: Path, tmp_path: Path) -> None:
-    """Also one that names files elsewhere."""
+    """An index that names files elsewhere is damaged, too."""
     (folder / "model.safetensors").rename(tmp_path / "moe.safetensors")
     (folder / "model.safetensors.index.json").write_text(text)
     for attempt in (lambda: load_model(folder), lambda: read_config(folder)):
@@ -263,7 +263,7 @@ def test_a_model_that_cannot_be_built_is_one_line() -> None:
 def test_the_manifest_says_why_there_is_no_tokenizer(
     dense: Path, tmp_path: Path
 ) -> None:
-    """None at hand, none in the base model; or that there is one."""
+    """There is none at hand, or none in the base model; or there is one."""
     pruned, _ = load_model(dense, device="cpu")
     keep = random_keep(pruned)
     model = tiny_model("qwen2_moe", dtype=torch.float32)
@@ -272,15 +272,15 @@ def test_the_manifest_says_why_there_is_no_tokenizer(
     prune_folder(tmp_path / "base", random_keep(model), tmp_path / "without")
     prune_folder(dense, keep, tmp_path / "sliced")
     save_pruned(prune(pruned, keep), tmp_path / "saved")
-    said, cards = {}, {}
+    facts, cards = {}, {}
     for name in ("nameless", "without", "sliced", "saved"):
-        said[name] = json.loads((tmp_path / name / "heapr_manifest.json").read_text())
+        facts[name] = json.loads((tmp_path / name / "heapr_manifest.json").read_text())
         cards[name] = (tmp_path / name / "README.md").read_text()
-    assert "base model has no name" in said["nameless"]["tokenizer"]
-    assert "there is no tokenizer in base" in said["without"]["tokenizer"]
-    assert str(tmp_path) not in json.dumps(said)
+    assert "base model has no name" in facts["nameless"]["tokenizer"]
+    assert "there is no tokenizer in base" in facts["without"]["tokenizer"]
+    assert str(tmp_path) not in json.dumps(facts)
     assert "| tokenizer | none: there is no tokenizer in base" in cards["without"]
     for name in ("sliced", "saved"):
-        assert said[name]["tokenizer"] == "saved with the weights"
+        assert facts[name]["tokenizer"] == "saved with the weights"
         assert (tmp_path / name / "tokenizer.json").is_file()
         assert "| tokenizer | saved with the weights |" in cards[name]

@@ -29,7 +29,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def test_a_token_without_rows_is_zero() -> None:
-    """As a dropped token of a router that drops."""
+    """Routers that drop tokens have such tokens."""
     rows, tokens = torch.tensor([0, 2]), torch.tensor([1, 1])
     h, weight, p = leaf(2, WIDTH), leaf(2, D, WIDTH), leaf(2)
     total, _ = scattered_linear(h, weight, p, rows=rows, tokens=tokens, n_tokens=3)
@@ -68,6 +68,6 @@ def test_bfloat16_is_summed_in_single_precision() -> None:
     )
     expected = torch.autograd.grad(total64.sum(), wide)
     torch.testing.assert_close(total.double(), total64, rtol=0.02, atol=0.02)
-    for one, other in zip(grads, expected, strict=True):
-        assert one.dtype in (torch.bfloat16, torch.float32)
-        torch.testing.assert_close(one.double(), other, rtol=0.03, atol=0.05)
+    for grad, other in zip(grads, expected, strict=True):
+        assert grad.dtype in (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(grad.double(), other, rtol=0.03, atol=0.05)

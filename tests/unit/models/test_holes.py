@@ -65,10 +65,10 @@ def reshaped(name: str) -> Callable[[Path], None]:
 def half_of_the_index(folder: Path) -> None:
     """Keep the first half of the files that the index names."""
     with changed_json(folder / INDEX) as index:
-        found = index["weight_map"].items()
-        files = sorted({file for _, file in found})
+        entries = index["weight_map"].items()
+        files = sorted({file for _, file in entries})
         kept = files[: len(files) // 2]
-        index["weight_map"] = {name: file for name, file in found if file in kept}
+        index["weight_map"] = {name: file for name, file in entries if file in kept}
 
 
 def configured(**changes: Any) -> Callable[[Path], None]:
@@ -116,9 +116,9 @@ WIDTHS = [
     (lambda _: {}, "no widths of 'model.layers.0.mlp.experts'"),
     (lambda _: None, "no widths of 'model.layers.0.mlp.experts'"),
     (lambda w: dict(list(w.items())[:1]), "no widths of 'model.layers.1.mlp.experts'"),
-    (lambda w: {n: own[:-1] for n, own in w.items()}, "expected 4 counts of atoms"),
+    (lambda w: {n: row[:-1] for n, row in w.items()}, "expected 4 counts of atoms"),
     (lambda w: {n: ["8"] * 4 for n in w}, "expected 4 counts of atoms"),
-    (lambda w: {n: [-1, *own[1:]] for n, own in w.items()}, "expected 4 counts"),
+    (lambda w: {n: [-1, *row[1:]] for n, row in w.items()}, "expected 4 counts"),
 ]
 
 
@@ -142,7 +142,7 @@ def test_holes_are_neither_filled_nor_copied(
 def test_pruned_checkpoints_have_no_holes(
     kind: str, damage: Any, message: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With transformers alone, with the code of the checkpoint, and with ours."""
+    """Transformers alone, the checkpoint's code, and ours all refuse them."""
     folder = damaged(folders[f"ragged{kind}"], tmp_path / "x", damage)
     alike = f"{message}|has no experts there|no widths of"
     for options in ({}, {"trust_remote_code": True}, {"ignore_mismatched_sizes": True}):
@@ -156,7 +156,7 @@ def test_pruned_checkpoints_have_no_holes(
 def test_widths_are_those_of_every_expert(
     new: Any, message: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Empty, of one layer, of other numbers of experts, not numbers at all."""
+    """Widths are empty, of one layer, of another number of experts, or no numbers."""
     folder = damaged(folders["ragged"], tmp_path / "x", with_widths(new))
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(folder)
@@ -192,7 +192,7 @@ def test_a_tied_head_is_no_hole(tmp_path: Path) -> None:
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
-    """As transformers leaves them out: they are no part of the model."""
+    """Transformers leaves them out as well: they are no part of the model."""
     model: Any = tiny_model("glm4_moe", dtype=torch.float32)
     model.save_pretrained(tmp_path / "x")
     with changed_tensors(tmp_path / "x") as tensors:

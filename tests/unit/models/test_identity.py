@@ -64,7 +64,7 @@ def spec_of(model: nn.Module) -> dict[str, Any]:
 
 
 def test_a_table_of_a_masked_model_says_so(model: nn.Module) -> None:
-    """Its identity is that in force; of a mask that keeps all, the dense model's."""
+    """Its identity is that in force; a mask that keeps all leaves the dense one."""
     dense, keep = spec_of(model), random_keep(model)
     with masking(model, keep):
         masked = identity_in_force(model)
@@ -127,21 +127,21 @@ def calls(bench: Workbench) -> dict[str, Callable[[], Any]]:
 
 def numbers(bench: Workbench) -> dict[str, Any]:
     """What every call gives."""
-    found = {name: call() for name, call in calls(bench).items()}
+    answers = {name: call() for name, call in calls(bench).items()}
     return {
         name: result.frame.to_csv() if hasattr(result, "frame") else result
-        for name, result in found.items()
+        for name, result in answers.items()
     }
 
 
 def test_a_workbench_refuses_inside_a_mask(bench: Workbench) -> None:
     """Every call, whether its result is in the cache or not; nothing is stored."""
-    for asked in ("before", "after"):
+    for when in ("before", "after"):
         with masking(bench.model, random_keep(bench.model)):
             for call in calls(bench).values():
                 with pytest.raises(SpecError, match="pass the mask as an argument"):
                     call()
-        if asked == "before":
+        if when == "before":
             first = numbers(bench)
     assert numbers(bench) == first
     dense = evaluate_perplexity(bench.model, tiny_ids(seed=3))
@@ -169,7 +169,7 @@ def test_weights_changed_in_place_are_another_model(bench: Workbench) -> None:
 
 
 def test_autocast_is_refused(bench: Workbench) -> None:
-    """By everything that keeps what it finds; the message names dtype and remedy."""
+    """All that keeps its results refuses it; the message names dtype and remedy."""
     model, windows = bench.model, WINDOWS
     table = collect_statistics(model, windows)
     keep = random_keep(model)
@@ -264,10 +264,10 @@ def test_what_an_active_mask_is_known_by(model: nn.Module) -> None:
     down = find_experts(model)[0].down.detach()
     some, all_of_it = (keep(3), None), (keep(), None)
     assert active(model, layer0=all_of_it, layer1=all_of_it) is None
-    one = active(model, layer0=some)
-    assert one == active(model, layer0=some, layer1=all_of_it)
+    first = active(model, layer0=some)
+    assert first == active(model, layer0=some, layer1=all_of_it)
     different = [
-        one,
+        first,
         active(model, layer1=some),
         active(model, layer0=(keep(4), None)),
         active(model, layer0=(keep(3, 4), None)),
@@ -286,10 +286,10 @@ def test_a_disturbed_model_is_refused(model: nn.Module) -> None:
     refuse_disturbed(model, remedy="ask")
     with masked(layers, [keep(), keep()]):
         refuse_disturbed(model, remedy="ask")
-    said = r"it edits 1 layers \(model\.layers\.1\.mlp\.experts\), .* and ask again$"
+    message = r"it edits 1 layers \(model\.layers\.1\.mlp\.experts\), .* and ask again$"
     with (
         masked(layers, [keep(), keep(1)]),
-        pytest.raises(SpecError, match=said),
+        pytest.raises(SpecError, match=message),
     ):
         refuse_disturbed(model, remedy="ask again")
     with (
@@ -329,14 +329,14 @@ def watch(*_: object) -> None:
 def test_hooks_are_named(
     model: nn.Module, hook: Callable[..., None], name: str, register: str
 ) -> None:
-    """With their module; on the model itself, too."""
+    """Their module is named, also where it is the model itself."""
     for module, called in ((model, "model"), (model.lm_head, "lm_head")):
         handle = getattr(module, register)(hook)
-        said = f"module '{called}' has a hook, {name}, which"
+        message = f"module '{called}' has a hook, {name}, which"
         try:
-            with pytest.raises(SpecError, match=said):
+            with pytest.raises(SpecError, match=message):
                 refuse_disturbed(model, remedy="ask")
-            with pytest.raises(SpecError, match=said):
+            with pytest.raises(SpecError, match=message):
                 identity_in_force(model)
         finally:
             handle.remove()
@@ -360,11 +360,11 @@ def test_hooks_of_these_packages_are_known(
 
 
 def test_autocast_of_another_device_does_not_matter() -> None:
-    """Only that of the devices that the weights are on."""
+    """Only autocast of the devices that the weights are on matters."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         refuse_autocast(nn.Linear(1, 1, device="meta"))
-        said = "autocast to bfloat16 is on.*load the model with dtype='bfloat16'"
-        with pytest.raises(SpecError, match=rf"{said}"):
+        message = "autocast to bfloat16 is on.*load the model with dtype='bfloat16'"
+        with pytest.raises(SpecError, match=rf"{message}"):
             refuse_autocast(nn.Linear(1, 1))
     with torch.autocast("cpu", enabled=False):
         refuse_autocast(nn.Linear(1, 1))
@@ -388,12 +388,12 @@ class Weights(nn.Module):
 
 @pytest.fixture
 def weights() -> Weights:
-    """Of a tiny configuration."""
+    """Weights with a tiny configuration."""
     return Weights(tiny_model("mixtral").config)
 
 
 def test_writing_by_data_is_seen_in_rows_and_columns(weights: Weights) -> None:
-    """In the first value of each, and in all of what is no matrix."""
+    """The first value of each is seen, and all values of what is no matrix."""
     state = weights_state(weights)
     assert state == weights_state(weights)
     for tensor, place in [
@@ -415,7 +415,7 @@ def test_writing_by_data_is_seen_in_rows_and_columns(weights: Weights) -> None:
 
 
 def test_what_torch_counts_is_seen_wherever_it_is(weights: Weights) -> None:
-    """Also where the same values are written, or lie elsewhere."""
+    """The same values may be written again, or lie elsewhere."""
     states = [weights_state(weights)]
     with torch.no_grad():
         weights.matrix[1, 1] = weights.matrix[1, 1]
@@ -428,12 +428,12 @@ def test_what_torch_counts_is_seen_wherever_it_is(weights: Weights) -> None:
 
 
 def test_weights_without_values_or_versions(weights: Weights) -> None:
-    """Those on the meta device, and those made in inference mode."""
+    """Weights on the meta device, and weights made in inference mode."""
     state = weights_state(weights)
     assert weights_state(weights.to("meta")) != state
     with torch.inference_mode():
-        made = Weights(weights.config)
-    assert weights_state(made) == weights_state(made)
+        twin = Weights(weights.config)
+    assert weights_state(twin) == weights_state(twin)
 
 
 # --- identity ---------------------------------------------------------------------
@@ -441,24 +441,24 @@ def test_weights_without_values_or_versions(weights: Weights) -> None:
 
 def test_the_parts_of_an_identity(model: nn.Module) -> None:
     """Class, configuration, type, and a hash of every tensor with name and shape."""
-    own = tiny_model("qwen2_moe", dtype=torch.float32)
-    found = model_identity(own)
-    assert found.keys() == {"class", "config", "weights", "dtype"}
-    assert (found["class"], found["dtype"]) == ("Qwen2MoeForCausalLM", "float32")
+    twin = tiny_model("qwen2_moe", dtype=torch.float32)
+    identity = model_identity(twin)
+    assert identity.keys() == {"class", "config", "weights", "dtype"}
+    assert (identity["class"], identity["dtype"]) == ("Qwen2MoeForCausalLM", "float32")
     sha = hashlib.sha256()
-    for name, tensor in sorted(own.state_dict().items()):
+    for name, tensor in sorted(twin.state_dict().items()):
         sha.update(f"{name}{tuple(tensor.shape)}".encode())
         sha.update(block_sums(tensor))
-    assert found["weights"] == f"v2:{sha.hexdigest()}"
-    assert architecture_identity(own).items() < found.items()
+    assert identity["weights"] == f"v2:{sha.hexdigest()}"
+    assert architecture_identity(twin).items() < identity.items()
     with torch.no_grad():
-        own.lm_head.weight[1, 1] += 1
-    other = model_identity(own)
-    assert {name for name in found if found[name] != other[name]} == {"weights"}
+        twin.lm_head.weight[1, 1] += 1
+    other = model_identity(twin)
+    assert {name for name in identity if identity[name] != other[name]} == {"weights"}
 
 
 def test_what_of_a_configuration_is_the_models(weights: Weights) -> None:
-    """Not where it was read from, with what, or in which type."""
+    """Where it was read from, with what, and in which type do not belong to it."""
     before = architecture_identity(weights)
     changed = copy.deepcopy(weights)
     changed.config._name_or_path = "elsewhere"
@@ -480,7 +480,7 @@ def test_an_offloaded_tensor_is_named(weights: Weights) -> None:
 def test_a_configuration_is_known_by_its_content(
     weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by the order of its entries or the transformers that reads it."""
+    """The order of entries and the transformers that reads it do not matter."""
     weights.config.own = {"a": 1, "b": Path("x")}
     before = architecture_identity(weights)
     weights.config.own = {"b": Path("x"), "a": 1}

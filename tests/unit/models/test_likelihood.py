@@ -91,8 +91,8 @@ def test_log_probs_come_in_chunks(model):
     assert [len(chunk) for chunk in chunks] == [4, 4, 2]
     log_p = torch.cat(chunks)
     torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(10).double())
-    own = -log_p.gather(1, ids[:, 1:].reshape(-1, 1)).view(2, 5)
-    torch.testing.assert_close(own, nll)
+    gathered = -log_p.gather(1, ids[:, 1:].reshape(-1, 1)).view(2, 5)
+    torch.testing.assert_close(gathered, nll)
 
 
 def test_infinite_logits_are_an_error(model):

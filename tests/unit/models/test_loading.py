@@ -41,14 +41,14 @@ def test_a_sharded_folder_loads(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float64])
 def test_the_type_can_be_chosen(folder: Path, dtype: str | torch.dtype) -> None:
-    """By name or as torch's own."""
+    """It is given by name or as a type of torch's."""
     model, _ = load_model(str(folder), device="cpu", dtype=dtype)
     expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     assert next(model.parameters()).dtype == expected
 
 
 def test_a_wrong_name_is_an_error_that_says_what_is_expected(tmp_path: Path) -> None:
-    """Neither a folder, nor a name on the hub, nor a folder without a model."""
+    """A missing folder, a name that is not on the hub, a folder without a model."""
     for name in ("nobody/no-such-model", str(tmp_path / "absent"), str(tmp_path)):
         with pytest.raises(SpecError) as caught:
             load_model(name)

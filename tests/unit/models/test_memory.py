@@ -39,7 +39,7 @@ def room_for_two(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_computed_is_the_same(model: nn.Module) -> None:
-    """Twice: a result that is summed anew, and one that goes on where it was."""
+    """One result is summed anew, and one goes on where it was."""
     windows = np.arange(20.0)
 
     def anew(size: int) -> float:
@@ -66,7 +66,7 @@ def test_what_is_computed_is_the_same(model: nn.Module) -> None:
 def test_sizes_are_halved_and_said(
     model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """10, 5, 2, 1; of each a line, and then an error that says what to do."""
+    """10, 5, 2, 1: a line for each, and then an error that says what to do."""
     tried: list[int] = []
 
     def never(size: int) -> None:
@@ -82,7 +82,7 @@ def test_sizes_are_halved_and_said(
 
 
 def test_tensors_of_a_failed_try_are_gone_before_the_next(model: nn.Module) -> None:
-    """Also those in circles: what was held would be missing then."""
+    """Tensors in circles are gone, too: what they hold would be missing then."""
     held: list[weakref.ref[torch.Tensor]] = []
 
     def run(size: int) -> int:
@@ -116,7 +116,7 @@ def test_other_errors_are_not_tried_again(model: nn.Module) -> None:
 
 
 def test_a_real_shortage_is_recognised() -> None:
-    """As this machine's own allocators report it."""
+    """The allocators of this machine report it."""
     for ask in (lambda: torch.empty(2**58), lambda: np.empty(2**50)):
         with pytest.raises((RuntimeError, MemoryError)) as info:
             ask()
@@ -134,12 +134,12 @@ def test_a_real_shortage_is_recognised() -> None:
     ],
 )
 def test_shortages_elsewhere(error: Exception, expected: bool) -> None:
-    """Of other devices and systems, and what only sounds like one."""
+    """Errors of other devices and systems, and what only sounds like a shortage."""
     assert is_out_of_memory(error) == expected
 
 
 def test_the_first_batch_is_that_of_the_device(model: nn.Module) -> None:
-    """Of the model's, whatever else the machine has; at least one window."""
+    """It is that of the model's device, whatever else there is; at least one window."""
     tokens = {"cpu": 100, "cuda": 1000}
     assert starting_batch_size(model, 50, 9, tokens=tokens) == 11
     assert starting_batch_size(model, 5, 9, tokens=tokens) == 5
@@ -155,7 +155,7 @@ def test_statistics_are_measured_with_smaller_batches(
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=N_WINDOWS))
     expected = collect_statistics(model, windows, batch_size=2)
     room_for_two.clear()
-    found = collect_statistics(model, windows)
+    table = collect_statistics(model, windows)
     assert room_for_two == [7, 3, *[1] * 7]
-    pd.testing.assert_frame_equal(found.frame, expected.frame, rtol=1e-9)
-    assert found.metadata["provenance"]["batch_size"] == 1
+    pd.testing.assert_frame_equal(table.frame, expected.frame, rtol=1e-9)
+    assert table.metadata["provenance"]["batch_size"] == 1

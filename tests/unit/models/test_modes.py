@@ -26,7 +26,7 @@ PATIENCE = 30
 
 @pytest.fixture
 def model() -> nn.Module:
-    """A tiny qwen2_moe in float64."""
+    """A tiny qwen2_moe that no other test uses: these change it."""
     return tiny_model("qwen2_moe")
 
 
@@ -111,16 +111,16 @@ def test_perplexity_beside_a_pass(model: nn.Module) -> None:
     """A thread evaluates in the middle of another's pass; both numbers are right."""
     table = collect_statistics(model, WINDOWS, batch_size=1)
     nll = evaluate_perplexity(model, WINDOWS.ids).nll
-    found = []
+    losses = []
 
     def evaluate_there(done: int, _total: int) -> None:
         if done == 2:
             with ThreadPoolExecutor(1) as pool:
                 job = pool.submit(evaluate_perplexity, model, WINDOWS.ids)
-                found.append(job.result(PATIENCE).nll)
+                losses.append(job.result(PATIENCE).nll)
 
     beside = collect_statistics(model, WINDOWS, batch_size=1, progress=evaluate_there)
-    assert found == [nll]
+    assert losses == [nll]
     pd.testing.assert_frame_equal(beside.frame, table.frame)
 
 
@@ -139,7 +139,7 @@ def test_a_copy_made_beside_a_pass(model: nn.Module) -> None:
     """It waits, and has the modes and flags of the model, and no hook of the pass."""
     model.train()
     model.lm_head.weight.requires_grad_(False)
-    made, jobs = [], []
+    copies, jobs = [], []
 
     def prune_there(done: int, _total: int) -> None:
         if done == 2:
@@ -148,8 +148,8 @@ def test_a_copy_made_beside_a_pass(model: nn.Module) -> None:
     with ThreadPoolExecutor(1) as pool:
         collect_statistics(model, WINDOWS, batch_size=1, progress=prune_there)
         with evaluating(model):
-            made = [jobs[0].result(PATIENCE), prune(model, random_keep(model))]
-    for pruned in made:
+            copies = [jobs[0].result(PATIENCE), prune(model, random_keep(model))]
+    for pruned in copies:
         assert all(module.training for module in pruned.modules())
         frozen = {n for n, p in pruned.named_parameters() if not p.requires_grad}
         assert frozen == {"lm_head.weight"}
@@ -160,7 +160,7 @@ def test_a_copy_made_beside_a_pass(model: nn.Module) -> None:
 
 
 def test_it_measures_in_inference_mode(model: nn.Module) -> None:
-    """And under no_grad; with windows that were made in the block, too."""
+    """It does so under no_grad as well, and with windows made in the block."""
     expected = collect_statistics(model, WINDOWS, batch_size=2)
     with torch.inference_mode():
         windows = CalibrationSet.from_ids(tiny_ids(n_sequences=5))

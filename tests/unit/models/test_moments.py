@@ -55,8 +55,8 @@ def twin(h: Any, g: Any, p: Any, tokens: Any) -> dict[str, np.ndarray]:
     return {
         name: np.stack(
             [
-                own.sum(0) if name in SUMS else own.max(0, initial=0)
-                for own in np.split(values, ends)
+                part.sum(0) if name in SUMS else part.max(0, initial=0)
+                for part in np.split(values, ends)
             ]
         )
         for name, values in terms.items()
@@ -75,12 +75,12 @@ def test_both_ways_give_the_sums(
     """Expert by expert and all at once, with experts without tokens."""
     given = rows(tokens, dtype)
     sums, maxima = reduce(*given)
-    found = dict(zip(SUMS + MAXIMA, [*sums, *maxima], strict=True))
+    totals = dict(zip(SUMS + MAXIMA, [*sums, *maxima], strict=True))
     assert sums.dtype == maxima.dtype == given[2].dtype
     for name, expected in twin(*given).items():
         atol = rtol * max(abs(expected).max(), 1)  # terms of sum_hg have both signs
         np.testing.assert_allclose(
-            found[name].double(), expected, rtol=rtol, atol=atol, err_msg=name
+            totals[name].double(), expected, rtol=rtol, atol=atol, err_msg=name
         )
 
 
@@ -167,5 +167,5 @@ def test_a_gpu_is_not_waited_for() -> None:
             layer.module(x, chosen.indices, weights).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        found = probes[layer.layer].moments.experts["tokens"]
-    assert found.sum() == 128
+        tokens = probes[layer.layer].moments.experts["tokens"]
+    assert tokens.sum() == 128

@@ -40,18 +40,18 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     config = read_config(CONFIGS / name)
     with torch.device("meta"):
         model = build(config, dtype=config.dtype)
-    found = describe(model)
-    assert found.n_parameters == PARAMETERS[name]
-    assert found.bytes_per_parameter == 2
+    architecture = describe(model)
+    assert architecture.n_parameters == PARAMETERS[name]
+    assert architecture.bytes_per_parameter == 2
     numbers, *shape = LAYERS[name]
-    assert list(found.layers) == list(numbers)
-    for layer in found.layers.values():
+    assert list(architecture.layers) == list(numbers)
+    for layer in architecture.layers.values():
         assert [layer.n_experts, layer.d_inter, layer.d_expert, layer.top_k] == shape
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
 def test_names_are_hub_ids(name: str) -> None:
-    """In any case; hub ids and other names stay as they are."""
+    """Upper and lower case do not matter; hub ids and other names stay as they are."""
     for given in (name, name.lower(), name.upper(), PAPER_MODELS[name]):
         assert hub_id(given) == PAPER_MODELS[name]
     assert hub_id(name + "-other") == name + "-other"

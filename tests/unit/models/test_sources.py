@@ -33,7 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def keep(source: Path) -> KeepMask:
-    """What stays of it."""
+    """The atoms that stay."""
     return random_keep(read_weights(source))
 
 
@@ -152,7 +152,7 @@ DAMAGES = {
 def test_damaged_files_are_named(
     name: str, source: Path, keep: KeepMask, tmp_path: Path
 ) -> None:
-    """In one line, by loading and by pruning, which writes nothing."""
+    """Loading and pruning name them in one line, and pruning writes nothing."""
     damage, message = DAMAGES[name]
     folder = tmp_path / "moe"
     shutil.copytree(source, folder)
@@ -169,7 +169,7 @@ def test_damaged_files_are_named(
 
 
 def test_links_to_files_are_files(source: Path, keep: KeepMask, tmp_path: Path) -> None:
-    """As in the hub's cache, where every file is a link; what is written is not."""
+    """Every file of the hub's cache is a link; what is written is none."""
     folder = tmp_path / "linked"
     folder.mkdir()
     for path in source.iterdir():
@@ -191,7 +191,7 @@ def test_links_to_files_are_files(source: Path, keep: KeepMask, tmp_path: Path) 
 def test_a_folder_is_not_pruned_into_itself(
     source: Path, keep: KeepMask, tmp_path: Path
 ) -> None:
-    """Nor through a link, nor into a file of it; below it is a place like any other."""
+    """Links to it and its files are refused, too; a folder below it is not."""
     folder = tmp_path / "moe"
     shutil.copytree(source, folder)
     (tmp_path / "link").symlink_to(folder)

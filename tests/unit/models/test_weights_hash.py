@@ -21,12 +21,12 @@ def sums_one_by_one(words: list[int]) -> bytes:
     starts = range(0, len(words), BLOCK)
     blocks = [words[start : start + BLOCK] for start in starts]
     sums = [sum(o * w for o, w in zip(odd, b, strict=False)) % 2**64 for b in blocks]
-    return b"".join(found.to_bytes(8, "little") for found in sums)
+    return b"".join(total.to_bytes(8, "little") for total in sums)
 
 
 @pytest.mark.parametrize("n", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
 def test_sums_are_those_of_exact_integers(n: int) -> None:
-    """Of whole blocks, of a last one that is not, and of none."""
+    """Sums of whole blocks, of a last one that is not whole, and of none."""
     values = torch.randn(n)
     words = values.view(torch.int32).tolist()
     assert block_sums(values) == sums_one_by_one(words)
@@ -34,7 +34,7 @@ def test_sums_are_those_of_exact_integers(n: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "uint8", "int64", "bool"])
 def test_every_type_is_read_as_its_bytes(dtype: str) -> None:
-    """Whatever their size: an odd number of bytes, or a view that begins at one."""
+    """The number of bytes may be odd, or a view may begin at an odd one."""
     values = (torch.randn(1003) * 9).to(getattr(torch, dtype))
     for tensor in (values, values[1:]):
         raw = tensor.numpy().tobytes()
@@ -65,7 +65,7 @@ def test_devices_add_up_the_same() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_hash() -> None:
-    """Of a model that lies there, and of one tensor larger than what is widened."""
+    """For a model that lies there, and for a tensor larger than what is widened."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     here = model_identity(model)
     assert model_identity(model.to(GPU)) == here

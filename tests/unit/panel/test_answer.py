@@ -27,7 +27,7 @@ def test_numbers_are_short(number: float, text: str) -> None:
 
 
 def test_sizes_are_known_of_a_table_alone() -> None:
-    """With what they are of; losses need a model, and are not numbers."""
+    """They say what they are of; losses need a model, and are not numbers."""
     panel = explore(small_table(), selection=Selection(0.5))
     parameters, size, perplexity, accuracy = answers(panel.session)
     saved = panel.session.savings()
@@ -43,7 +43,7 @@ def test_sizes_are_known_of_a_table_alone() -> None:
 def test_losses_say_what_they_are_of(panel: Explorer) -> None:
     """Measured, with an interval; grey and named where it is of another ratio."""
     tab, session = panel.evaluation, panel.session
-    assert [one.of for one in answers(session)[2:]] == [
+    assert [answer.of for answer in answers(session)[2:]] == [
         "not measured yet: Evaluate"
     ] * 2
     tab.tasks.value = tab.tasks.options
@@ -97,7 +97,7 @@ def test_the_masked_model_is_the_first_answer(panel: Explorer) -> None:
 
 
 def test_cancel_is_there_while_something_runs(panel: Explorer) -> None:
-    """Only then; the bar likewise."""
+    """It is there only then; so is the bar."""
     job = panel.evaluation.job
     seen: list[Any] = []
     job.bar.observe(lambda _: seen.append(job.cancel_button.layout.display), "value")

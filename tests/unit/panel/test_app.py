@@ -42,7 +42,7 @@ def test_the_kernel_opens_the_model_that_was_asked_for(
 def test_the_kernel_opens_the_table_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the panel can name the file in the code that it offers."""
+    """The panel can then name the file in the code that it offers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEAPR_LAB_PROGRESS", "0")
     small_table().write("table.parquet")

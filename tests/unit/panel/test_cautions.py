@@ -27,7 +27,7 @@ def mask(*layers: list[list[int]]) -> KeepMask:
 
 
 def test_layers_that_lose_everything_are_named() -> None:
-    """By their index in the model, one or several."""
+    """Their index in the model is given, for one or several."""
     half, none = [[1, 0], [0, 0]], [[0, 0], [0, 0]]
     assert emptied_layers(mask(half, half)) == ""
     assert emptied_layers(mask(half, none)).startswith("Layer 2 loses all")
@@ -35,10 +35,10 @@ def test_layers_that_lose_everything_are_named() -> None:
 
 
 def test_experts_that_lose_everything_are_counted() -> None:
-    """Of layers of different sizes as well."""
+    """The layers may have different sizes."""
     assert emptied_experts(mask([[1, 0], [0, 1]])) == ""
-    one = mask([[1, 0], [0, 0]], [[1, 1], [1, 0]])
-    assert emptied_experts(one) == "1 of 4 experts loses all atoms."
+    keep = mask([[1, 0], [0, 0]], [[1, 1], [1, 0]])
+    assert emptied_experts(keep) == "1 of 4 experts loses all atoms."
     assert emptied_experts(mask([[0], [0]], [[1, 1]])).startswith("2 of 3 experts lose")
 
 
@@ -71,17 +71,17 @@ def test_experts_that_lose_everything_are_counted() -> None:
 def test_asked_and_removed_are_both_said(
     selection: Selection, removed: float | None, said: str
 ) -> None:
-    """If they differ by more than a point, with the reason."""
+    """They are if they differ by more than a point, with the reason."""
     assert rounded(selection, removed) == said
 
 
 def test_removed_is_counted_as_the_ratio_is() -> None:
-    """In atoms or parameters."""
+    """Both count atoms or parameters."""
     keep = mask([[1, 0, 0, 0]])
     row = pd.DataFrame({"parameter_reduction": [0.5]})
-    for of, share in {"atoms": 0.75, "model": 0.5}.items():
-        found = removed_share(Selection(0.5, of=of), keep, row)
-        assert found == pytest.approx(share)
+    for unit, share in {"atoms": 0.75, "model": 0.5}.items():
+        removed = removed_share(Selection(0.5, of=unit), keep, row)
+        assert removed == pytest.approx(share)
     assert removed_share(Selection(0.5, of="model"), keep, None) is None
     assert removed_share(Selection(0.5), keep, None) == 0.75
 
@@ -101,7 +101,7 @@ def test_removed_is_counted_as_the_ratio_is() -> None:
 def test_judging_on_the_calibration_s_text_is_said(
     corpora: list[str], corpus: str, said: bool
 ) -> None:
-    """Only if nothing else was evaluated; a mixture is all of its parts."""
+    """It is said only if nothing else was evaluated; a mixture is all of its parts."""
     text = judged_on_own(corpora, Calibration(corpus))
     assert bool(text) is said
     assert not said or corpus in text
@@ -114,8 +114,8 @@ def test_cautions_follow_the_controls() -> None:
     assert panel.cautions.value == ""
     panel.controls.structure.value = "uniform"
     panel.controls.ratio.value = "60%"
-    said = "Asked for 60.0% of the atoms, 66.7% are removed"
-    assert said in panel.cautions.value
+    message = "Asked for 60.0% of the atoms, 66.7% are removed"
+    assert message in panel.cautions.value
     assert panel.cautions.value.count('role="status"') == 1
     panel.controls.structure.value = "ragged"
     panel.controls.ratio.value = "90%"

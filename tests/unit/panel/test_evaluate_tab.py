@@ -48,7 +48,7 @@ def test_another_corpus_can_be_typed(panel: Explorer, tmp_path: Path) -> None:
 
 
 def test_points_are_sorted_and_the_last_is_named(panel: Explorer) -> None:
-    """By ratio, whatever was measured first; with all that made it, also running."""
+    """The order is by ratio; the name has all that made it, also while it runs."""
     tab, steps = panel.evaluation, list[str]()
     tab.job.text.observe(lambda change: steps.append(change["new"]), "value")
     for ratio in ("0.5", "0.25"):
@@ -56,8 +56,8 @@ def test_points_are_sorted_and_the_last_is_named(panel: Explorer) -> None:
         tab.job.button.click()
         tab.job.wait(60)
     assert re.findall(r"(\d+\.0)%", tab.results.value) == ["0.0", "25.0", "50.0"]
-    made = "heapr, global, by atom, ragged, masked"
-    assert f"Pruned by: {made}." in tab.message.value
+    settings = "heapr, global, by atom, ragged, masked"
+    assert f"Pruned by: {settings}." in tab.message.value
     named = "heapr, 0.25 of the atoms, global scope, by atom, ragged, masked: pruned on"
     assert any(named in step for step in steps)
 

@@ -28,8 +28,8 @@ def test_histogram() -> None:
     assert most is not None
     tall, counts = HEIGHT / int(most[1]), []
     for removed in (True, False):
-        own = [high for _, high, color in bars if ("213,94,0" in color) == removed]
-        counts.append(sum(own) / tall)
+        heights = [high for _, high, color in bars if ("213,94,0" in color) == removed]
+        counts.append(sum(heights) / tall)
     assert counts == pytest.approx([(~kept).sum(), kept.sum()], rel=0.01)
     (cut,) = map(float, _CUT.findall(page))
     logs = np.log(scores)

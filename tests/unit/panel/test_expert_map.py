@@ -7,7 +7,7 @@ import numpy as np
 from heapr_lab.panel.expert_map import ExpertMap
 
 VALUES = np.array([[0.0, 0.5, 1.0], [0.25, 0.75, np.nan]])
-"""Of two layers, the second with one expert fewer."""
+"""Values of two layers, the second with one expert fewer."""
 ASKED: dict[str, Any] = {
     "values": VALUES,
     "layers": [1, 4],

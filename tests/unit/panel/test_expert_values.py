@@ -9,10 +9,10 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.expert_map import (
     color_limits,
     descending,
+    expert_load,
     kept_share,
     rows_of,
     summed,
-    traffic,
 )
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
@@ -38,17 +38,17 @@ def table() -> ImportanceTable:
 
 def by_hand(table: ImportanceTable, values: np.ndarray, how: str) -> np.ndarray:
     """An aggregate of the rows of each expert, by a loop."""
-    frame, found = table.frame, np.full((2, 3), np.nan)
+    frame, grid = table.frame, np.full((2, 3), np.nan)
     for row, layer in enumerate((1, 4)):
         for expert in range(3):
-            own = values[frame["layer"].eq(layer) & frame["expert"].eq(expert)]
-            if len(own):
-                found[row, expert] = getattr(own, how)()
-    return found
+            rows = values[frame["layer"].eq(layer) & frame["expert"].eq(expert)]
+            if len(rows):
+                grid[row, expert] = getattr(rows, how)()
+    return grid
 
 
 def test_values(table: ImportanceTable) -> None:
-    """Of layers with fewer experts, the last columns have none."""
+    """Layers with fewer experts have no values in the last columns."""
     keep = select(table, Selection(ratio=0.4))
     scores = table.scores("heapr")
     np.testing.assert_allclose(summed(table, scores), by_hand(table, scores, "sum"))
@@ -56,30 +56,30 @@ def test_values(table: ImportanceTable) -> None:
         kept_share(table, keep), by_hand(table, keep.rows, "mean")
     )
     expected = [[7 / 3, 0, 2 / 3], [1.5, 0.5, np.nan]]
-    np.testing.assert_allclose(traffic(table), expected)
+    np.testing.assert_allclose(expert_load(table), expected)
 
 
 def test_rows_of(table: ImportanceTable) -> None:
     """The rows of exactly one expert."""
     for layer, (n_experts, size) in ((1, WIDE), (4, NARROW)):
         for expert in range(n_experts):
-            own = table.frame.iloc[rows_of(table, layer, expert)]
-            assert own["layer"].eq(layer).all()
-            assert own["expert"].eq(expert).all()
-            assert own["atom"].tolist() == list(range(size))
+            rows = table.frame.iloc[rows_of(table, layer, expert)]
+            assert rows["layer"].eq(layer).all()
+            assert rows["expert"].eq(expert).all()
+            assert rows["atom"].tolist() == list(range(size))
 
 
-def test_traffic_of_a_layer_that_no_token_reached() -> None:
+def test_load_of_a_layer_that_no_token_reached() -> None:
     """An even share of nothing has no number; no warning either."""
     frame = random_table(2, 2, 3).frame.assign(tokens=[0] * 6 + [1] * 6)
-    found = traffic(ImportanceTable.from_frame(frame))
-    np.testing.assert_array_equal(found, [[np.nan, np.nan], [1, 1]])
+    load = expert_load(ImportanceTable.from_frame(frame))
+    np.testing.assert_array_equal(load, [[np.nan, np.nan], [1, 1]])
 
 
 def test_order() -> None:
     """Largest first, ties as they are numbered, experts that are not there last."""
-    found = descending(np.array([[1.0, 3, np.nan, 3], [-2, -1, 0, np.nan]]))
-    assert found.tolist() == [[1, 3, 0, 2], [2, 1, 0, 3]]
+    order = descending(np.array([[1.0, 3, np.nan, 3], [-2, -1, 0, np.nan]]))
+    assert order.tolist() == [[1, 3, 0, 2], [2, 1, 0, 3]]
 
 
 @pytest.mark.parametrize(
@@ -98,5 +98,5 @@ def test_color_limits(
     values: list[list[float]], diverging: bool, expected: tuple[float, float]
 ) -> None:
     """0 is an end, or the middle; one expert far beyond does not take all colours."""
-    found = color_limits(np.array(values), diverging=diverging)
-    assert found == pytest.approx(expected)
+    limits = color_limits(np.array(values), diverging=diverging)
+    assert limits == pytest.approx(expected)

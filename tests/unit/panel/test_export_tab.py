@@ -20,9 +20,9 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 def code_of(panel: Explorer) -> str:
     """The code in the `pre`, as it is copied."""
     shown = panel.export.python.value
-    found = re.search(r"<pre[^>]*>(.*?)</pre>", shown, re.DOTALL)
-    assert found is not None, shown
-    return html.unescape(found[1])
+    match = re.search(r"<pre[^>]*>(.*?)</pre>", shown, re.DOTALL)
+    assert match is not None, shown
+    return html.unescape(match[1])
 
 
 @pytest.fixture
@@ -49,11 +49,11 @@ def test_both_prune_the_same(shown: Explorer) -> None:
     assert names["keep"].fingerprint == shown.session.keep.fingerprint
     Path("my model").rename("of python")
     press(tab.job)
-    exported, own = (
+    exported, pruned = (
         KeepMask.read(f"{folder}/heapr_keep.parquet")
         for folder in ("my model", "of python")
     )
-    assert exported.fingerprint == own.fingerprint
+    assert exported.fingerprint == pruned.fingerprint
 
 
 def test_each_control_of_the_tab_is_followed(shown: Explorer) -> None:

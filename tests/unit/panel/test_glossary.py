@@ -13,7 +13,7 @@ ALL = [term for terms in GLOSSARY.values() for term in terms]
 
 
 def test_no_word_is_explained_twice() -> None:
-    """By two terms, of which a control would have shown the last; but for plurals."""
+    """A control would show the last of two terms; but for plurals."""
     names = [name for term in ALL for name in (term.name, *term.labels)]
     assert len(names) == len(set(names)) == len(TERMS)
 
@@ -28,10 +28,10 @@ def test_every_word_of_a_selection_is_a_term() -> None:
 
 def test_terms_are_found_by_their_words() -> None:
     """All of them, in any order and case; by the unit on a control as well."""
-    found = [
+    hits = [
         (heading, term.name) for heading, term in search_terms("notebook's STATE panel")
     ]
-    assert found == [("Compare, and files", "session file")]
+    assert hits == [("Compare, and files", "session file")]
     assert [term for _, term in search_terms("")] == ALL
     assert list(search_terms("shrunk zebra")) == []
     assert find_term("heal [windows]") is TERMS["heal"]

@@ -25,7 +25,7 @@ def made(calibration: dict[str, object], **provenance: object) -> ImportanceTabl
 
 
 def test_a_table_alone_says_so() -> None:
-    """With the name of its model, not the folder, and without dtype and device."""
+    """It has the name of its model, not the folder, and neither dtype nor device."""
     table = made(DRAWN, model="/a/folder/moe")
     n_parameters = table.architecture.n_parameters
     assert header_facts(PruningSession(table)) == {
@@ -38,7 +38,7 @@ def test_a_table_alone_says_so() -> None:
 
 
 def test_what_was_not_recorded_is_not_made_up() -> None:
-    """Of a table that was made from a frame; the context that is counted at is said."""
+    """The table was made from a frame; the context that is counted at is said."""
     facts = header_facts(PruningSession(random_table(2, 2, 4)))
     assert facts["model"].startswith("not recorded, ")
     assert facts["importance"].endswith("over tokens not recorded")
@@ -48,8 +48,8 @@ def test_what_was_not_recorded_is_not_made_up() -> None:
 
 def test_own_text_and_merged_runs_are_named() -> None:
     """Windows that the model wrote, of all windows; each run of a merged table."""
-    own = {"corpus": "own text", "n_sequences": 32}
-    facts = header_facts(PruningSession(made(DRAWN | {"joined": [own]})))
+    windows = {"corpus": "own text", "n_sequences": 32}
+    facts = header_facts(PruningSession(made(DRAWN | {"joined": [windows]})))
     assert facts["calibration"].endswith("tokens, 32 of them own text")
     runs = [{"calibration": DRAWN}, {"calibration": DRAWN | {"seed": 4}}]
     facts = header_facts(PruningSession(made({}, merged=runs)))
@@ -61,10 +61,10 @@ def test_own_text_and_merged_runs_are_named() -> None:
 
 
 def test_a_model_has_a_dtype_and_a_device(panel: Explorer, bench: Workbench) -> None:
-    """And its size is the number of its weights."""
+    """Its size is the number of its weights."""
     facts = header_facts(panel.session)
     assert (facts["dtype"], facts["device"]) == ("float32", "cpu")
-    size = sum(one.numel() for one in bench.model.parameters())
+    size = sum(p.numel() for p in bench.model.parameters())
     assert facts["model"] == f"{Path(bench.name).name}, {size:,} parameters"
     assert all(text in panel.header.value for text in facts.values())
 

@@ -31,7 +31,7 @@ def those_of(panel: Explorer, *kinds: type) -> list[Any]:
 
 
 def test_every_control_has_a_sentence_of_help(panel: Explorer) -> None:
-    """That of the term on it; a button's own says more than its name."""
+    """It is that of the term on it; a button's sentence says more than its name."""
     controls = those_of(panel, *OF_VALUES)
     assert len(controls) > 30
     for control in controls:
@@ -55,7 +55,7 @@ def test_no_control_is_of_another_kind(panel: Explorer) -> None:
 
 
 def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
-    """And stands in the list's tooltip; only atoms, masks and columns are data."""
+    """It stands in the list's tooltip; only atoms, masks and columns are data."""
     difference = panel.comparison.diff
     data = (difference.a, difference.b)
     lists = [box for box in those_of(panel, ipw.Dropdown) if box not in data]
@@ -90,7 +90,7 @@ def test_the_help_is_written_when_it_is_opened() -> None:
 
 
 def test_estimators_are_explained_where_they_are_chosen() -> None:
-    """Each that the table offers, and none that it does not."""
+    """Each that the table offers is explained, and no other."""
     tooltip = explore(small_table()).controls.estimator.tooltip
     assert ESTIMATORS["shrunk"].description[1:] in tooltip
     assert "fisher: " not in tooltip

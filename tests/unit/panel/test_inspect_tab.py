@@ -50,9 +50,9 @@ def test_nearest_the_cut() -> None:
     keep = KeepMask.from_arrays({1: kept[0], 4: kept[1]})
     every = keys.assign(score=table.score("heapr"))[~kept.ravel()]
     expected = every.sort_values("score", ascending=False).head(6)
-    found = nearest_the_cut(table, keep, estimator="heapr", n=6)
+    nearest = nearest_the_cut(table, keep, estimator="heapr", n=6)
     pd.testing.assert_frame_equal(
-        found, expected.reset_index(drop=True), check_dtype=False
+        nearest, expected.reset_index(drop=True), check_dtype=False
     )
     all_of_them = nearest_the_cut(table, keep, estimator="heapr", n=99)
     assert len(all_of_them) == keep.n_removed
@@ -103,15 +103,15 @@ def test_tab_compares(tab: InspectTab) -> None:
 
 
 def test_tab_shows_routing(tab: InspectTab) -> None:
-    """Of the token and the layer that were asked for."""
+    """The routing is that of the token and the layer that were asked for."""
     bench = bench_of(tab)
     tab.layer.value, tab.position.value = 1, 6
     press(tab.route)
     passage = read_passage(bench.model, bench.tokenizer, text=tab.text.value)
     pd.testing.assert_frame_equal(tab.routes, routing(bench.model, passage))
-    own = tab.routes.query("layer == 1 and position == 6")
+    routes = tab.routes.query("layer == 1 and position == 6")
     rows = cells(tab.route.value)
-    assert [int(row[0]) for row in rows[:2]] == own["expert"].tolist()
+    assert [int(row[0]) for row in rows[:2]] == routes["expert"].tolist()
     atoms, layers = rows[2 : 2 + len(tab.atoms)], rows[2 + len(tab.atoms) :]
     assert [int(row[1]) for row in atoms] == tab.atoms["atom"].tolist()
     assert [int(row[0]) for row in layers] == sorted(set(tab.routes["layer"]))
@@ -129,7 +129,7 @@ def test_positions_are_those_of_the_text(tab: InspectTab) -> None:
 
 
 def test_tab_shows_contexts(tab: InspectTab) -> None:
-    """Of the atom nearest the cut, on the windows that were calibrated on."""
+    """The atom is the one nearest the cut, the windows are those of calibration."""
     keep = tab.session.keep
     assert tab.nearest.value == ()
     tab.nearest.index = 1
@@ -143,8 +143,8 @@ def test_tab_shows_contexts(tab: InspectTab) -> None:
     assert len(rows) == len(tab.contexts) + len(tab.companions)
     places = tab.contexts[["window", "position"]].astype(str).agg(":".join, axis=1)
     assert [row[2] for row in rows[: len(places)]] == places.tolist()
-    own = tab.companions.set_index(["expert", "atom"])
-    assert own.loc[(boxes[1], boxes[2]), "n_tokens"] == len(tab.contexts) > 0
+    companions = tab.companions.set_index(["expert", "atom"])
+    assert companions.loc[(boxes[1], boxes[2]), "n_tokens"] == len(tab.contexts) > 0
     kept = keep.by_layer(boxes[0])
     for row in rows[len(places) :]:
         is_kept = kept[int(row[0]), int(row[1])]
@@ -158,12 +158,12 @@ def test_tab_shows_contexts(tab: InspectTab) -> None:
 
 
 def test_tab_shows_contexts_of_an_expert(tab: InspectTab) -> None:
-    """Of the cell that was chosen, whose best atom is then in the boxes below."""
+    """The expert is that of the chosen cell; its best atom is in the boxes below."""
     section, bench = tab.map, bench_of(tab)
     section.map.selected = [1, 2]
     table = tab.session.table
-    own = table.frame.assign(score=table.score("heapr")).query("layer == 1")
-    best = own.query("expert == 2").nlargest(1, "score").iloc[0]
+    atoms = table.frame.assign(score=table.score("heapr")).query("layer == 1")
+    best = atoms.query("expert == 2").nlargest(1, "score").iloc[0]
     boxes = tab.atom_layer.value, tab.expert.value, tab.atom.value
     assert boxes == (1, 2, best["atom"])
     press(section.show_contexts)

@@ -58,9 +58,9 @@ def use(panel: Explorer) -> None:
 
 def offers(panel: Explorer) -> bool:
     """Whether it says that there is a session."""
-    said = "A session of this table is kept" in panel.last.message.value
-    assert said == (panel.last.layout.display is None)
-    return said
+    offered = "A session of this table is kept" in panel.last.message.value
+    assert offered == (panel.last.layout.display is None)
+    return offered
 
 
 def test_it_is_offered_when_the_panel_opens_again(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_it_is_offered_when_the_panel_opens_again(folder: Path) -> None:
 
 
 def test_the_oldest_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many panels of one table."""
+    """One table has many panels."""
     monkeypatch.setattr(session_bar, "MOST_KEPT", 2)
     for _ in range(3):
         use(displayed(small_table()))
@@ -95,17 +95,17 @@ def test_the_oldest_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_evaluations_appear_too(bench: Workbench, root: Path) -> None:
-    """With everything that is said of them; none is measured again."""
+    """All that is said of them appears; none is measured again."""
     text = str(root / "text.txt")
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "corpora": (text,), "tasks": (f"continuation:{text}",),
         "calibration": Calibration(text, seed=3),
     }  # fmt: skip
-    first = displayed(bench, **asked)
+    first = displayed(bench, **options)
     first.controls.ratio.value = "0.5"
     press(first.evaluation.job)
     kept(first, lambda text: '"nll"' in text)
-    again = displayed(bench, **asked)
+    again = displayed(bench, **options)
     again.last.resume.click()
     assert again.numbers.value == first.numbers.value
     columns = ["dataset", "weights", "nll", "delta_nll", "stderr", "accuracy"]
@@ -115,17 +115,17 @@ def test_evaluations_appear_too(bench: Workbench, root: Path) -> None:
 
 def test_another_text_is_noticed(bench: Workbench, root: Path, tmp_path: Path) -> None:
     """Evaluations on what a file was before do not stand beside those on what it is."""
-    own = tmp_path / "mine.txt"
-    own.write_text((root / "text.txt").read_text())
-    asked: dict[str, Any] = {
-        "corpora": (str(own),), "tasks": (),
+    file = tmp_path / "mine.txt"
+    file.write_text((root / "text.txt").read_text())
+    options: dict[str, Any] = {
+        "corpora": (str(file),), "tasks": (),
         "calibration": Calibration(str(root / "text.txt"), seed=3),
     }  # fmt: skip
-    first = displayed(bench, **asked)
+    first = displayed(bench, **options)
     press(first.evaluation.job)
     kept(first, lambda text: '"nll"' in text)
-    own.write_text((root / "text.txt").read_text()[::-1])
-    again = displayed(bench, **asked)
+    file.write_text((root / "text.txt").read_text()[::-1])
+    again = displayed(bench, **options)
     again.last.resume.click()
     assert "mine.txt is another text" in again.last.message.value
     assert again.session.points.empty
@@ -133,7 +133,7 @@ def test_another_text_is_noticed(bench: Workbench, root: Path, tmp_path: Path) -
 
 
 def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder: Path) -> None:
-    """Nor of one that was only opened."""
+    """Nothing is kept of one that was only opened either."""
     explore(small_table()).controls.ratio.value = "0.5"
     displayed(small_table())
     time.sleep(0.1)
@@ -167,7 +167,7 @@ def test_who_asks_for_something_else_gets_it(
 
 
 def test_a_file_that_is_written_over_can_be_had_back(tmp_path: Path) -> None:
-    """And what was shown before another session was opened."""
+    """What was shown before another session was opened comes back, too."""
     panel = explore(small_table())
     files = panel.files
     files.file.value = str(tmp_path / "s.json")
@@ -214,7 +214,7 @@ def test_an_infeasible_state_is_not_kept() -> None:
 
 
 def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And takes nothing of the panel."""
+    """It takes nothing of the panel."""
     panel = displayed(small_table())
 
     def fail(*_: object) -> None:

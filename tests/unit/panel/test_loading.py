@@ -17,7 +17,7 @@ from heapr_lab.storage.cache import cached_folder
 from heapr_lab.text.calibration_spec import Calibration
 
 MOST_MODULES = 1_300
-"""That are imported before the first picture, of all packages."""
+"""The most modules, of all packages, imported before the first picture."""
 SLOW = ("torch", "transformers", "datasets", "lm_eval", "scipy.stats")
 OPEN = """
 import sys

@@ -51,7 +51,7 @@ def test_each_variable(opened: Explorer) -> None:
     widths = session.keep.widths().to_numpy(dtype=float)
     expected = {
         "kept share": widths / SHAPE[2],
-        "traffic": np.tile(np.arange(10, 14) / 11.5, (2, 1)),
+        "expert load": np.tile(np.arange(10, 14) / 11.5, (2, 1)),
         "score mass": by_expert["score"].sum().to_numpy().reshape(SHAPE[:2]),
     }
     assert section.variable.options[:3] == tuple(expected)
@@ -106,10 +106,10 @@ def test_difference_to_a_pin(opened: Explorer) -> None:
 
 
 def test_order(opened: Explorer) -> None:
-    """By the value that is shown, or by traffic; the table follows."""
+    """Experts are sorted by the value that is shown, or by load; the table follows."""
     section = opened.inspection.map
     assert columns(section).tolist() == [[0, 1, 2, 3]] * 2
-    section.order.value = "by traffic"
+    section.order.value = "by expert load"
     assert columns(section).tolist() == [[3, 2, 1, 0]] * 2
     section.order.value = "by value"
     for variable in ("kept share", "score mass"):
@@ -130,7 +130,7 @@ def test_a_cell_chooses_an_expert(opened: Explorer) -> None:
     assert f"Layer 1, expert 2: {kept.sum()} of 16 atoms kept" in section.card.value
     assert f"highest pruned score is {scores[~kept].max():.3g}" in section.card.value
     assert f"lowest kept one {scores[kept].min():.3g}" in section.card.value
-    assert f"Traffic {12 / 11.5:.2f} × even share" in section.card.value
+    assert f"Load {12 / 11.5:.2f} × even share" in section.card.value
     chosen = [row for row in cells(section.experts.value) if "▸" in row[0]]
     total = f"{scores.sum():.3g}"
     assert chosen == [["▸ 2", f"{kept.mean():.1%}", f"{12 / 11.5:.2f}", total]]
@@ -175,7 +175,7 @@ def test_layers_without_this_expert() -> None:
 
 
 def test_a_mask_that_is_not_known_yet_is_not_shown(opened: Explorer) -> None:
-    """Nor is another in its place; it is shown once the weights have chosen it."""
+    """No other is shown in its place; it appears once the weights have chosen it."""
     section, session = opened.inspection.map, opened.session
     recipe = WeightRecipe("compress")
     chosen = session.keep_of(replace(session.selection, estimator="random"))
@@ -190,11 +190,11 @@ def test_a_mask_that_is_not_known_yet_is_not_shown(opened: Explorer) -> None:
 
 
 def test_table_without_tokens() -> None:
-    """Where tokens were not counted there is no traffic to show or to sort by."""
+    """Where tokens were not counted there is no load to show or to sort by."""
     frame = random_table(*SHAPE).frame
     table = type(random_table(1, 1, 1)).from_frame(
         frame.assign(sum_h2=1.0).drop(columns=["tokens"])
     )
     section = MapSection(PruningSession(table))
-    assert "traffic" not in section.variable.options
-    assert "by traffic" not in section.order.options
+    assert "expert load" not in section.variable.options
+    assert "by expert load" not in section.order.options

@@ -42,17 +42,17 @@ def session(bench: Workbench, corpora: tuple[str, str, str]) -> PruningSession:
     """The tiny model measured on the first text, half of it pruned."""
     calibration = Calibration(corpora[0])
     table = bench.importance(calibration)
-    made = PruningSession(table, workbench=bench, calibration=calibration)
-    made.choose(HALF)
-    return made
+    state = PruningSession(table, workbench=bench, calibration=calibration)
+    state.choose(HALF)
+    return state
 
 
 @pytest.fixture
 def section(session: PruningSession, corpora: tuple[str, str, str]) -> MaskDiffSection:
     """The section with one pin."""
-    made = MaskDiffSection(session, corpora=corpora)
-    made.offer([("A <b>", Selection(0.25), WeightRecipe())])
-    return made
+    view = MaskDiffSection(session, corpora=corpora)
+    view.offer([("A <b>", Selection(0.25), WeightRecipe())])
+    return view
 
 
 def removed(keep: KeepMask) -> set[Atom]:
@@ -87,19 +87,19 @@ def test_a_pin_and_the_current_selection(section: MaskDiffSection) -> None:
     assert {row[3] for row in rows} == {"current selection"}
     assert rows[0][7] == f"{rank[expected[0]]:.1%}"
     page = section.compare.value
-    said = overlap_text(a, b).replace("<", "&lt;").replace(">", "&gt;")
-    assert said in page
+    text = overlap_text(a, b).replace("<", "&lt;").replace(">", "&gt;")
+    assert text in page
     assert "pin A &lt;b&gt;" in page
     assert "<b>" not in page.replace("<b style", "")
     assert section.alone is not None
     assert len(section.alone) == len(only)
-    assert "calibrated on" not in said
+    assert "calibrated on" not in text
 
 
 def test_masks_that_weights_choose_are_compared_once_they_are_known(
     section: MaskDiffSection,
 ) -> None:
-    """Of the switch and of a pin; the switch makes the result old only then."""
+    """The switch and a pin choose masks; the switch makes the result old only then."""
     section.b.value = "pin A <b>"
     press(section.compare)
     section.session.recipe = WeightRecipe("compensated")
@@ -160,12 +160,12 @@ def test_the_picture_is_in_the_page_and_in_no_notebook(
     section.b.value = "pin A <b>"
     before = plt.get_fignums()
     press(section.compare)
-    found = re.search(
+    match = re.search(
         r'<img class="heapr-picture" alt="Left: [^"]+" [^>]*base64,([^"]+)"',
         section.compare.value,
     )
-    assert found is not None
-    assert base64.b64decode(found[1]).startswith(b"\x89PNG")
+    assert match is not None
+    assert base64.b64decode(match[1]).startswith(b"\x89PNG")
     assert plt.get_fignums() == before
 
 
@@ -202,7 +202,7 @@ def test_contexts_of_an_atom(
 
 
 def test_results_go_out_of_date(section: MaskDiffSection) -> None:
-    """With the selection, a list, or a pin of the same name; and come back."""
+    """The selection, a list, or a pin of the same name ages them; they come back."""
     section.b.value = "pin A <b>"
     press(section.compare)
     press(section.show_contexts)
@@ -296,7 +296,7 @@ def test_the_panel_keeps_it_up_to_date(panel: Explorer) -> None:
 
 
 def test_a_table_alone_compares_pins() -> None:
-    """Without contexts, which need a model, and without other corpora."""
+    """There are no contexts, which need a model, and no other corpora."""
     panel = explore(random_table(2, 4, 16))
     assert isinstance(panel, Explorer)
     tab = panel.comparison

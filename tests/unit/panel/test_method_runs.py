@@ -65,8 +65,8 @@ def test_methods_stand_next_to_saved_settings(panel: Explorer, tmp_path: Path) -
     lines = [handle.get_linestyle() for handle in legend.get_lines()]
     assert lines == ["-", "None", "None"]
     tab.export(tmp_path)
-    found, metadata = read_frame(tmp_path / "comparison.parquet")
-    assert found["label"].tolist() == frame["label"].tolist()
+    stored, metadata = read_frame(tmp_path / "comparison.parquet")
+    assert stored["label"].tolist() == frame["label"].tolist()
     assert metadata["methods"] == ["heapr 50%", "reap 50%"]
 
 
@@ -179,15 +179,15 @@ def test_an_error_leaves_what_is_shown(
 
 def test_a_run_is_cancelled_and_others_wait(panel: Explorer) -> None:
     """Progress names the method; Cancel ends it within a fit, and nothing is added."""
-    tab, others = panel.comparison, panel.evaluation.job
+    tab, job = panel.comparison, panel.evaluation.job
     tab.runs.methods.value, tab.runs.ratio.value = ("ean",), "0.5"
     with held(tab.runs.job, "ean at 50%"):
-        assert "wait until Run methods has ended" in error_of(others)
+        assert "wait until Run methods has ended" in error_of(job)
         tab.runs.job.cancel_button.click()
     assert "cancelled" in tab.runs.job.text.value
     assert tab.runs.job.error.value == ""
     assert tab.runs.rows == []
-    press(others)
+    press(job)
     assert run(tab, "ean") == ""
     assert tab.frame()["label"].tolist() == ["ean 50%"]
 

@@ -39,8 +39,8 @@ def test_pins_are_compared_and_exported(
     written = {path.suffix for path in (tmp_path / "comparison").iterdir()}
     assert written == {".png", ".pdf", ".csv", ".md", ".tex", ".parquet"}
     assert r"\toprule" in (tmp_path / "comparison" / "comparison.tex").read_text()
-    found, metadata = read_frame(tmp_path / "comparison" / "comparison.parquet")
-    assert found["label"].tolist() == ["A", "B"]
+    stored, metadata = read_frame(tmp_path / "comparison" / "comparison.parquet")
+    assert stored["label"].tolist() == ["A", "B"]
     assert [pin["ratio"] for pin in metadata["pins"]] == [0.25, 0.5]
     assert metadata["importance"] == panel.session.table.metadata["spec_hash"]
     for suffix in (".png", ".parquet"):

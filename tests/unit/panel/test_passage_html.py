@@ -118,7 +118,7 @@ def written(*ids: int) -> pd.DataFrame:
 
 
 def test_the_first_difference_is_marked() -> None:
-    """In both columns; what follows is not marked, and text says how many agree."""
+    """Both columns have the mark; what follows has none; text says how many agree."""
     page = continuations_html(
         "a & b", written(0, 1, 2, 3), written(0, 1, 4, 3), pruned=PRUNED
     )
@@ -174,7 +174,7 @@ def test_routing_is_told_in_text() -> None:
 
 
 def test_contexts_are_told_in_text() -> None:
-    """Each with its numbers and place, the token marked; none is told too."""
+    """Each has numbers, a place and a marked token; if there is none, text says so."""
     columns = ["window", "position", "h", "p", "before", "token", "after"]
     frame = pd.DataFrame([(2, 7, -1.5, 0.25, "a\n", "<b>", "")], columns=columns)
     page = contexts_html(frame, summary="atom 4 & more")

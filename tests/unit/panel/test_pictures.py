@@ -45,7 +45,7 @@ def test_picture_shows_the_mask() -> None:
 
 
 def test_the_cut_is_the_highest_score_removed() -> None:
-    """Of a global choice: every score below it goes, and it is there for all scales."""
+    """Every score below it goes, in a global choice; it is there for all scales."""
     table = small_table()
     picture = ChoicePicture(table)
     for ratio in (0.25, 0.75):

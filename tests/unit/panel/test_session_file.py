@@ -15,7 +15,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import answers
 from heapr_lab.panel.magic import parts_of
-from heapr_lab.panel.map_section import BY_TRAFFIC, DIFFERENCE
+from heapr_lab.panel.map_section import DIFFERENCE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_bar import SessionBar
@@ -24,7 +24,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
-MAP = Mapped(DIFFERENCE, BY_TRAFFIC, pin=1, layer=1, expert=3)
+MAP = Mapped(DIFFERENCE, "by traffic", pin=1, layer=1, expert=3)
 INSPECTED = Inspected.__struct_fields__
 
 
@@ -113,7 +113,7 @@ def opened(panel: Explorer, path: Path) -> str:
 def test_a_session_is_opened_as_it_was(
     fresh: Callable[..., Explorer], tmp_path: Path
 ) -> None:
-    """With the button, by name, and again after a second round."""
+    """It is opened with the button, by name, and again after a second round."""
     panel, file = used(fresh()), tmp_path / "my session.json"
     plain = save(panel, file)
     before = state(panel)
@@ -143,10 +143,10 @@ def test_a_table_of_an_extra_pass_is_measured_again(
     panel.comparison.pin()
     panel.controls.estimator.value = "heapr"
     save(panel, tmp_path / "s.json")
-    found = fresh(session=tmp_path / "s.json")
-    assert found.session.selection.estimator == "heapr"
-    assert found.comparison.pins[0].selection.estimator == "elimination"
-    assert fingerprint_of(found.session.table) == fingerprint_of(panel.session.table)
+    reopened = fresh(session=tmp_path / "s.json")
+    assert reopened.session.selection.estimator == "heapr"
+    assert reopened.comparison.pins[0].selection.estimator == "elimination"
+    assert fingerprint_of(reopened.session.table) == fingerprint_of(panel.session.table)
 
 
 def test_a_table_alone(
@@ -175,8 +175,8 @@ def test_another_model_calibration_or_profile(
     save(panel, file)
     other = fresh(calibration=Calibration(str(root / "text.txt"), seed=4))
     before, message = state(other), opened(other, file)
-    own, wanted = (fingerprint_of(p.session.table)[:12] for p in (other, panel))
-    assert own in message
+    actual, wanted = (fingerprint_of(p.session.table)[:12] for p in (other, panel))
+    assert actual in message
     assert wanted in message
     assert state(other) == before
     small = open_workbench(str(root / "moe"), profile="small")
@@ -266,7 +266,7 @@ def test_a_wrong_file_changes_nothing(
 def test_what_was_found_and_expected_is_said(
     fresh: Callable[..., Explorer], tmp_path: Path
 ) -> None:
-    """Of a version, of a field, and of its value."""
+    """A version, a field, and its value may be wrong."""
     file = tmp_path / "s.json"
     plain, panel = save(fresh(), file), fresh()
     file.write_text(_changed(plain, ("version",), 9))
@@ -274,12 +274,12 @@ def test_what_was_found_and_expected_is_said(
     file.write_text(_changed(plain, ("pins",), KeyError))
     assert "missing required field `pins`" in opened(panel, file)
     file.write_text(_changed(plain, ("selection", "ratio"), "half"))
-    said = "Expected `float`, got `str` - at `$.selection.ratio`"
-    assert said in opened(panel, file)
+    message = "Expected `float`, got `str` - at `$.selection.ratio`"
+    assert message in opened(panel, file)
 
 
 def test_only_a_session_is_replaced(tmp_path: Path) -> None:
-    """Not a notebook of the same name; and nothing is left beside it."""
+    """A notebook of the same name is not; and nothing is left beside it."""
     panel, file = explore(small_table()), tmp_path / "s.json"
     file.write_text('{"cells": []}')
     panel.files.file.value = str(file)
@@ -329,14 +329,14 @@ def test_tables_without_a_record_differ_by_their_numbers() -> None:
     ],
 )  # fmt: skip
 def test_the_magic_takes_a_session(line: str, parts: tuple[str, str | None]) -> None:
-    """After the model, with or without quotes."""
+    """It stands after the model, with or without quotes."""
     assert parts_of(line) == parts
     with pytest.raises(SpecError, match="needs a file"):
         parts_of("lab --session")
 
 
 def test_the_bar_is_in_the_panel() -> None:
-    """Below the tabs, so that it is there whichever is open; then comes the help."""
+    """It is below the tabs, there whichever is open; then comes the help."""
     panel = explore(small_table())
     assert isinstance(panel.files, SessionBar)
     assert panel.children[-2:] == (panel.files, panel.help)
@@ -352,7 +352,7 @@ def test_session_without_architecture() -> None:
     assert session.savings() is None
     assert "4 of 16" not in session.describe()
     assert "12 of 16 kept" in session.describe()
-    assert [one.of for one in answers(session)[:2]] == ["not in the table"] * 2
+    assert [answer.of for answer in answers(session)[:2]] == ["not in the table"] * 2
 
 
 def test_session_without_a_model_cannot_evaluate() -> None:

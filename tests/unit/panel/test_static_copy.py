@@ -32,13 +32,13 @@ Shown = list[tuple[dict[str, str], dict[str, Any]]]
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
     """What is displayed from now on: media types, and options."""
-    found: Shown = []
+    displays: Shown = []
 
     def record(data: dict[str, str], **options: Any) -> None:
-        found.append((data, options))
+        displays.append((data, options))
 
     monkeypatch.setattr(static_copy, "display", record)
-    return found
+    return displays
 
 
 def pictures(page: str) -> list[bytes]:
@@ -77,7 +77,7 @@ def test_the_panel_hides_its_own_copy_only(shown: Shown) -> None:
         explore(small_table())._ipython_display_()
     ours, other = (shown[place][0]["text/html"] for place in (1, 3))
     names = [re.findall(rf"{CLASS}-\w+", page) for page in (ours, other)]
-    assert [len(found) for found in names] == [1, 1]
+    assert [len(matches) for matches in names] == [1, 1]
     assert names[0] != names[1]
     panel = explore(small_table())
     panel._ipython_display_()
@@ -89,7 +89,7 @@ def test_the_panel_hides_its_own_copy_only(shown: Shown) -> None:
 def test_moves_are_followed_by_one_update(
     shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of many moves only the last is copied, into the same output."""
+    """Only the last of many moves is copied, into the same output."""
     monkeypatch.setattr(static_copy, "SECONDS", SECONDS / 4)
     panel = explore(small_table(), selection=Selection(0.5))
     panel.controls.ratio.value = "0.25"
@@ -165,7 +165,7 @@ def test_a_saved_notebook_becomes_a_page_without_a_kernel(saved: Path) -> None:
 
 
 def test_a_committed_notebook_keeps_the_copy(saved: Path) -> None:
-    """In the normal form, which no widget and no made-up name is part of."""
+    """The normal form has the copy, but no widget and no made-up name."""
     notebook = nbformat.read(saved, as_version=4)
     normalise(notebook)
     outputs = notebook.cells[1].outputs

@@ -78,7 +78,7 @@ def test_windows_are_paired_as_a_loop_does(
         with masking(bench.model, session.keep_of(chosen)):
             apart.append(float(window_nll(bench.model, window[None])[0]) - dense)
     mean = sum(apart) / len(apart)
-    variance = sum((one - mean) ** 2 for one in apart) / (len(apart) - 1)
+    variance = sum((change - mean) ** 2 for change in apart) / (len(apart) - 1)
     assert row["delta_nll"] == pytest.approx(mean, rel=1e-4)
     assert row["stderr"] == pytest.approx(math.sqrt(variance / len(apart)), rel=1e-3)
 
@@ -86,14 +86,14 @@ def test_windows_are_paired_as_a_loop_does(
 def test_without_windows_of_the_dense_model_there_is_no_error(
     session: PruningSession, corpora: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a result that an earlier version cached: not 0, which would be certain."""
+    """Such results were cached by earlier versions: not 0, which would be certain."""
     bench = session.workbench
     assert bench is not None
     measured = bench.perplexity
 
     def without(keep: Any, *args: Any, **options: Any) -> Any:
-        found = measured(keep, *args, **options)
-        return found if keep is not None else replace(found, windows=())
+        perplexity = measured(keep, *args, **options)
+        return perplexity if keep is not None else replace(perplexity, windows=())
 
     monkeypatch.setattr(bench, "perplexity", without)
     session.evaluate(corpora[:1], selection=Selection(0.5))
@@ -125,11 +125,11 @@ def test_only_what_is_missing_is_measured(
     more = sweep_of(
         Selection(0.1), WeightRecipe(), ratios=(0.25, 0.75), corpora=corpora, **options
     )
-    asked = [
+    missing = [
         (part.selection.ratio, [Path(name).name for name in part.corpora])
         for part in more.missing(session)
     ]
-    assert asked == [(0.25, ["second.txt"]), (0.75, ["text.txt", "second.txt"])]
+    assert missing == [(0.25, ["second.txt"]), (0.75, ["text.txt", "second.txt"])]
     assert len(replace(more, recipe=WeightRecipe("compensated")).missing(session)) == 2
 
 
@@ -155,7 +155,7 @@ def test_a_cancelled_sweep_goes_on_where_it_was(
 def test_the_time_is_that_of_evaluations_so_far(
     session: PruningSession, corpora: tuple[str, str]
 ) -> None:
-    """Of all windows of the models that are left, and of making their weights."""
+    """It counts all windows of the models that are left, and making their weights."""
     sweep = Sweep((Selection(0.25), Selection(0.5)), corpora)
     assert sweep.seconds(session) is None
     session.evaluate(corpora[:1], selection=Selection(0.25))
@@ -188,12 +188,12 @@ def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
 
 
 def test_estimators_that_compare_within_layers_have_that_scope() -> None:
-    """And `compress` has no estimators of its own."""
+    """`compress` has no estimators of its own."""
     options: Any = {"ratios": RATIOS, "corpora": ("a",)}
-    found = sweep_of(
+    sweep = sweep_of(
         Selection(0.1), WeightRecipe(), estimators=("heapr", "camera"), **options
     )
-    assert [(one.estimator, one.scope, one.ratio) for one in found.selections] == [
+    assert [(pick.estimator, pick.scope, pick.ratio) for pick in sweep.selections] == [
         ("heapr", "global", 0.25), ("heapr", "global", 0.5),
         ("camera", "layer", 0.25), ("camera", "layer", 0.5),
     ]  # fmt: skip
@@ -230,30 +230,30 @@ def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:
 def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
     """The second estimator against the first one, at both ratios, in the table."""
     session = swept.session
-    found = differences(session)
-    assert list(found["removed"]) == [0.25, 0.5]
+    frame = differences(session)
+    assert list(frame["removed"]) == [0.25, 0.5]
     losses = session.points.set_index(["estimator", "ratio"])["delta_nll"]
-    for row in found.itertuples():
+    for row in frame.itertuples():
         expected = losses["magnitude", row.removed] - losses["heapr", row.removed]
         assert row.difference == pytest.approx(expected, abs=1e-6)
-        own, other = (
+        first, other = (
             np.array(windows)
             for (chosen, _, _), windows in session.windows.items()
             if chosen is not None and chosen.ratio == row.removed
         )
-        error = (own - other).std(ddof=1) / math.sqrt(len(own))
+        error = (first - other).std(ddof=1) / math.sqrt(len(first))
         assert row.stderr == pytest.approx(error)
-    for row in found.itertuples():
+    for row in frame.itertuples():
         text = f"{row.difference:+.4f} ± {row.stderr:.4f}"
         assert f">{text}<" in swept.evaluation.differences.value
 
 
 def test_curves_begin_with_the_dense_model(swept: Explorer) -> None:
-    """At no loss; with error bars."""
+    """They begin at no loss, and have error bars."""
     (ax,) = figure_points(swept.session.points).axes
-    lines = [one for one in ax.get_lines() if "masked" in str(one.get_label())]
+    lines = [line for line in ax.get_lines() if "masked" in str(line.get_label())]
     assert [tuple(line.get_xydata()[0]) for line in lines] == [(0.0, 0.0)] * 2
     assert [len(line.get_xdata()) for line in lines] == [3, 3]
     assert [line.get_markevery() for line in lines] == [slice(1, None)] * 2
-    assert [one.has_yerr for one in ax.containers] == [True, True]
+    assert [bar.has_yerr for bar in ax.containers] == [True, True]
     assert len(ax.collections) == 2  # the bars

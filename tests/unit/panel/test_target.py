@@ -73,7 +73,7 @@ def test_a_search_goes_on_from_what_was_measured(panel: Explorer) -> None:
     assert ratios(panel) == first
     panel.controls.rise.value = RISE / 4
     shown = panel.session.selection.ratio  # the largest that is known to be within it
-    assert shown == max((one for one in first if one**2 <= RISE / 4), default=0)
+    assert shown == max((ratio for ratio in first if ratio**2 <= RISE / 4), default=0)
     press(panel.search)
     assert panel.session.selection.ratio == pytest.approx(0.2, abs=0.011)
     assert set(first) < set(ratios(panel))
@@ -85,7 +85,7 @@ def another_corpus(panel: Explorer) -> None:
 
 
 def other_weights(panel: Explorer) -> None:
-    """Compensate."""
+    """Compensate the weights."""
     panel.weights.weights.value = "compensated"
 
 
@@ -98,7 +98,7 @@ def another_scope(panel: Explorer) -> None:
 def test_a_ratio_is_of_what_it_was_measured_for(
     panel: Explorer, change: Callable[[Explorer], None]
 ) -> None:
-    """Of another corpus, other weights or another scope there is none yet."""
+    """Another corpus, other weights or another scope have no ratio yet."""
     press(panel.search)
     assert panel.error.value == ""
     change(panel)
@@ -106,7 +106,7 @@ def test_a_ratio_is_of_what_it_was_measured_for(
 
 
 def test_the_search_is_offered_where_it_can_be_used(panel: Explorer) -> None:
-    """With a target and a model; a table alone says why there is none."""
+    """It needs a target and a model; a table alone says why there is none."""
     assert panel.search.layout.display is None
     panel.controls.budget.value = "atoms"
     assert panel.search.layout.display == "none"

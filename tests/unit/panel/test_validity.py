@@ -125,7 +125,7 @@ def test_nothing_goes_on_with_the_choice_of_before(
 
 
 def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> None:
-    """And no longer when both are again what the result was made of."""
+    """They are not when both are again what the result was made of."""
     tab = panel.inspection
     panel.tabs.selected_index = 2
     tab.text.value = "aaab bbba abab"
@@ -177,16 +177,16 @@ def test_what_was_measured_is_said(panel: Explorer) -> None:
 
 
 def test_every_job_names_what_it_is_of(panel: Explorer) -> None:
-    """So that its progress says it, whatever the settings are by then."""
-    said = {job.button.description: job._of() for job in jobs_in(panel)}
-    assert [name for name, text in said.items() if not text] == []
-    assert said["Show contexts"] == "layer of the atom 0, expert 0, atom 0"
+    """Its progress says it, whatever the settings are by then."""
+    labels = {job.button.description: job._of() for job in jobs_in(panel)}
+    assert [name for name, text in labels.items() if not text] == []
+    assert labels["Show contexts"] == "layer of the atom 0, expert 0, atom 0"
 
 
 def test_an_evaluation_is_marked_when_settings_or_corpora_change(
     panel: Explorer,
 ) -> None:
-    """Until exactly what is chosen is evaluated, tasks included."""
+    """It is marked until exactly what is chosen is evaluated, tasks included."""
     tab = panel.evaluation
     panel.tabs.selected_index = 1
     assert tab.note.value == ""
@@ -210,7 +210,7 @@ def test_an_evaluation_is_marked_when_settings_or_corpora_change(
 
 
 def test_points_of_an_opened_session_replace_those_before(panel: Explorer) -> None:
-    """With the same settings as well, and if it has none."""
+    """They do so with the same settings as well, and if the session has none."""
     tab = panel.evaluation
     panel.tabs.selected_index = 1
     empty = panel.files.saved()
@@ -233,7 +233,7 @@ def set_value(control: Any, value: Any) -> Any:
 
 
 def test_judging_on_the_calibration_s_text_is_said(panel: Explorer) -> None:
-    """In the tab that evaluates, as long as no other text was evaluated.
+    """The tab that evaluates says it, as long as no other text was evaluated.
 
     A task is not text that perplexity was measured on, so the note stays true with it.
     """
@@ -241,8 +241,8 @@ def test_judging_on_the_calibration_s_text_is_said(panel: Explorer) -> None:
     for tasks in ((), tab.tasks.options):
         tab.tasks.value = tasks
         press(tab.job)
-        said = "Perplexity was only measured on what was calibrated on"
-        assert said in tab.cautions.value
+        message = "Perplexity was only measured on what was calibrated on"
+        assert message in tab.cautions.value
     other = panel.session.points.assign(dataset="another text")
     panel.session.points = pd.concat([panel.session.points, other])
     tab.refresh()
@@ -291,7 +291,7 @@ def test_written_comparisons_are_of_the_rows_that_are_shown(
 
 def points_of(*rows: dict[str, Any]) -> pd.DataFrame:
     """Points of a session, each with a loss of its own unless it has an accuracy."""
-    made = []
+    points = []
     for number, row in enumerate(rows):
         ratio = 0.25 + 0.01 * number
         plain = {"selection": Selection(ratio), "estimator": "heapr"}
@@ -300,12 +300,12 @@ def points_of(*rows: dict[str, Any]) -> pd.DataFrame:
         loss = 0.1 * (number + 1)
         if "accuracy" not in row:
             plain |= {"nll": 3 + loss, "delta_nll": loss, "perplexity": np.exp(3)}
-        made.append(plain | row)
-    return pd.DataFrame(made, columns=list(POINT_COLUMNS))
+        points.append(plain | row)
+    return pd.DataFrame(points, columns=list(POINT_COLUMNS))
 
 
 def test_each_choice_has_its_own_colour_and_marker() -> None:
-    """Of the same corpus and estimator; the legend says what tells them apart."""
+    """Corpus and estimator are the same; the legend says what tells them apart."""
     (ax,) = figure_points(
         points_of(
             {},
@@ -335,14 +335,14 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
 
 
 def test_accuracy_is_drawn_in_a_chart_of_its_own() -> None:
-    """Per cent, with standard errors and a line for the dense model, below the loss."""
+    """It is in per cent, with standard errors and a dense line, below the loss."""
     task = {"dataset": "continuation", "stderr": 0.05}
     alone = figure_points(points_of({}))
     dense = {"estimator": "dense", "selection": None, "achieved_ratio": 0.0}
     both = figure_points(
         points_of({}, {**task, **dense, "accuracy": 0.7}, {**task, "accuracy": 0.5})
     )
-    heights = [height_of(drawn_png(lambda one=one: one)) for one in (alone, both)]
+    heights = [height_of(drawn_png(lambda fig=fig: fig)) for fig in (alone, both)]
     assert heights[1] == 2 * heights[0]
     losses, accuracy = both.axes
     assert losses.get_position().width == alone.axes[0].get_position().width
@@ -356,12 +356,12 @@ def test_accuracy_is_drawn_in_a_chart_of_its_own() -> None:
 
 
 def height_of(png: bytes) -> int:
-    """Of a PNG file, in pixels."""
+    """The height of a PNG file, in pixels."""
     return int.from_bytes(png[20:24], "big")
 
 
 def test_pins_have_one_colour_and_corpora_one_marker() -> None:
-    """In both charts of the comparison, with a legend for each."""
+    """Both charts of the comparison agree, with a legend for each."""
     session = PruningSession(random_table(2, 4, 16))
     tab = CompareTab(session)
     for ratio in (0.25, 0.5):
@@ -388,7 +388,7 @@ def test_pins_have_one_colour_and_corpora_one_marker() -> None:
 
 
 def test_whole_experts_stand_in_the_histogram_of_whole_experts() -> None:
-    """Their summed scores, and all that go are below the cut where all sizes agree."""
+    """Scores are summed; all that go are below the cut where all sizes agree."""
     table = random_table(2, 4, 16)
     session = PruningSession(table)
     session.choose(Selection(ratio=0.5, granularity="expert"))

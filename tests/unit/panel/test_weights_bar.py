@@ -34,7 +34,7 @@ def last_point(panel: Explorer) -> dict[str, Any]:
 
 
 def test_the_mask_of_the_first_weights_is_known(bench: Workbench, root: Path) -> None:
-    """A share of own text is there for others; a table alone has no switch."""
+    """Others have a share of self-generated text; a table alone has no switch."""
     text = Calibration(str(root / "text.txt"))
     table = bench.importance(text)
     session = PruningSession(table, workbench=bench, calibration=text)
@@ -66,8 +66,8 @@ def test_what_is_evaluated_is_what_is_exported(
     bench: Any = panel.session.workbench
     windows = bench.test_windows(panel.evaluation.corpora.value[0])
     loaded = load_like(tmp_path / "out", bench.model)
-    found = evaluate_perplexity(loaded, windows.ids)
-    assert found.nll == pytest.approx(point["nll"], abs=1e-6)
+    measured = evaluate_perplexity(loaded, windows.ids)
+    assert measured.nll == pytest.approx(point["nll"], abs=1e-6)
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert f"→ {point['perplexity']:.2f}" in card
     assert "| reloaded | Δ nll = 0.0000 on 4 windows of " in card
@@ -78,7 +78,7 @@ def test_what_is_evaluated_is_what_is_exported(
 def test_weights_are_made_once(
     panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For all corpora and for Export; again for another ratio or another recipe."""
+    """All corpora and Export share them; another ratio or recipe makes them again."""
     fitted: list[float] = []
     original = making.fit_compensation
 
@@ -142,8 +142,8 @@ def test_a_cancelled_evaluation_leaves_the_model_dense(panel: Explorer) -> None:
     panel.controls.ratio.value = "0.5"
     panel.weights.weights.value = "compensated"
 
-    def stop(_done: float, _total: float, said: str, **_left: object) -> None:
-        while_pruned = said.startswith("pruned on")
+    def stop(_done: float, _total: float, text: str, **_left: object) -> None:
+        while_pruned = text.startswith("pruned on")
         if while_pruned and evaluate_perplexity(bench.model, ids).nll != before:
             raise CancelledError
 
@@ -165,7 +165,7 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     assert "not known yet: compress chooses" in panel.status.value
     assert panel.picture.layout.display == "none"
     assert not any(row[0].startswith(("atomic", "bytes")) for row in panel._numbers)
-    assert [bool(one.values) for one in answers(panel.session)] == [False] * 4
+    assert [bool(answer.values) for answer in answers(panel.session)] == [False] * 4
     known = panel.comparison.frame()["flops_reduction"].notna()
     assert known.tolist() == [True, False]
     masked: list[str] = []

@@ -42,9 +42,9 @@ def test_attribute(tab: InspectTab) -> None:
     model, ids = model_and_ids(tab)
     press(tab.why.attribute)
     expected = attribute_loss(model, tab.session.keep, ids)
-    found = tab.why.attribution
-    assert found is not None
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    attribution = tab.why.attribution
+    assert attribution is not None
+    np.testing.assert_array_equal(attribution.tokens, expected.tokens)
     rows = cells(tab.why.attribute.value)
     layers = expected.layers()
     n_layers = len(layers)
@@ -62,7 +62,7 @@ def test_attribute(tab: InspectTab) -> None:
 
 
 def test_measure_layers(tab: InspectTab) -> None:
-    """As often as was said beforehand, and what the library measures."""
+    """The model runs as often as was said; the numbers are those of the library."""
     model, ids = model_and_ids(tab)
     runs = n_runs(tab.session.keep)
     assert f"runs the model {runs} times" in tab.why.note.value
@@ -116,7 +116,7 @@ def test_explain(tab: InspectTab) -> None:
 
 
 def test_results_go_out_of_date(tab: InspectTab) -> None:
-    """With the text or the selection all are grey; what made them brings them back."""
+    """Another text or selection greys all; what made them brings them back."""
     shown = tab.why.attribute, tab.why.measure, tab.why.explain
     for job in shown:
         press(job)
@@ -132,7 +132,7 @@ def test_results_go_out_of_date(tab: InspectTab) -> None:
     tab.session.choose(Selection(ratio=0.5))
     tab.refresh()
     tab.position.value = 3
-    assert [stale(own) for own in shown] == [False, False, True]
+    assert [stale(job) for job in shown] == [False, False, True]
 
 
 def test_an_error_leaves_no_result(tab: InspectTab) -> None:
@@ -165,7 +165,7 @@ def layers_of(*values: float) -> pd.DataFrame:
 
 
 def test_map_shows_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the text; the rest is one row, so that columns add up."""
+    """Rows are in the order of the text; the rest is one row, so columns add up."""
     monkeypatch.setattr(views, "_N_TOKENS", 2)
     tokens = np.array([[0.001, 0.0], [-0.008, 0.001], [0.0, 0.0005], [0.0, 0.002]])
     page = views.attribution_html(

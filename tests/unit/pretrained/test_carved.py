@@ -20,22 +20,22 @@ def test_the_stock_model_computes_what_was_trained(name: str) -> None:
     stock = as_glm4_moe(carved, one_expert_state(dense), dense.config, torch.float64)
     stock.set_experts_implementation("eager")  # the only one in float64
     with torch.no_grad():
-        expected, found = student(_IDS).logits, stock(_IDS).logits
-    assert found.dtype == torch.float64
+        expected, logits = student(_IDS).logits, stock(_IDS).logits
+    assert logits.dtype == torch.float64
     # Norms and routers of the stock model compute in float32 in any case.
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-6)
 
 
 def test_all_experts_without_routing_are_the_dense_model() -> None:
-    """With every expert active and routers of 0."""
+    """Every expert is active, and routers are 0."""
     dense = dense_model()
     layout = Layout.named("s4e5x4k5")
     student = student_of(dense, layout)
     for layer in student.model.layers:
         layer.mlp.router.data.zero_()
     with torch.no_grad():
-        expected, found = dense(_IDS).logits, student(_IDS).logits
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        expected, logits = dense(_IDS).logits, student(_IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_written_file_is_read_again(tmp_path: Path) -> None:
@@ -44,12 +44,12 @@ def test_a_written_file_is_read_again(tmp_path: Path) -> None:
     _, carved = described(dense, Layout.named("s4e5x4k3"))
     path = tmp_path / "delta.safetensors"
     carved.write(path)
-    found = Carved.read(path)
-    assert (found.layout, found.base) == (carved.layout, carved.base)
+    copy = Carved.read(path)
+    assert (copy.layout, copy.base) == (carved.layout, carved.base)
     state = one_expert_state(dense)
     expected, again = (
-        as_glm4_moe(own, state, dense.config, torch.float32).state_dict()
-        for own in (carved, found)
+        as_glm4_moe(source, state, dense.config, torch.float32).state_dict()
+        for source in (carved, copy)
     )
     assert expected.keys() == again.keys()
     for name, tensor in expected.items():
@@ -59,7 +59,7 @@ def test_a_written_file_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    """With what to do."""
+    """The error says what to do."""
     path = tmp_path / "delta.safetensors"
     path.write_bytes(b"damaged")
     with pytest.raises(SpecError, match=r"delta\.safetensors cannot be read .*git"):
@@ -67,6 +67,6 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_layout_is_refused() -> None:
-    """With an example of one."""
+    """The error gives an example of one."""
     with pytest.raises(SpecError, match="s192e21x64k16"):
         Layout.named("16x64")

@@ -12,9 +12,9 @@ def test_three_levels_are_exact() -> None:
     matrix = torch.tensor(
         [[0.5, -0.5, 0.0, 0.5, 0.0, 0.0], [2.0, 0, 0, -2.0, 2.0, 2.0]]
     )
-    found = ternary(matrix)
-    assert torch.equal(found.values(), matrix)
-    assert found.packed.numel() == 3  # 12 values, five a byte
+    delta = ternary(matrix)
+    assert torch.equal(delta.values(), matrix)
+    assert delta.packed.numel() == 3  # 12 values, five a byte
 
 
 def test_a_gaussian_keeps_four_fifths_of_its_energy() -> None:
@@ -33,11 +33,11 @@ def test_rows_of_zeros_stay_zero() -> None:
 def test_signs_and_scale_are_those_of_the_matrix(
     rows: int, columns: int, seed: int
 ) -> None:
-    """Whatever the shape, five values a byte."""
+    """A byte has five values, whatever the shape."""
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    found = ternary(matrix)
-    values = found.values()
-    assert found.packed.numel() == -(-rows * columns // 5)
+    delta = ternary(matrix)
+    values = delta.values()
+    assert delta.packed.numel() == -(-rows * columns // 5)
     assert bool(((values == 0) | (values.sign() == matrix.sign())).all())
-    scales = found.scale.float()[:, None].expand_as(values)
+    scales = delta.scale.float()[:, None].expand_as(values)
     assert torch.equal(values.abs()[values != 0], scales[values != 0])

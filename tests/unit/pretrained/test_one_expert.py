@@ -103,7 +103,7 @@ ROPES: dict[str, dict[str, Any]] = {
 def test_logits_are_the_same_to_the_last_bit(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
-    """Beyond Mistral's sliding window, too."""
+    """They are the same beyond Mistral's sliding window, too."""
     window = {"sliding_window": 7} if family == "mistral" else {}
     folder = write_dense(tmp_path / "d", family, tie_word_embeddings=tied, **window)
     model = check_equal(folder)
@@ -112,19 +112,19 @@ def test_logits_are_the_same_to_the_last_bit(
 
 
 def test_an_odd_width_changes_the_rounding_of_silu(tmp_path: Path) -> None:
-    """Of the values that do not fill a register; nothing else differs."""
+    """The values that do not fill a register differ; nothing else does."""
     folder = write_dense(tmp_path / "d", intermediate_size=84)
     model, _ = load_model(folder, device="cpu", as_moe=True)
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for shape in SHAPES:
         ids = torch.randint(D_VOCAB, shape)
-        found, own = logits_of(model, ids), logits_of(dense, ids)
-        torch.testing.assert_close(found, own, rtol=1e-5, atol=2e-5)
+        logits, expected = logits_of(model, ids), logits_of(dense, ids)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotary_embeddings_are_the_same(kind: str, tmp_path: Path) -> None:
-    """Of every kind that is taken, beyond the length that it was made for."""
+    """Embeddings of every kind that is taken, beyond the length they were made for."""
     rope = {"rope_type": kind, "rope_theta": 5e3, **ROPES[kind]}
     check_equal(write_dense(tmp_path / "d", rope_parameters=rope))
 
@@ -142,17 +142,17 @@ def test_shards_and_types_are_kept(tmp_path: Path) -> None:
     folder = write_dense(tmp_path / "d", dtype=torch.bfloat16, shard="8KB")
     check_equal(folder, dtype="bfloat16")
     check_equal(folder)
-    made = model_folder(f"as-moe:{folder}")
+    moe = model_folder(f"as-moe:{folder}")
     names = {path.name for path in folder.glob("*.safetensors*")}
-    assert {path.name for path in made.glob("*.safetensors*")} == names
+    assert {path.name for path in moe.glob("*.safetensors*")} == names
     assert len(names) > 5
-    for path in made.glob("*.safetensors"):
+    for path in moe.glob("*.safetensors"):
         kinds = {tensor.dtype for tensor in load_file(path).values()}
         assert kinds == {torch.bfloat16}
-    found, _ = load_model(made, device="cpu", stream=True)
-    plain, _ = load_model(made, device="cpu")
+    streamed, _ = load_model(moe, device="cpu", stream=True)
+    plain, _ = load_model(moe, device="cpu")
     ids = torch.randint(D_VOCAB, (2, 9))
-    assert torch.equal(logits_of(found, ids), logits_of(plain, ids))
+    assert torch.equal(logits_of(streamed, ids), logits_of(plain, ids))
 
 
 def test_older_files_hold_what_is_computed_now(tmp_path: Path) -> None:
@@ -172,17 +172,17 @@ def test_it_is_made_once_and_anew_when_the_files_change(tmp_path: Path) -> None:
     """It has the name of the folder, a card, and the settings of generation."""
     folder = write_dense(tmp_path / "my-llama")
     name = f"as-moe:{folder}"
-    made = model_folder(name)
-    assert made.name == "my-llama"
-    assert "`llama` model my-llama" in (made / "README.md").read_text()
-    assert (made / "generation_config.json").is_file()
-    first = (made / "model.safetensors").stat().st_mtime_ns
-    assert model_folder(name) == made
-    assert (made / "model.safetensors").stat().st_mtime_ns == first
+    moe = model_folder(name)
+    assert moe.name == "my-llama"
+    assert "`llama` model my-llama" in (moe / "README.md").read_text()
+    assert (moe / "generation_config.json").is_file()
+    first = (moe / "model.safetensors").stat().st_mtime_ns
+    assert model_folder(name) == moe
+    assert (moe / "model.safetensors").stat().st_mtime_ns == first
     with changed_tensors(folder) as tensors:
         for name_of in tensors:
             tensors[name_of] += 1
-    assert model_folder(name) != made
+    assert model_folder(name) != moe
     check_equal(folder)
 
 
@@ -195,11 +195,11 @@ def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:
     LlamaTokenizer(vocab=vocabulary, merges=[("▁", "a")]).save_pretrained(folder)
     _, tokenizer = load_model(folder, device="cpu", as_moe=True)
     text = "a b</s> ab"
-    own = AutoTokenizer.from_pretrained(folder)
-    ids = own(text)["input_ids"]
+    original = AutoTokenizer.from_pretrained(folder)
+    ids = original(text)["input_ids"]
     assert tokenizer(text)["input_ids"] == ids
-    assert tokenizer.decode(ids) == own.decode(ids)
-    assert tokenizer.all_special_tokens == own.all_special_tokens
+    assert tokenizer.decode(ids) == original.decode(ids)
+    assert tokenizer.all_special_tokens == original.all_special_tokens
 
 
 def test_a_tokenizer_that_would_change_is_refused(
@@ -265,7 +265,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_mixtral_does_not_have_is_refused_by_name(
     family: str, changes: dict[str, Any], why: str, tmp_path: Path, cache: Path
 ) -> None:
-    """Before a file is written."""
+    """The error comes before a file is written."""
     folder = write_dense(tmp_path / "d", family, **changes)
     with pytest.raises(LayoutError, match=why) as error:
         load_model(folder, as_moe=True)
@@ -344,7 +344,7 @@ def test_damaged_files_are_named(
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    """The dense one, not the copy in the cache."""
+    """The error names the dense folder, not the copy in the cache."""
     folder = write_dense(tmp_path / "d")
     for file in folder.glob("tokenizer*"):
         file.unlink()

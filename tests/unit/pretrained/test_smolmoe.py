@@ -36,8 +36,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _write(folder: Path, base: str) -> Carved:
     _, carved = described(dense_model(), _LAYOUT)
-    made = Carved(carved.layout, base, carved.layers, carved.norm)
-    made.write(folder / smolmoe.DELTA)
+    change = Carved(carved.layout, base, carved.layers, carved.norm)
+    change.write(folder / smolmoe.DELTA)
     return Carved.read(folder / smolmoe.DELTA)
 
 
@@ -48,13 +48,13 @@ def test_the_name_is_a_model_with_the_experts_of_its_layout(project: Path) -> No
     layers = find_experts(model)
     assert {(layer.n_experts, layer.d_inter) for layer in layers} == {(5, 4)}
     dense = dense_model()
-    made = as_glm4_moe(carved, one_expert_state(dense), dense.config, torch.bfloat16)
-    found = model.state_dict()
-    for name, tensor in made.state_dict().items():
-        torch.testing.assert_close(found[name], tensor.float(), rtol=0, atol=0)
-    biases = [own for name, own in found.items() if "correction_bias" in name]
-    for own, layer in zip(biases, carved.layers, strict=True):
-        assert torch.equal(own, layer.bias)
+    stock = as_glm4_moe(carved, one_expert_state(dense), dense.config, torch.bfloat16)
+    state = model.state_dict()
+    for name, tensor in stock.state_dict().items():
+        torch.testing.assert_close(state[name], tensor.float(), rtol=0, atol=0)
+    biases = [bias for name, bias in state.items() if "correction_bias" in name]
+    for bias, layer in zip(biases, carved.layers, strict=True):
+        assert torch.equal(bias, layer.bias)
     folder = smolmoe.smolmoe_folder()
     assert (folder / "README.md").read_text() == "# The card\n"
     written = (folder / "config.json").stat().st_mtime_ns
@@ -70,6 +70,6 @@ def test_a_change_of_other_weights_is_refused(project: Path) -> None:
 
 
 def test_without_the_change_it_says_where_it_comes_from(project: Path) -> None:
-    """And with which command it is made."""
+    """The message has the command that makes it, too."""
     with pytest.raises(SpecError, match=r"not there.*--recipe smolmoe"):
         load_model("smolmoe", device="cpu")

@@ -56,7 +56,7 @@ def test_the_arrays_it_was_made_of_may_change() -> None:
 
 
 def test_copies_are_equal_and_as_fixed(keep: KeepMask) -> None:
-    """By pickle, copy, deepcopy and replace, with their settings."""
+    """Copies by pickle, copy, deepcopy and replace, with their settings."""
     assert keep.fingerprint
     for other in (
         pickle.loads(pickle.dumps(keep)),
@@ -84,9 +84,9 @@ def test_rows_are_those_of_a_table() -> None:
     table = ImportanceTable.from_frame(frame.assign(tokens=1, sum_h2=1.0, sum_g2=1.0))
     stays = np.random.default_rng(0).random(len(keys)) < 0.5
     keep = KeepMask.from_rows(table, stays, estimator="fisher")
-    found = [keep.by_layer(k)[expert, atom] for k, expert, atom in keys]
-    assert found == stays.tolist()
-    assert keep.rows.tolist() == found
+    bits = [keep.by_layer(k)[expert, atom] for k, expert, atom in keys]
+    assert bits == stays.tolist()
+    assert keep.rows.tolist() == bits
     assert keep.shapes() == table.shapes() == shapes
     assert keep.settings == {"estimator": "fisher"}
     assert KeepMask.from_rows(keep, keep.rows) == keep
@@ -139,7 +139,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_mask_comes_back_from_its_file(path: Path) -> None:
-    """With its settings, and every atom where it was."""
+    """It has its settings, and every atom where it was."""
     keep = KeepMask.read(path)
     assert keep == KeepMask.from_arrays(RAGGED)
     assert keep.settings == {"estimator": "heapr", "ratio": 0.25}
@@ -151,7 +151,7 @@ def test_the_file_of_a_mask_has_a_row_for_each_atom(path: Path) -> None:
     frame = pd.read_parquet(path)
     rows = [[2, e, 0, kept] for e, (kept,) in enumerate(RAGGED[2])]
     rows += [
-        [7, e, a, kept] for e, own in enumerate(RAGGED[7]) for a, kept in enumerate(own)
+        [7, e, a, kept] for e, row in enumerate(RAGGED[7]) for a, kept in enumerate(row)
     ]
     expected = pd.DataFrame(rows, columns=["layer", "expert", "atom", "keep"])
     types = {"layer": np.int16, "expert": np.int16, "atom": np.int32, "keep": bool}

@@ -175,9 +175,9 @@ def test_a_ratio_stays_exact() -> None:
 
 def test_ratios_do_not_change_the_ranking() -> None:
     """Selections that differ in ratios alone share a ranking; others do not."""
-    one = Selection(0.2)
-    assert one.ranking_key == Selection(0.7).ranking_key
-    assert one.ranking_key != Selection(0.2, min_atoms=1).ranking_key
+    selection = Selection(0.2)
+    assert selection.ranking_key == Selection(0.7).ranking_key
+    assert selection.ranking_key != Selection(0.2, min_atoms=1).ranking_key
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_ratios_do_not_change_the_ranking() -> None:
     ],
 )
 def test_what_cannot_be_used_is_named(plain: dict[str, Any], message: str) -> None:
-    """Also when it comes from a file."""
+    """The error names it, also when it comes from a file."""
     with pytest.raises(SpecError, match=message):
         Selection.from_dict(plain)
 

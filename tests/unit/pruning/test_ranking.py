@@ -33,16 +33,16 @@ def table_of(
     scores: dict[int, Any] = SCORES, tokens: dict[int, Any] = TOKENS, **columns: Any
 ) -> ImportanceTable:
     """A table of `MODEL` whose magnitude scores are `scores`."""
-    parts = []
-    for layer, own in scores.items():
-        values = np.array(own, dtype=np.float64)
+    frames = []
+    for layer, rows in scores.items():
+        values = np.array(rows, dtype=np.float64)
         expert, atom = np.indices(values.shape).reshape(2, -1)
         keys = {"layer": layer, "expert": expert, "atom": atom}
         counts = np.array(tokens[layer])[expert]
-        parts.append(
+        frames.append(
             pd.DataFrame({**keys, "tokens": counts, "w_down_sq": values.ravel()})
         )
-    frame = pd.concat(parts, ignore_index=True)
+    frame = pd.concat(frames, ignore_index=True)
     frame = frame.assign(w_up_sq=0.0, w_gate_sq=0.0, **columns)
     return ImportanceTable.from_frame(frame, architecture=MODEL.to_dict(), N=8)
 
@@ -59,9 +59,9 @@ def order(table: ImportanceTable, **settings: Any) -> list[tuple[int, int, int]]
 
 
 def test_an_atom_counts_what_it_has() -> None:
-    """One, or its parameters."""
+    """An atom counts as one, or as its parameters."""
     counted = {
-        unit: {k: own.tolist() for k, own in atom_sizes(table_of(), unit=unit).items()}
+        unit: {k: row.tolist() for k, row in atom_sizes(table_of(), unit=unit).items()}
         for unit in ("atoms", "parameters")
     }
     assert counted == {
@@ -69,13 +69,13 @@ def test_an_atom_counts_what_it_has() -> None:
         "parameters": {1: [12, 12], 4: [11, 11, 11]},
     }
     for unit in counted:
-        assert {own.dtype for own in atom_sizes(table_of(), unit=unit).values()} == {
+        assert {row.dtype for row in atom_sizes(table_of(), unit=unit).values()} == {
             np.dtype(np.int64)
         }
 
 
 def test_the_lowest_score_goes_first() -> None:
-    """Over all layers, or layer by layer."""
+    """It goes first over all layers, or layer by layer."""
     assert order(table_of()) == [
         *[(1, 0, 1), (1, 0, 2), (1, 0, 0), (1, 1, 2), (1, 1, 1), (1, 1, 0)],
         *[(4, 1, 1), (4, 1, 0), (4, 2, 0), (4, 2, 1), (4, 0, 1)],
@@ -83,7 +83,7 @@ def test_the_lowest_score_goes_first() -> None:
 
 
 def test_whole_experts_go_by_their_sums() -> None:
-    """6, 15 of layer 1 and 23, 15, 19 of layer 4; of equal sums the first."""
+    """Sums: 6, 15 of layer 1; 23, 15, 19 of layer 4; of equal ones the first goes."""
     assert order(table_of(), granularity="expert") == [
         *[(1, 0, atom) for atom in range(3)],
         *[(1, 1, atom) for atom in range(3)],
@@ -123,8 +123,8 @@ def test_of_equal_scores_the_first_rows_go() -> None:
     keep = select(
         table, ratio=0.3, estimator="magnitude", structure="per_layer", multiple=4
     )
-    for own, kept in zip(values, keep.by_layer(1), strict=True):
-        first = sorted(range(40), key=own.__getitem__)[:12]
+    for row, kept in zip(values, keep.by_layer(1), strict=True):
+        first = sorted(range(40), key=row.__getitem__)[:12]
         assert np.flatnonzero(~kept).tolist() == sorted(first)
 
 

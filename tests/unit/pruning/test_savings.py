@@ -31,7 +31,7 @@ KEEP = KeepMask.from_arrays({5: [[True, False], [True, True]]})
 
 
 def table(**metadata: Any) -> ImportanceTable:
-    """Of `MODEL`: three tokens in four go to the first expert."""
+    """A table of `MODEL`: three tokens in four go to the first expert."""
     frame = pd.DataFrame({"layer": 5, "expert": [0, 0, 1, 1], "atom": [0, 1, 0, 1]})
     frame = frame.assign(tokens=[3, 3, 1, 1], sum_h2=2.0, sum_g2=[9.0, 18, 3, 4])
     sums = frame.assign(sum_ph2=[1.0, 2, 3, 4], max_abs_ph=3.0, w_down_sq=1.0)
@@ -74,9 +74,9 @@ def test_bytes_are_those_of_the_checkpoint_if_it_is_named() -> None:
 
 
 def test_the_context_is_that_of_the_windows() -> None:
-    """Unless another is asked for; 2048 where none is recorded."""
-    for said, expected in ((12, 12), (1, 1), (0, 2048), (-3, 2048), ("12", 2048)):
-        measured = table(provenance={"calibration": {"seq_len": said}})
+    """It is, unless another is asked for; 2048 where none is recorded."""
+    for seq_len, expected in ((12, 12), (1, 1), (0, 2048), (-3, 2048), ("12", 2048)):
+        measured = table(provenance={"calibration": {"seq_len": seq_len}})
         assert context_length(measured) == expected
         assert savings_of(KEEP, measured)["seq_len"].tolist() == [expected]
         assert savings_of(KEEP, measured, seq_len=7)["seq_len"].tolist() == [7]
@@ -86,7 +86,7 @@ def test_the_context_is_that_of_the_windows() -> None:
 
 
 def test_scores_of_what_goes_are_added_up() -> None:
-    """By the estimator and its options."""
+    """The scores are those of the estimator and its options."""
     # ½ · 2/3 · 18/3 = 2.
     assert summed_scores(table(), KEEP, "heapr") == pytest.approx(2)
     camera = {

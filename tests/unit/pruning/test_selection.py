@@ -203,7 +203,7 @@ def test_options_reach_the_estimator() -> None:
 
 
 def test_a_mask_names_its_table() -> None:
-    """By the hash of what the table was measured with, if that is known."""
+    """The name is the hash of what the table was measured with, if that is known."""
     spec = {"n_sequences": 8}
     known = make_table(TWO_LAYERS, spec=spec, spec_hash=digest(spec))
     assert select(known, ratio=0.5).settings["table"] == digest(spec)

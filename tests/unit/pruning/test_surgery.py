@@ -53,7 +53,7 @@ def with_doubled(model: nn.Module, *numbers: int) -> nn.Module:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_pruned_model_knows_its_mask(model: nn.Module, inplace: bool) -> None:
-    """And that its weights were replaced, if they were."""
+    """It knows, too, that its weights were replaced, if they were."""
     keep = random_keep(model)
     pruned = prune(model, keep, inplace=inplace)
     assert pruned.heapr_keep is keep
@@ -84,7 +84,7 @@ def test_only_the_layers_that_are_given_are_replaced(
 
 
 def test_methods_of_the_dense_model_are_left_behind(model: nn.Module) -> None:
-    """Those that accelerate binds to a model: the copy has those of its class."""
+    """Methods that accelerate binds to a model: the copy has those of its class."""
 
     def refuse(*_args: Any) -> None:
         raise AssertionError("of the dense model")
@@ -99,7 +99,7 @@ def test_methods_of_the_dense_model_are_left_behind(model: nn.Module) -> None:
 
 
 def test_pruned_experts_have_their_own_modes(model: nn.Module) -> None:
-    """As all other modules of the copy do."""
+    """They have them as all other modules of the copy do."""
     model.train()
     pruned = prune(model, random_keep(model))
     assert all(module.training for module in pruned.modules())
@@ -118,28 +118,28 @@ def test_slices_of_a_layer_need_no_gradients() -> None:
     expected = [layer.down[1, :, 2], layer.down[1, :, 5], layer.down[3, :, 7]]
     assert torch.equal(experts.down_columns, torch.stack(expected))
     rows = [(1, [4, 5, 10, 11]), (3, [14, 15])]  # gate and up take turns
-    biases = torch.cat([layer.up_bias[e][own] for e, own in rows])
+    biases = torch.cat([layer.up_bias[e][index] for e, index in rows])
     assert torch.equal(experts.up_bias, biases)
     assert torch.equal(experts.down_bias, layer.down_bias)
     new = torch.randn(layer.down.shape, dtype=layer.dtype)
-    given = sliced(layer, keep, new)
-    assert torch.equal(given.down_columns[2], new[3, :, 7])
-    assert torch.equal(given.up_rows, experts.up_rows)
+    replaced = sliced(layer, keep, new)
+    assert torch.equal(replaced.down_columns[2], new[3, :, 7])
+    assert torch.equal(replaced.up_rows, experts.up_rows)
 
 
 # --- what belongs together --------------------------------------------------------
 
 
 def layers_of(model: nn.Module) -> list[ExpertsLayer]:
-    """Its layers."""
+    """The layers of a model that have experts."""
     return find_experts(model)
 
 
 def test_masks_come_as_tensors_in_the_order_of_the_layers(model: nn.Module) -> None:
-    """Copied, so that nothing writes into the mask."""
+    """They are copies, so that nothing writes into the mask."""
     keep = random_keep(model)
-    found = keeps_of(layers_of(model), keep)
-    for number, kept in enumerate(found):
+    masks = keeps_of(layers_of(model), keep)
+    for number, kept in enumerate(masks):
         assert kept.dtype == torch.bool
         assert np.array_equal(kept.numpy(), keep.by_layer(number))
         kept[:] = False
@@ -147,7 +147,7 @@ def test_masks_come_as_tensors_in_the_order_of_the_layers(model: nn.Module) -> N
 
 
 def test_a_table_is_of_the_model_it_was_measured_on(model: nn.Module) -> None:
-    """By its layers, and by what its specification says of the model."""
+    """It is known by its layers, and by what its specification says of the model."""
     table = collect_statistics(model, CalibrationSet.from_ids(IDS))
     check_table(model, layers_of(model), table)
     other = tiny_model("qwen2_moe", seed=1)
@@ -160,12 +160,12 @@ def test_a_table_is_of_the_model_it_was_measured_on(model: nn.Module) -> None:
 
 
 def test_all_that_differs_is_named(model: nn.Module) -> None:
-    """In order, also what only one of the two says."""
+    """The names are in order, also of what only one of the two says."""
     table = collect_statistics(model, CalibrationSet.from_ids(IDS))
     spec = table.metadata["spec"]
-    said = {**spec["model"], "a": 1, "weights": "other"}
-    del said["dtype"]
-    changed = ImportanceTable.from_frame(table.frame, spec={**spec, "model": said})
+    facts = {**spec["model"], "a": 1, "weights": "other"}
+    del facts["dtype"]
+    changed = ImportanceTable.from_frame(table.frame, spec={**spec, "model": facts})
     with pytest.raises(SpecError, match="differs in a, dtype, weights; collect"):
         check_table(model, layers_of(model), changed)
 

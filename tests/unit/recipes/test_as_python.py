@@ -37,7 +37,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "estimator": "camera", "scope": "layer", "estimator_options": {"alpha": 0.5}
     },
 }  # fmt: skip
-"""By field of a selection, one in which it is not the default."""
+"""Settings by field of a selection, in which that field is not the default."""
 CALIBRATIONS: dict[str, Any] = {
     "corpus": None,
     "n_sequences": 3,
@@ -114,17 +114,17 @@ def test_each_field_of_a_selection(name: str, inside: Path) -> None:
 def test_each_field_of_a_calibration(name: str, inside: Path) -> None:
     """The same windows are drawn, and of as many tokens."""
     value = CALIBRATIONS[name]
-    own = {} if value is None else {name: value}
-    assert f"{name}=" in same_mask(opened(), texts(**own), Selection(0.5))
+    options = {} if value is None else {name: value}
+    assert f"{name}=" in same_mask(opened(), texts(**options), Selection(0.5))
 
 
 @pytest.mark.parametrize("name", OPENINGS)
 def test_each_way_to_open_a_model(name: str, inside: Path) -> None:
     """The options of a workbench reach it again."""
     value = OPENINGS[name]
-    own = {} if value is None else {name: value}
-    own |= {"stream": True} if name == "host_memory" else {}
-    code = same_mask(opened(**own), texts(), Selection(0.5))
+    options = {} if value is None else {name: value}
+    options |= {"stream": True} if name == "host_memory" else {}
+    code = same_mask(opened(**options), texts(), Selection(0.5))
     assert value is None or f"{name}={value!r}" in code
 
 
@@ -187,10 +187,10 @@ def test_checkpoints_have_the_same_weights(
     write_checkpoint(
         inside / "exported", made, bench, facts=facts, corpora=(),
     )  # fmt: skip
-    own, exported = (
+    saved, exported = (
         load_file(inside / name / "model.safetensors")
         for name in ("a folder", "exported")
     )
-    assert own.keys() == exported.keys()
-    for name, tensor in own.items():
+    assert saved.keys() == exported.keys()
+    for name, tensor in saved.items():
         assert (tensor == exported[name]).all(), name

@@ -94,12 +94,12 @@ def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> Non
 
 
 def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
-    """Panel, command line, manifest and workbench: that of the calibration windows."""
+    """Panel, command line, manifest and workbench have the calibration's context."""
     bench = bench_of(root)
     panel = panel_of(root, bench)
     panel.controls.ratio.value = "0.25"
-    asked = panel.session.savings()
-    assert asked is not None
+    numbers = panel.session.savings()
+    assert numbers is not None
     export(panel, tmp_path / "pruned", weights="unchanged")
     out = run(
         "prune", root / "moe", "--importance", root / "table.parquet",
@@ -110,22 +110,22 @@ def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
     bench._table = None
     bench.profile = type(bench.profile)("small", 8, SEQ_LEN, 4, 8)
     rows = [
-        asked.iloc[0].to_dict(),
+        numbers.iloc[0].to_dict(),
         json.loads(out),
         manifest_of(tmp_path / "pruned")["savings"],
         bench.savings(setting).iloc[0].to_dict(),
     ]
     names = ("flops_before", "flops_after", "flops_reduction", "seq_len")
-    found = [[row[name] for name in names] for row in rows]
-    assert found == [found[0]] * 4
-    assert found[0][-1] == SEQ_LEN
+    counts = [[row[name] for name in names] for row in rows]
+    assert counts == [counts[0]] * 4
+    assert counts[0][-1] == SEQ_LEN
     told = f"at {SEQ_LEN} tokens of context"
     assert told in panel.numbers.value
     assert told in (tmp_path / "pruned" / "README.md").read_text()
 
 
 def test_the_command_line_says_the_context(root: Path) -> None:
-    """In text beside the counts; another context where the user asks for one."""
+    """The text has it beside the counts; it is another where the user asks for one."""
     base = ("prune", root / "moe", "--importance", root / "table.parquet")
     shown = run(*base, "--ratio", 0.25)
     assert f"at {SEQ_LEN} tokens of context" in shown
@@ -172,11 +172,11 @@ def test_sizes_that_are_no_files_are_called_estimates(root: Path) -> None:
     table = ImportanceTable.read(root / "table.parquet")
     keep = PruningSession(table).keep_of(QUARTER)
     source = read_source(root / "moe")
-    found = savings(keep, table, source=source)
-    assert found["bytes_before"] == source.n_bytes
-    ratio = found["parameters_after"] / found["parameters_before"]
-    assert found["bytes_after"] == pytest.approx(ratio * source.n_bytes, abs=1)
-    assert found["bytes_after_is"].startswith("an estimate")
+    facts = savings(keep, table, source=source)
+    assert facts["bytes_before"] == source.n_bytes
+    ratio = facts["parameters_after"] / facts["parameters_before"]
+    assert facts["bytes_after"] == pytest.approx(ratio * source.n_bytes, abs=1)
+    assert facts["bytes_after_is"].startswith("an estimate")
     panel = panel_of(root, bench_of(root))
     assert "bytes (bfloat16 files, pruned: an estimate)" in panel.numbers.value
     alone = Explorer(PruningSession(table))

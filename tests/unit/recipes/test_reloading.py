@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write(
     root: Path, out: Path, *, weights: str = "unchanged", **options: Any
 ) -> dict[str, Any]:
-    """Export half of the model; the manifest."""
+    """Export half of the model; returns the manifest."""
     structure = options.pop("structure", "ragged")
     corpora = options.pop("corpora", [str(root / "text.txt")])
     bench: Workbench = open_workbench(str(root / "moe"), profile="small", **options)
@@ -46,8 +46,8 @@ def write(
     made = make(bench, table, setting, WeightRecipe(weights))
     facts = export.facts_of(table, made, source=bench.source)
     export.write_checkpoint(out, made, bench, facts=facts, corpora=corpora)
-    found: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
-    return found
+    manifest: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
+    return manifest
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_the_card_says_what_was_compared(
 
 def damage(folder: Path) -> None:
     """Add a little to one matrix of one expert."""
-    found = (
+    pairs = (
         (path, name)
         for path in folder.glob("*.safetensors")
         for name in load_file(path)
     )
-    path, name = next(one for one in found if "down_proj" in one[1])
+    path, name = next(pair for pair in pairs if "down_proj" in pair[1])
     with changed_tensors(path) as tensors:
         tensors[name] += 0.05
 
@@ -107,7 +107,7 @@ def test_a_wrong_tensor_leaves_nothing(
 def test_sliced_files_are_compared_with_the_mask(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str
 ) -> None:
-    """And a wrong tensor leaves nothing, not even a folder to resume from."""
+    """A wrong tensor leaves nothing, not even a folder to resume from."""
     text = str(root / "text.txt")
     bench = open_workbench(str(root / "moe"), profile="small")
     assert bench.source is not None
@@ -119,18 +119,18 @@ def test_sliced_files_are_compared_with_the_mask(
         export.slice_checkpoint(
             out, root / "moe", keep, bench=bench, corpora=[text], **options
         )
-        found: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
-        return found
+        manifest: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
+        return manifest
 
     told = write_slices(tmp_path / "out")
     assert told["reloaded"] == f"Δ nll = 0.0000 on 4 windows of {text}"
     assert set(told["perplexity"]) == {text}
     written = save.write_weights
 
-    def damaging(model: Any, folder: Path, *args: Any, **of: Any) -> dict[str, str]:
-        found = written(model, folder, *args, **of)
+    def damaging(model: Any, folder: Path, *args: Any, **rest: Any) -> dict[str, str]:
+        names = written(model, folder, *args, **rest)
         damage(folder)
-        return found
+        return names
 
     monkeypatch.setattr(save, "write_weights", damaging)
     with pytest.raises(CacheError, match=r"is \d+\.\d{6} nats per token in place of"):
@@ -141,7 +141,7 @@ def test_sliced_files_are_compared_with_the_mask(
 def test_files_that_cannot_be_loaded_leave_nothing(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a shard that is cut short."""
+    """Such as a shard that is cut short."""
     written = save.save_tokenizer
 
     def cutting(folder: Path, *args: Any, **options: Any) -> str:

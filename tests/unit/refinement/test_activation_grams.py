@@ -26,36 +26,36 @@ IDS = tiny_ids(n_sequences=N_WINDOWS)
 WINDOWS = CalibrationSet.from_ids(IDS)
 N_EXPERTS, D_INTER = 4, 8
 BLOCK_BYTES = 2 * 8 * N_EXPERTS * D_INTER**2
-"""Of the sums of a tiny layer, expert by expert."""
+"""Bytes of the sums of a tiny layer, expert by expert."""
 
 
 @pytest.fixture(scope="module")
 def phi(model: nn.Module) -> dict[int, torch.Tensor]:
     """φ of each layer, (windows, tokens, E, I)."""
     return {
-        k: own.unflatten(0, IDS.shape) for k, own in features_of(model, IDS).items()
+        k: rows.unflatten(0, IDS.shape) for k, rows in features_of(model, IDS).items()
     }
 
 
 def expected(phi: torch.Tensor, span: str) -> torch.Tensor:
     """Σ φ φᵀ of the windows to fit and of those held out: 1 and 5."""
     held_out = torch.arange(N_WINDOWS) % 4 == 1
-    parts = []
+    sums = []
     for chosen in (~held_out, held_out):
-        own = phi[chosen].reshape(-1, N_EXPERTS, D_INTER)
+        rows = phi[chosen].reshape(-1, N_EXPERTS, D_INTER)
         if span == "expert":
-            parts.append(torch.einsum("tei,tej->eij", own, own))
+            sums.append(torch.einsum("tei,tej->eij", rows, rows))
         else:
-            flat = own.reshape(len(own), -1)
-            parts.append((flat.T @ flat)[None])
-    return torch.stack(parts)
+            flat = rows.reshape(len(rows), -1)
+            sums.append((flat.T @ flat)[None])
+    return torch.stack(sums)
 
 
 def assert_right(
-    found: dict[int, LayerGrams], phi: dict[int, torch.Tensor], span: str
+    layers: dict[int, LayerGrams], phi: dict[int, torch.Tensor], span: str
 ) -> None:
-    """The sums of every layer in `found` are those of its φ."""
-    for number, grams in found.items():
+    """The sums of every layer in `layers` are those of its φ."""
+    for number, grams in layers.items():
         right = expected(phi[number], span)
         assert grams.span == span
         assert (grams.sums.dtype, grams.tokens.dtype) == (torch.float64, torch.int64)
@@ -68,11 +68,11 @@ def assert_right(
 def test_sums_are_those_of_the_dense_matrix(
     model: nn.Module, phi: dict[int, torch.Tensor], span: str
 ) -> None:
-    """With tokens of both parts counted for each expert."""
-    found = collect_grams(model, WINDOWS, span=span)
-    assert [*found] == [0, 1]
-    assert_right(found, phi, span)
-    for number, grams in found.items():
+    """Tokens of both parts are counted for each expert."""
+    layers = collect_grams(model, WINDOWS, span=span)
+    assert [*layers] == [0, 1]
+    assert_right(layers, phi, span)
+    for number, grams in layers.items():
         used = (phi[number] != 0).any(-1)
         held_out = torch.arange(N_WINDOWS) % 4 == 1
         assert grams.tokens[0].tolist() == used[~held_out].sum((0, 1)).tolist()
@@ -89,8 +89,8 @@ def test_an_expert_without_tokens(model: nn.Module) -> None:
         grams = collect_grams(other, WINDOWS, span=span, layers=[0])[0]
         for expert in (grams.tokens == 0).all(0).nonzero()[:, 0].tolist():
             first = slice(expert * D_INTER, (expert + 1) * D_INTER)
-            own = grams.total[expert] if span == "expert" else grams.total[0, first]
-            assert (own == 0).all()
+            sums = grams.total[expert] if span == "expert" else grams.total[0, first]
+            assert (sums == 0).all()
         assert torch.isfinite(grams.sums).all()
 
 
@@ -114,16 +114,16 @@ def test_forwards_are_of_a_few_windows(
     assert activation_grams._TOKENS_AT_ONCE == 4096
     monkeypatch.setattr(activation_grams, "_TOKENS_AT_ONCE", tokens)
     told: list[tuple[int, int]] = []
-    found = collect_grams(model, WINDOWS, progress=lambda *n: told.append(n))
+    layers = collect_grams(model, WINDOWS, progress=lambda *n: told.append(n))
     assert told == [(step, N_WINDOWS) for step in steps]
-    assert_right(found, phi, "expert")
+    assert_right(layers, phi, "expert")
 
 
 def test_chosen_layers(model: nn.Module, phi: dict[int, torch.Tensor]) -> None:
-    """Only those; what has no experts is named."""
-    found = collect_grams(model, WINDOWS, layers=[1])
-    assert [*found] == [1]
-    assert_right(found, phi, "expert")
+    """Only those layers are summed; what has no experts is named."""
+    layers = collect_grams(model, WINDOWS, layers=[1])
+    assert [*layers] == [1]
+    assert_right(layers, phi, "expert")
     message = r"layers \[2, 7\] have no .*, layers \[0, 1\] have"
     with pytest.raises(SpecError, match=message):
         collect_grams(model, WINDOWS, layers=[7, 1, 2])
@@ -149,7 +149,7 @@ def test_too_little_to_sum(model: nn.Module) -> None:
 def test_activations_of_low_precision_are_multiplied_in_single(
     phi: dict[int, torch.Tensor],
 ) -> None:
-    """And added up in double precision."""
+    """They are added up in double precision."""
     model = tiny_model("qwen2_moe").to(torch.bfloat16)
     sums = collect_grams(model, WINDOWS)[0].total
     assert sums.dtype == torch.float64
@@ -167,7 +167,7 @@ def walked(model: nn.Module, span: str) -> tuple[dict[int, LayerGrams], list[Any
     """What iter_grams gives, and what it tells."""
     told: list[Any] = []
     grams = iter_grams(model, WINDOWS, span=span, progress=lambda *n: told.append(n))
-    return {layer.layer: own for layer, own in grams}, told
+    return {layer.layer: sums for layer, sums in grams}, told
 
 
 @pytest.fixture
@@ -180,11 +180,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_are_run_one_by_one_where_sums_do_not_fit(
     model: nn.Module, phi: dict[int, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the same sums, and after each of two layers half of the windows."""
-    found, told = walked(model, "expert")
-    assert [*found] == [0, 1]
+    """The sums are the same; after each of two layers half of the windows are done."""
+    layers, told = walked(model, "expert")
+    assert [*layers] == [0, 1]
     assert told == [(3, N_WINDOWS), (6, N_WINDOWS)]
-    assert_right(found, phi, "expert")
+    assert_right(layers, phi, "expert")
     assert caplog.text == ""
     assert len(list(iter_grams(model, WINDOWS, span="expert"))) == 2
 
@@ -201,20 +201,20 @@ def test_passes_for_groups_where_layers_do_not_run_alone(
     def refuse(*_: object) -> None:
         raise LayoutError("no")
 
-    asked: list[object] = []
+    groups: list[object] = []
 
     def noted(*args: object, **options: Any) -> dict[int, LayerGrams]:
-        asked.append(options["layers"])
+        groups.append(options["layers"])
         return collect_grams(*args, **options)
 
     monkeypatch.setattr(activation_grams, "LayerByLayer", refuse)
     monkeypatch.setattr(activation_grams, "collect_grams", noted)
-    found, told = walked(model, "expert")
+    layers, told = walked(model, "expert")
     assert caplog.messages == ["no; so 2 forward passes are used instead of one"]
     assert told == [(2, 6), (3, 6), (5, 6), (6, 6)]
-    assert asked == [[0], [1]]
-    assert [*found] == [0, 1]
-    assert_right(found, phi, "expert")
+    assert groups == [[0], [1]]
+    assert [*layers] == [0, 1]
+    assert_right(layers, phi, "expert")
     assert len(list(iter_grams(model, WINDOWS, span="expert"))) == 2
 
 

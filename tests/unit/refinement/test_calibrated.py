@@ -19,7 +19,7 @@ HALF = Selection(0.5)
 
 @pytest.fixture(scope="module")
 def calibrated(model: nn.Module) -> CalibratedModel:
-    """Its statistics and sums."""
+    """The model's statistics and sums."""
     return CalibratedModel(model, WINDOWS)
 
 
@@ -38,26 +38,26 @@ def test_the_spans_share_one_pass(
 def test_masks_and_weights_are_those_of_single_steps(
     model: nn.Module, calibrated: CalibratedModel
 ) -> None:
-    """Of `collect_statistics`, `select` and `fit_compensation`, for both spans."""
-    wanted = select(collect_statistics(model, WINDOWS), HALF)
-    assert calibrated.keep(HALF).fingerprint == wanted.fingerprint
+    """Steps: `collect_statistics`, `select` and `fit_compensation`, for both spans."""
+    expected = select(collect_statistics(model, WINDOWS), HALF)
+    assert calibrated.keep(HALF).fingerprint == expected.fingerprint
     for span in ("layer", "expert"):
-        keep, made = calibrated.compensated(HALF, span=span)
-        assert keep.fingerprint == wanted.fingerprint
-        once = fit_compensation(model, wanted, WINDOWS, span=span)
+        keep, weights = calibrated.compensated(HALF, span=span)
+        assert keep.fingerprint == expected.fingerprint
+        once = fit_compensation(model, expected, WINDOWS, span=span)
         for layer, down in once.down_projs.items():
-            torch.testing.assert_close(made.down_projs[layer], down)
+            torch.testing.assert_close(weights.down_projs[layer], down)
 
 
 def test_statistics_come_from_elsewhere_once(model: nn.Module) -> None:
-    """From a cache, say; elimination and compensation use the same ones."""
-    asked = []
+    """They come from a cache, say; elimination and compensation use the same ones."""
+    calls = []
 
     def measure(windows: CalibrationSet, **_options: object) -> object:
-        asked.append(windows)
+        calls.append(windows)
         return collect_statistics(model, windows)
 
     calibrated = CalibratedModel(model, WINDOWS, measure=measure)  # type: ignore[arg-type]
     for estimator in ("elimination", "heapr", "fisher"):
         calibrated.compensated(Selection(0.5, estimator=estimator))
-    assert asked == [WINDOWS]
+    assert calls == [WINDOWS]

@@ -60,9 +60,9 @@ def solved(
     layer: ExpertsLayer, grams: LayerGrams, *, keep: KeepMask, ridge: float | None = 0.0
 ) -> tuple[torch.Tensor, dict[str, object]]:
     """The new columns of the first expert (I,), and its layer's row of the report."""
-    found = compensation_of([LayerSolver(layer, grams)], keep, ridge=ridge)
-    (row,) = found.report.to_dict("records")
-    return found.down_projs[0][0, 5], row
+    compensation = compensation_of([LayerSolver(layer, grams)], keep, ridge=ridge)
+    (row,) = compensation.report.to_dict("records")
+    return compensation.down_projs[0][0, 5], row
 
 
 # --- by hand ----------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_mask_that_drops_nothing_changes_nothing(
 
 
 def test_a_layer_without_output_has_no_error(layer: ExpertsLayer) -> None:
-    """Rather than one that is not a number."""
+    """The error is 0 rather than not a number."""
     silent = [[0.0, 0.0], [0.0, 0.0]]
     _, row = solved(layer, grams_of(silent, silent), keep=without(1), ridge=None)
     assert (row["changed"], row["dropped"], row["compensated"]) == (False, 0, 0)
@@ -129,7 +129,7 @@ def test_a_layer_without_output_has_no_error(layer: ExpertsLayer) -> None:
 def test_an_expert_needs_as_many_tokens_as_it_keeps_atoms(
     layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of both parts; seven stay of eight, or six."""
+    """Tokens of both parts count; seven atoms stay of eight, or six."""
     for drop, tokens, changed in (((1,), 8, True), ((1,), 6, False), ((1, 2), 6, True)):
         caplog.clear()
         grams = grams_of(COUPLED, COUPLED, tokens=tokens)
@@ -187,7 +187,7 @@ def test_an_expert_without_atoms_has_nothing_to_solve_for(layer: ExpertsLayer) -
 
 
 def test_errors_are_shares_of_the_output(layer: ExpertsLayer) -> None:
-    """However small that is."""
+    """They are, however small that is."""
     with torch.no_grad():
         layer.down.mul_(1e-6)
     _, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=0.25)
@@ -196,15 +196,15 @@ def test_errors_are_shares_of_the_output(layer: ExpertsLayer) -> None:
 
 
 def test_layers_are_solved_for_their_own_sums(model: nn.Module) -> None:
-    """In the order of the layers, each with its row."""
+    """They are in the order of the layers, each with its row."""
     keep = random_keep(model)
-    found = fit_compensation(model, keep, WINDOWS)
-    assert found.report["layer"].tolist() == [0, 1]
-    assert found.report.index.tolist() == [0, 1]
-    assert list(found.down_projs) == [0, 1]
-    assert found.settings == {"span": "layer", "ridge": None}
-    own = fit_compensation(model, keep, WINDOWS, span="expert", ridge=0.5)
-    assert own.settings == {"span": "expert", "ridge": 0.5}
+    compensation = fit_compensation(model, keep, WINDOWS)
+    assert compensation.report["layer"].tolist() == [0, 1]
+    assert compensation.report.index.tolist() == [0, 1]
+    assert list(compensation.down_projs) == [0, 1]
+    assert compensation.settings == {"span": "layer", "ridge": None}
+    other = fit_compensation(model, keep, WINDOWS, span="expert", ridge=0.5)
+    assert other.settings == {"span": "expert", "ridge": 0.5}
 
 
 # --- what is said of it -----------------------------------------------------------
@@ -213,28 +213,28 @@ def test_layers_are_solved_for_their_own_sums(model: nn.Module) -> None:
 def test_the_pruned_model_has_the_report_and_says_what_was_done(
     model: nn.Module,
 ) -> None:
-    """Of the windows, the span, and the layers whose weights stayed."""
+    """It names the windows, the span, and the layers whose weights stayed."""
     keep = random_keep(model)
     done: list[tuple[int, int]] = []
     options = {"span": "expert", "ridge": 0.5}
     pruned = compensate(
         model, keep, WINDOWS, progress=lambda *now: done.append(now), **options
     )
-    found = fit_compensation(model, keep, WINDOWS, **options)
+    fit = fit_compensation(model, keep, WINDOWS, **options)
     assert done[-1] == (8, 8)
-    assert pruned.heapr_report.equals(found.report)
-    said = (
+    assert pruned.heapr_report.equals(fit.report)
+    text = (
         "W_down compensated by least squares (span expert) on 8 windows of 12 tokens "
         f"of {WINDOWS.label}{{}}; all else sliced, otherwise unchanged"
     )
-    assert pruned.heapr_weights == describe_weights(found, WINDOWS) == said.format("")
-    report = found.report.assign(changed=[False, False])
-    stayed = Compensation(found.down_projs, report, found.settings)
-    assert describe_weights(stayed, WINDOWS) == said.format(", except in layers 0, 1")
+    assert pruned.heapr_weights == describe_weights(fit, WINDOWS) == text.format("")
+    report = fit.report.assign(changed=[False, False])
+    stayed = Compensation(fit.down_projs, report, fit.settings)
+    assert describe_weights(stayed, WINDOWS) == text.format(", except in layers 0, 1")
 
 
 def test_fingerprints_tell_weights_apart() -> None:
-    """By their numbers, shapes, types and layers; a transposed view is its copy."""
+    """Numbers, shapes, types and layers count; a transposed view is its copy."""
     down = torch.arange(6.0).view(1, 2, 3)
     others = [
         {0: down + 1},

@@ -38,13 +38,13 @@ FISHER, ELIMINATION = COMPENSATED
 
 @pytest.fixture(scope="module")
 def fitted(model: nn.Module) -> CalibratedModel:
-    """Its statistics and sums."""
+    """The model's statistics and sums."""
     return CalibratedModel(model, FIT)
 
 
 @pytest.fixture(scope="module")
 def found(model: nn.Module, fitted: CalibratedModel) -> FittedCompression:
-    """Half of its atoms removed."""
+    """The model with half of its atoms removed."""
     return fit_compression(model, WINDOWS, HALF, fitted=fitted)
 
 
@@ -79,9 +79,9 @@ def paper(model: nn.Module, ratio: float) -> Any:
 def test_it_has_to_be_better_by_two_standard_errors(
     gains: tuple[float, ...], others: tuple[float, ...], chosen: str
 ) -> None:
-    """Paired by window; losses on the windows that are reported have no say."""
+    """Losses are paired by window; those on the reported windows have no say."""
     dense = (1.0, 2.0, 3.0)
-    fisher, elimination = (tuple(5.0 - g for g in own) for own in (gains, others))
+    fisher, elimination = (tuple(5.0 - g for g in row) for row in (gains, others))
     for reported in (0.0, 9.0):
         there = (reported, reported, reported)
         judged = {
@@ -91,8 +91,8 @@ def test_it_has_to_be_better_by_two_standard_errors(
         }
         report = compress._report(judged, dense)
         assert report.loc[report["chosen"], "made"].tolist() == [chosen]
-        wanted = [3.0, reported - 2, reported - 2]
-        assert report["delta_nll"].tolist() == pytest.approx(wanted)
+        deltas = [3.0, reported - 2, reported - 2]
+        assert report["delta_nll"].tolist() == pytest.approx(deltas)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "nemotron_h"])
@@ -101,24 +101,24 @@ def test_it_is_never_worse_than_heapr_on_the_windows_that_decide(family: str) ->
     model = tiny_model(family)
     fitted = CalibratedModel(model, FIT)
     for ratio in (0.0, 0.1, 0.5, 0.9):
-        found = fit_compression(model, WINDOWS, ratio=ratio, fitted=fitted)
+        compression = fit_compression(model, WINDOWS, ratio=ratio, fitted=fitted)
         with masking(model, paper(model, ratio)):
             theirs = window_nll(model, DECIDING.ids)
-        with masking(model, found.keep, found.down_projs):
+        with masking(model, compression.keep, compression.down_projs):
             ours = window_nll(model, DECIDING.ids)
         assert float((ours - theirs).mean()) <= 1e-12
-        assert found.keep.n_kept == paper(model, ratio).n_kept
+        assert compression.keep.n_kept == paper(model, ratio).n_kept
 
 
 def test_where_compensation_is_not_better_the_papers_mask_is_taken(
     model: nn.Module, fitted: CalibratedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With unchanged weights."""
+    """It is taken with unchanged weights."""
     monkeypatch.setattr(compress, "_STANDARD_ERRORS", math.inf)
-    found = fit_compression(model, WINDOWS, HALF, fitted=fitted)
-    assert found.down_projs is None
-    assert found.keep.fingerprint == paper(model, 0.5).fingerprint
-    assert found.keep.settings["estimator"] == "heapr"
+    compression = fit_compression(model, WINDOWS, HALF, fitted=fitted)
+    assert compression.down_projs is None
+    assert compression.keep.fingerprint == paper(model, 0.5).fingerprint
+    assert compression.keep.settings["estimator"] == "heapr"
 
 
 @pytest.mark.usefixtures("always")
@@ -126,33 +126,33 @@ def test_where_compensation_is_not_better_the_papers_mask_is_taken(
 def test_else_a_mask_is_compensated(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, made: str
 ) -> None:
-    """As `compensate` makes it, of the same windows."""
+    """It is as `compensate` makes it, of the same windows."""
     estimator = COMPENSATED[made]
     monkeypatch.setattr(compress, "COMPENSATED", {made: estimator})
-    found = fit_compression(model, WINDOWS, HALF)
+    compression = fit_compression(model, WINDOWS, HALF)
     table = collect_statistics(model, FIT)
     if estimator == "elimination":
         table = eliminate(model, table, FIT)
     keep = select(table, ratio=0.5, estimator=estimator)
-    assert found.keep.fingerprint == keep.fingerprint
-    assert found.compensation is not None
-    wanted = fit_compensation(model, keep, FIT)
-    for layer, down in wanted.down_projs.items():
-        torch.testing.assert_close(found.compensation.down_projs[layer], down)
+    assert compression.keep.fingerprint == keep.fingerprint
+    assert compression.compensation is not None
+    expected = fit_compensation(model, keep, FIT)
+    for layer, down in expected.down_projs.items():
+        torch.testing.assert_close(compression.compensation.down_projs[layer], down)
 
 
 def test_the_report_has_the_measured_losses(
     model: nn.Module, fitted: CalibratedModel, found: FittedCompression
 ) -> None:
-    """Of the windows that have no part in the fit and in the choice."""
+    """The losses are of windows that have no part in the fit and in the choice."""
     rows = found.report.set_index("made")
     assert rows.index.tolist() == [PAPER, FISHER, ELIMINATION]
-    keep, made = fitted.compensated(Selection(0.5, estimator="elimination"))
+    keep, weights = fitted.compensated(Selection(0.5, estimator="elimination"))
     losses = {}
     for name, windows in (("deciding", DECIDING), ("reported", REPORTED)):
         with masking(model, paper(model, 0.5)):
             theirs = window_nll(model, windows.ids)
-        with masking(model, keep, made.down_projs):
+        with masking(model, keep, weights.down_projs):
             losses[name] = window_nll(model, windows.ids), theirs
     ours, theirs = losses["reported"]
     dense = window_nll(model, REPORTED.ids)
@@ -188,15 +188,15 @@ def test_the_model_that_comes_back_is_the_one_that_was_judged(
 
 
 def test_fits_do_not_see_the_other_windows(model: nn.Module) -> None:
-    """Others in their places: the same masks and weights."""
+    """Other windows in their places: the same masks and weights."""
     others = WINDOWS.ids.clone()
     others[1::4] = tiny_ids(n_sequences=6, seq_len=12, seed=9)
-    made = []
+    prints = []
     for ids in (WINDOWS.ids, others):
         windows = CalibrationSet.from_ids(ids).three_parts()[0]
         keep, weights = CalibratedModel(model, windows).compensated(HALF)
-        made.append((keep.fingerprint, weights.fingerprint))
-    assert made[0] == made[1]
+        prints.append((keep.fingerprint, weights.fingerprint))
+    assert prints[0] == prints[1]
 
 
 def test_three_of_four_windows_are_fitted_to() -> None:
@@ -215,7 +215,7 @@ def test_the_others_decide_and_are_reported_in_turns() -> None:
     assert torch.equal(REPORTED.ids, WINDOWS.ids[[5, 13, 21]])
     for n, sizes in ((8, [5, 2, 1]), (9, [6, 2, 1]), (10, [7, 2, 1])):
         few = CalibrationSet.from_ids(tiny_ids(n_sequences=n))
-        assert [own.n_sequences for own in few.three_parts()] == sizes
+        assert [part.n_sequences for part in few.three_parts()] == sizes
     with pytest.raises(SpecError, match="there are 7 windows, expected at least 8"):
         CalibrationSet.from_ids(tiny_ids(n_sequences=7)).three_parts()
 
@@ -238,7 +238,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_it_takes_less_than_twice_the_scores(seen: list[float]) -> None:
-    """In passes; a second ratio takes those over the held-out windows alone."""
+    """Counted in passes; a second ratio takes those over the held-out windows alone."""
     model = tiny_model("qwen2_moe")
     collect_statistics(model, WINDOWS)
     scores = sum(seen)

@@ -26,7 +26,7 @@ WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=4, seq_len=12))
 
 @pytest.fixture(scope="module")
 def table(model: nn.Module) -> ImportanceTable:
-    """Its statistics."""
+    """The model's statistics."""
     return collect_statistics(model, WINDOWS)
 
 
@@ -122,9 +122,9 @@ def test_costs_do_not_depend_on_the_scale_of_columns(layer: ExpertsLayer) -> Non
 def test_the_specification_has_all_that_determines_the_scores(
     model: nn.Module, table: ImportanceTable
 ) -> None:
-    """That of the table besides; a cache is keyed by it, so it is written out here."""
-    found = eliminate(model, table, WINDOWS, span="expert", ridge=0.5, n_steps=2)
-    spec = found.metadata["spec"]
+    """The table's is in it; a cache is keyed by it, so it is written out here."""
+    costs = eliminate(model, table, WINDOWS, span="expert", ridge=0.5, n_steps=2)
+    spec = costs.metadata["spec"]
     assert spec.pop("elimination") == {
         "span": "expert",
         "ridge": 0.5,
@@ -138,8 +138,8 @@ def test_the_specification_has_all_that_determines_the_scores(
         eliminate(model, table, WINDOWS).metadata["spec"],
         elimination_spec(table, WINDOWS),
     ):
-        own = spec["elimination"]
-        assert {name: own[name] for name in by_default} == by_default
+        options = spec["elimination"]
+        assert {name: options[name] for name in by_default} == by_default
     nameless = ImportanceTable.from_frame(table.frame)
     assert list(elimination_spec(nameless, WINDOWS)) == ["elimination"]
 
@@ -157,7 +157,7 @@ def test_defaults_are_those_that_the_specification_names(
     pairs = [(layer, sums[layer.layer]) for layer in layers]
     assert with_elimination(table, pairs).frame["elimination"].equals(expected)
     base = torch.tensor(table.score("fisher").to_numpy()).view(2, 4, 8)
-    costs = [layer_costs(*pair, own) for pair, own in zip(pairs, base, strict=True)]
+    costs = [layer_costs(*pair, bases) for pair, bases in zip(pairs, base, strict=True)]
     assert torch.stack(costs).flatten().tolist() == expected.tolist()
 
 
@@ -187,7 +187,7 @@ def test_without_a_specification_the_table_has_none(
 
 
 def test_progress_counts_the_windows(model: nn.Module, table: ImportanceTable) -> None:
-    """Of its one pass."""
+    """The windows are those of its one pass."""
     done: list[tuple[int, int]] = []
     eliminate(model, table, WINDOWS, progress=lambda *now: done.append(now))
     assert done[-1] == (4, 4)
@@ -214,18 +214,18 @@ def test_scores_of_an_earlier_version_are_not_read(
 ) -> None:
     """The column is left out with a warning, and asking for it says what to do."""
     column = "elimination"
-    made = eliminate(model, table, WINDOWS)
-    made.write(tmp_path / "now.parquet")
+    new = eliminate(model, table, WINDOWS)
+    new.write(tmp_path / "now.parquet")
     same = ImportanceTable.read(tmp_path / "now.parquet")
-    assert same.score(column).equals(made.score(column))
-    spec = made.metadata["spec"]
+    assert same.score(column).equals(new.score(column))
+    spec = new.metadata["spec"]
     spec[column] = {**spec[column], "schema": 1}
-    metadata = {**made.metadata, "spec": spec, "spec_hash": digest(spec)}
-    old = ImportanceTable.from_frame(made.frame, **metadata)
+    metadata = {**new.metadata, "spec": spec, "spec_hash": digest(spec)}
+    old = ImportanceTable.from_frame(new.frame, **metadata)
     old.write(tmp_path / "old.parquet")
     read = ImportanceTable.read(tmp_path / "old.parquet")
     assert f"left out {column}" in caplog.text
-    assert read.score("heapr").equals(made.score("heapr"))
+    assert read.score("heapr").equals(new.score("heapr"))
     with pytest.raises(SpecError, match=f"needs column {column}"):
         read.score(column)
 

@@ -14,10 +14,10 @@ def test_calls_are_those_of_a_forward_pass(family: str) -> None:
     dense = tiny_model(family)
     ids = tiny_ids(n_sequences=5)
     layers = find_experts(dense)
-    found = {layer.layer: calls for layer, calls in iter_expert_calls(dense, ids)}
-    assert sorted(found) == [layer.layer for layer in layers]
+    by_layer = {layer.layer: calls for layer, calls in iter_expert_calls(dense, ids)}
+    assert sorted(by_layer) == [layer.layer for layer in layers]
     for layer in layers:
-        calls = found[layer.layer]
+        calls = by_layer[layer.layer]
         assert not calls.top_k_index.is_floating_point()
         assert calls.hidden_states.shape == (ids.numel(), layer.d_expert)
         with torch.no_grad():
@@ -28,7 +28,7 @@ def test_calls_are_those_of_a_forward_pass(family: str) -> None:
 
 
 def test_progress_of_calls_counts_decoder_layers() -> None:
-    """Those without experts, too."""
+    """Layers without experts count, too."""
     done: list[tuple[int, int]] = []
     ids = tiny_ids(n_sequences=2)
     dense = tiny_model("deepseek_v2")

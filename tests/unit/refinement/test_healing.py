@@ -42,16 +42,16 @@ def pruned_of(dense: nn.Module) -> nn.Module:
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all weights."""
-    return {name: own.detach().clone() for name, own in model.named_parameters()}
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_gradients_are_those_of_whole_logits(family: str) -> None:
-    """Of -log q and KL(p ‖ q) in one expression, in float64."""
+    """The gradients of -log q and KL(p ‖ q) in one expression, in float64."""
     dense = tiny_model(family)
     pruned, ids = pruned_of(dense), tiny_ids()
-    found = add_gradients(pruned, dense, ids)
-    names = [name for name, own in pruned.named_parameters() if own.grad is not None]
+    loss = add_gradients(pruned, dense, ids)
+    names = [name for name, p in pruned.named_parameters() if p.grad is not None]
     gradients = {name: pruned.get_parameter(name).grad.clone() for name in names}
     pruned.zero_grad()
     log_q, log_p = (
@@ -61,7 +61,7 @@ def test_gradients_are_those_of_whole_logits(family: str) -> None:
     nll = F.nll_loss(log_q.flatten(0, 1), ids[:, 1:].flatten())
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
     (nll + kl).backward()
-    assert found == pytest.approx((nll + kl).item(), rel=1e-9)
+    assert loss == pytest.approx((nll + kl).item(), rel=1e-9)
     assert any("experts" in name for name in names)
     for name in names:
         expected = pruned.get_parameter(name).grad
@@ -84,15 +84,15 @@ def test_experts_routers_and_norms_learn(family: str) -> None:
     assert losses[1] < losses[0]
     assert report["tokens"].tolist() == [0, 54, 108, 162, 216]
     of_experts = tuple(f"{name}." for name in sliced_experts(pruned))
-    for name, own in pruned.named_parameters():
+    for name, weight in pruned.named_parameters():
         may = name.startswith(of_experts) or "norm" in name
         may |= bool(re.search(r"\.(gate|router|shared_expert_gate)\.weight$", name))
-        assert torch.equal(own, before[name]) != (may and own.numel() > 0), name
-        assert own.grad is None
-        assert own.requires_grad
-    for name, own in dense.named_parameters():
-        assert torch.equal(own, teacher[name])
-        assert own.grad is None
+        assert torch.equal(weight, before[name]) != (may and weight.numel() > 0), name
+        assert weight.grad is None
+        assert weight.requires_grad
+    for name, weight in dense.named_parameters():
+        assert torch.equal(weight, teacher[name])
+        assert weight.grad is None
     assert "then healed on 216 tokens of token ids" in pruned.heapr_weights
 
 
@@ -107,18 +107,18 @@ def test_held_out_losses_never_rise(dense: nn.Module) -> None:
         learning_rate=1.0,
     )
     assert pruned.heapr_healing["held_out"].idxmin() == 0
-    for name, own in pruned.named_parameters():
-        assert torch.equal(own, before[name])
+    for name, weight in pruned.named_parameters():
+        assert torch.equal(weight, before[name])
 
 
 class Stop(Exception):  # noqa: N818
-    """As Control-C."""
+    """An interruption, as by Control-C."""
 
 
 def test_an_interrupted_one_resumes(
     dense: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the weights and the report of one that was not interrupted, to the bit."""
+    """It has the weights and report of one that was not interrupted, to the bit."""
     whole, halves = pruned_of(dense), pruned_of(dense)
     heal(whole, dense, TEXT, learning_rate=1e-2)
     monkeypatch.setattr(healing, "_SAVE_SECONDS", -1.0)
@@ -137,8 +137,8 @@ def test_an_interrupted_one_resumes(
     assert seen == [(step, 12) for step in range(8, 13)]
     assert not state.exists()
     assert again.heapr_healing.equals(whole.heapr_healing)
-    for name, own in weights_of(whole).items():
-        assert torch.equal(weights_of(again)[name], own)
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weights_of(again)[name], weight)
 
 
 def test_another_or_a_damaged_state_is_refused(
@@ -163,7 +163,7 @@ def test_another_or_a_damaged_state_is_refused(
 
 
 def test_a_loss_that_is_not_finite_is_an_error(dense: nn.Module) -> None:
-    """With what to do."""
+    """The error says what to do."""
     pruned = pruned_of(dense)
     with pytest.raises(HeaprLabError, match=r"smaller learning_rate|not finite"):
         heal(pruned, dense, TEXT, learning_rate=1e30)

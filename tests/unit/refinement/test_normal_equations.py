@@ -42,7 +42,7 @@ def test_an_expert_with_fewer_tokens_than_atoms_is_scarce() -> None:
 
 
 def test_a_singular_problem_is_solved_beside_others() -> None:
-    """By the pseudo-inverse, and named."""
+    """It is solved by the pseudo-inverse, and named."""
     A = torch.stack([torch.ones(2, 2), 2 * torch.eye(2)]).double()
     wanted = torch.tensor([[[2.0], [2.0]], [[2.0], [4.0]]]).double()
     normal = Normal(A, wanted, torch.zeros(2).double(), None)
@@ -73,17 +73,17 @@ def test_problems_together_are_problems_alone(monkeypatch: pytest.MonkeyPatch) -
     layer, grams = layer_and_grams()
     base = numbers(4, 8, seed=2).exp()
     kept = torch.arange(8)[None] < torch.tensor([0, 3, 5, 8])[:, None]
-    found = []
+    solutions = []
     for size in (4, 3, 1):
         for module in (compensation, elimination):
             monkeypatch.setattr(module, "at_once", lambda _sums, n=size: n)
         down, row = LayerSolver(layer, grams).solve(kept)
-        found.append((layer_costs(layer, grams, base), down, row))
-    for costs, down, row in found[1:]:
-        torch.testing.assert_close(costs, found[0][0], rtol=1e-4, atol=0)
-        torch.testing.assert_close(down, found[0][1], rtol=1e-9, atol=1e-12)
-        assert row["ridge"] == found[0][2]["ridge"]
-        assert row["compensated"] == pytest.approx(found[0][2]["compensated"])
+        solutions.append((layer_costs(layer, grams, base), down, row))
+    for costs, down, row in solutions[1:]:
+        torch.testing.assert_close(costs, solutions[0][0], rtol=1e-4, atol=0)
+        torch.testing.assert_close(down, solutions[0][1], rtol=1e-9, atol=1e-12)
+        assert row["ridge"] == solutions[0][2]["ridge"]
+        assert row["compensated"] == pytest.approx(solutions[0][2]["compensated"])
 
 
 @pytest.mark.parametrize("n_atoms", [64, 520])
@@ -100,9 +100,9 @@ def test_float32_is_enough_under_the_default_ridge(
     used = []
     eliminated = elimination._eliminated
 
-    def spy(B: torch.Tensor, *others: Any) -> torch.Tensor:
+    def spy(B: torch.Tensor, *rest: Any) -> torch.Tensor:
         used.append(B.dtype)
-        return eliminated(B, *others)
+        return eliminated(B, *rest)
 
     monkeypatch.setattr(elimination, "_eliminated", spy)
     narrow = elimination._costs(sums, weights, ridge, rates, n_steps=32)

@@ -1,4 +1,4 @@
-"""Text that a model writes itself: its shape, its draws, and where it is used."""
+"""Self-generated text: its shape, its draws, and where it is used."""
 
 import json
 from pathlib import Path
@@ -40,14 +40,14 @@ def bench_of(root: Path) -> Workbench:
 def test_tokens_are_drawn_from_the_models_distribution(tokenizer: Any) -> None:
     """Frequencies of the second token, given the first, within five deviations."""
     model, n = model_of(), 6000
-    found = own_text(model, tokenizer, n_sequences=n, seq_len=2, batch_size=n).ids
-    assert found.shape == (n, 2)
-    assert set(found[:, 0].tolist()) == {*range(1, D_VOCAB)}  # all but the special one
+    ids = own_text(model, tokenizer, n_sequences=n, seq_len=2, batch_size=n).ids
+    assert ids.shape == (n, 2)
+    assert set(ids[:, 0].tolist()) == {*range(1, D_VOCAB)}  # all but the special one
     expected = torch.zeros(D_VOCAB, dtype=torch.float64)
     for first in range(1, D_VOCAB):
         p = logits_of(model, torch.tensor([[first]]))[0, 0].double().softmax(-1)
-        expected += p * int((found[:, 0] == first).sum())
-    seen = torch.bincount(found[:, 1], minlength=D_VOCAB)
+        expected += p * int((ids[:, 0] == first).sum())
+    seen = torch.bincount(ids[:, 1], minlength=D_VOCAB)
     assert float(((seen - expected).abs() / expected.sqrt()).max()) < 5
 
 
@@ -55,9 +55,9 @@ def test_windows_are_whole_although_texts_end(tokenizer: Any) -> None:
     """The token that ends a text is never drawn; a draw of it would show."""
     usual = own_text(model_of(), tokenizer, n_sequences=16, seq_len=40)
     end = int(usual.ids[0, 5])
-    found = own_text(model_of(end=end), tokenizer, n_sequences=16, seq_len=40)
-    assert found.ids.shape == (16, 40)
-    assert end not in found.ids[:, 1:]
+    windows = own_text(model_of(end=end), tokenizer, n_sequences=16, seq_len=40)
+    assert windows.ids.shape == (16, 40)
+    assert end not in windows.ids[:, 1:]
     assert end in usual.ids[:, 1:]
 
 
@@ -113,13 +113,13 @@ def test_what_cannot_be_written_is_refused(tokenizer: Any) -> None:
 def test_joined_windows_keep_their_order_and_origin() -> None:
     """First one set, then the other; both are named, and held out alike."""
     a, b = (CalibrationSet.from_ids(torch.full((8, 5), n)) for n in (1, 2))
-    both = a.joined(b)
-    assert both.ids[:, 0].tolist() == [1] * 8 + [2] * 8
-    assert both.provenance["joined"] == [b.provenance | {"n_sequences": 8}]
-    assert both.label == f"{a.label} and {b.provenance['corpus']}"
-    for part, count in zip(both.split(), (6, 2), strict=True):
+    joined = a.joined(b)
+    assert joined.ids[:, 0].tolist() == [1] * 8 + [2] * 8
+    assert joined.provenance["joined"] == [b.provenance | {"n_sequences": 8}]
+    assert joined.label == f"{a.label} and {b.provenance['corpus']}"
+    for part, count in zip(joined.split(), (6, 2), strict=True):
         assert part.ids[:, 0].tolist() == [1] * count + [2] * count
-    assert len(both.joined(a).provenance["joined"]) == 2
+    assert len(joined.joined(a).provenance["joined"]) == 2
     assert "joined" not in a.provenance
     with pytest.raises(SpecError, match="same seq_len"):
         a.joined(CalibrationSet.from_ids(torch.ones(2, 6, dtype=torch.long)))
@@ -127,7 +127,7 @@ def test_joined_windows_keep_their_order_and_origin() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 8.1, float("nan"), "half", True, None])
 def test_a_share_is_a_number(share: Any) -> None:
-    """And not so large that the corpus would hardly count."""
+    """It is not so large that the corpus would hardly count."""
     with pytest.raises(SpecError, match="own_text"):
         Calibration(own_text=share)
 
@@ -139,40 +139,40 @@ def test_the_number_of_own_windows_is_rounded() -> None:
 
 
 def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For one model, shape and seed; other weights write another text."""
+    """It writes one text for a model, shape and seed; other weights write another."""
     text = str(root / "text.txt")
-    asked = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
-    found = bench_of(root).calibration_set(asked)
+    spec = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
+    windows = bench_of(root).calibration_set(spec)
     plain = bench_of(root).calibration_set(Calibration(text, 8, 32))
-    assert found.n_sequences == 10
-    assert torch.equal(found.ids[:8], plain.ids)
+    assert windows.n_sequences == 10
+    assert torch.equal(windows.ids[:8], plain.ids)
 
     def never(*_given: Any, **_named: Any) -> CalibrationSet:
         raise AssertionError("written again")
 
     with monkeypatch.context() as patch:
         patch.setattr("heapr_lab.refinement.own_text.own_text", never)
-        assert bench_of(root).calibration_set(asked).fingerprint == found.fingerprint
+        assert bench_of(root).calibration_set(spec).fingerprint == windows.fingerprint
         changed = bench_of(root)
         changed.model.lm_head.weight.data.add_(1)
         with pytest.raises(AssertionError, match="again"):
-            changed.calibration_set(asked)
+            changed.calibration_set(spec)
     other = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25, seed=1)
     drawn = bench_of(root).calibration_set(other)
-    assert not torch.equal(drawn.ids[8:], found.ids[8:])
+    assert not torch.equal(drawn.ids[8:], windows.ids[8:])
 
 
 def test_a_table_says_what_it_was_measured_on(root: Path) -> None:
     """Read back it is the calibration; other joined windows are nobody's."""
     bench, text = bench_of(root), str(root / "text.txt")
-    asked = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
-    table = bench.importance(asked)
-    assert calibration_of(table) == asked
+    spec = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
+    table = bench.importance(spec)
+    assert calibration_of(table) == spec
     told = describe_calibration(table)
     assert told.startswith("8 windows of 32 tokens of ")
     assert told.endswith("(train), seed 0, and 2 that the model wrote itself")
-    assert Calibration.from_dict(asked.to_dict()) == asked
-    assert Setting(0.1, asked).columns()["own_text"] == 0.25
+    assert Calibration.from_dict(spec.to_dict()) == spec
+    assert Setting(0.1, spec).columns()["own_text"] == 0.25
     assert "own_text" not in Setting(0.1, text).columns()
     windows = bench.calibration_set(Calibration(text, 4, 32))
     mixed = collect_statistics(bench.model, windows.joined(windows))
@@ -212,9 +212,9 @@ def test_a_table_has_its_own_text(root: Path, tmp_path: Path) -> None:
     """`score` writes it where asked; with its table nothing can be written any more."""
     table = tmp_path / "table.parquet"
     run("score", root / "moe", "--own-text", 0.25, "--out", table, *text_of(root))
-    found = calibration_of(ImportanceTable.read(table))
-    assert found is not None
-    assert found.own_text == 0.25
+    spec = calibration_of(ImportanceTable.read(table))
+    assert spec is not None
+    assert spec.own_text == 0.25
     base = ("prune", root / "moe", "--ratio", 0.4, "--importance", table)
     assert "leave --importance out" in one_line(*base, "--own-text", 0.5)
     facts = json.loads(run(*base, "--json"))

@@ -17,39 +17,39 @@ def down(value: float) -> torch.Tensor:
 
 @pytest.fixture(params=[0, 10**6])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> SweepStore:
-    """In files, and in memory."""
+    """A store in files, and one in memory."""
     return SweepStore(tmp_path, budget=request.param, durable=False)
 
 
 def test_it_is_a_mapping(store: SweepStore) -> None:
-    """As a dict is, also after a layer is given new weights, or taken away."""
-    found, wanted = StoredDowns(store), dict[int, torch.Tensor]()
+    """It acts as a dict, also after a layer is given new weights, or taken away."""
+    downs, expected = StoredDowns(store), dict[int, torch.Tensor]()
     for number, value in ((3, 1.0), (1, 2.0), (3, 3.0), (11, 4.0), (1, 5.0)):
-        found[number] = down(value)
-        wanted[number] = down(value)
-        assert list(found) == list(wanted)
-        assert len(found) == len(wanted)
-        for key, own in wanted.items():
-            assert torch.equal(found[key], own)
+        downs[number] = down(value)
+        expected[number] = down(value)
+        assert list(downs) == list(expected)
+        assert len(downs) == len(expected)
+        for key, tensor in expected.items():
+            assert torch.equal(downs[key], tensor)
     for number in (3, 1):
-        del found[number]
-        del wanted[number]
+        del downs[number]
+        del expected[number]
         with pytest.raises(KeyError):
-            found[number]
-    found[3] = wanted[3] = down(6.0)
-    assert list(found) == list(wanted)
-    assert all(torch.equal(found[key], own) for key, own in wanted.items())
+            downs[number]
+    downs[3] = expected[3] = down(6.0)
+    assert list(downs) == list(expected)
+    assert all(torch.equal(downs[key], tensor) for key, tensor in expected.items())
     with pytest.raises(KeyError):
-        del found[1]
+        del downs[1]
 
 
 def test_two_of_one_store_are_apart(store: SweepStore, tmp_path: Path) -> None:
     """Each has its own weights, and removes them alone."""
-    one, two = StoredDowns(store), StoredDowns(store)
-    one[0], two[0] = down(1.0), down(2.0)
-    assert (one[0].unique().item(), two[0].unique().item()) == (1.0, 2.0)
-    del one
+    first, second = StoredDowns(store), StoredDowns(store)
+    first[0], second[0] = down(1.0), down(2.0)
+    assert (first[0].unique().item(), second[0].unique().item()) == (1.0, 2.0)
+    del first
     gc.collect()
-    assert two._store is store
+    assert second._store is store
     assert len(store._memory) + len(list(tmp_path.iterdir())) == 1
-    assert two[0].unique().item() == 2.0
+    assert second[0].unique().item() == 2.0

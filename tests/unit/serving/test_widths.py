@@ -15,8 +15,8 @@ WIDTHS = {
 
 def test_by_layer() -> None:
     """The layers are numbers, as an engine has other names for modules."""
-    found = widths_by_layer({"format_version": 1, "widths": WIDTHS})
-    assert found == {1: [3, 0], 10: [2, 2]}
+    widths = widths_by_layer({"format_version": 1, "widths": WIDTHS})
+    assert widths == {1: [3, 0], 10: [2, 2]}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_by_layer() -> None:
     ],
 )
 def test_refused(change: dict[str, Any], message: str) -> None:
-    """Before anything is allocated."""
+    """The error comes before anything is allocated."""
     with pytest.raises(HeaprLabError, match=message):
         widths_by_layer({"format_version": 1, "widths": WIDTHS} | change)
 
@@ -43,7 +43,7 @@ def test_refused(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 @pytest.mark.parametrize("width", [0, 1, 2, 7, 32])
 def test_each_atom_is_on_one_rank(width: int, n_ranks: int) -> None:
-    """In order, and as evenly as can be."""
+    """Atoms are in order, and shared as evenly as can be."""
     parts = [range(width)[shard(width, rank, n_ranks)] for rank in range(n_ranks)]
     assert [atom for part in parts for atom in part] == list(range(width))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

@@ -213,11 +213,11 @@ def test_truncated_state_is_refused(tmp_path: Path) -> None:
 # --- cached results -------------------------------------------------------------
 
 
-def cached_answer(key: dict[str, int], made: list[int]) -> int:
+def cached_answer(key: dict[str, int], runs: list[int]) -> int:
     """A cached computation that notes that it ran."""
 
     def compute() -> int:
-        made.append(1)
+        runs.append(1)
         return key["x"] * 10
 
     return int(store.cached_json("answers", key, compute))
@@ -225,9 +225,9 @@ def cached_answer(key: dict[str, int], made: list[int]) -> int:
 
 def test_a_result_is_computed_once_per_key(cache: Path) -> None:
     """The second asking reads; another key computes; the key is readable beside."""
-    made: list[int] = []
-    assert [cached_answer({"x": x}, made) for x in (4, 4, 5)] == [40, 40, 50]
-    assert len(made) == 2
+    runs: list[int] = []
+    assert [cached_answer({"x": x}, runs) for x in (4, 4, 5)] == [40, 40, 50]
+    assert len(runs) == 2
     path = store.cache_path("answers", {"x": 4}, extension="json")
     assert files.read_json(path) == 40
     assert files.read_json(path.with_name(f"{path.name}.key.json")) == {"x": 4}
@@ -238,10 +238,10 @@ def test_a_truncated_result_is_refused_and_never_replaced() -> None:
     cached_answer({"x": 4}, [])
     path = store.cache_path("answers", {"x": 4}, extension="json")
     path.write_text('{"val')
-    made: list[int] = []
+    runs: list[int] = []
     with pytest.raises(CacheError, match=path.name):
-        cached_answer({"x": 4}, made)
-    assert made == []
+        cached_answer({"x": 4}, runs)
+    assert runs == []
     assert path.read_text() == '{"val'
 
 

@@ -83,7 +83,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_header_that_cannot_be_read(
     mask: Path, table: Path, change: Callable[[dict[str, Any]], Any]
 ) -> None:
-    """Of a mask and of a table, for all who read them."""
+    """The header of a mask and of a table, for all who read them."""
     for path, read in ((mask, KeepMask.read), (table, ImportanceTable.read)):
         change_header(path, change)
         for reader in (read, read_provenance, files.read_frame, files.read_metadata):
@@ -141,8 +141,8 @@ def test_a_mask_without_rows_or_columns(
 def test_columns_that_cannot_be_described(table: Path) -> None:
     """What pandas has written of them was damaged."""
     rows = pq.read_table(table)
-    for said in (b"{", b"[]", b'{"index_columns": 7}'):
-        metadata = {**rows.schema.metadata, b"pandas": said}
+    for description in (b"{", b"[]", b'{"index_columns": 7}'):
+        metadata = {**rows.schema.metadata, b"pandas": description}
         pq.write_table(rows.replace_schema_metadata(metadata), table)
         with pytest.raises(
             CacheError, match=r"table\.parquet is damaged: the description"
@@ -151,7 +151,7 @@ def test_columns_that_cannot_be_described(table: Path) -> None:
 
 
 def test_json_that_is_nested_deeply(tmp_path: Path) -> None:
-    """Deeper than Python reads."""
+    """JSON nested deeper than Python reads."""
     path = tmp_path / "deep.json"
     path.write_text("[" * 100_000)
     with pytest.raises(CacheError, match=r"deep\.json is truncated or is not JSON"):

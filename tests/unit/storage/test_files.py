@@ -44,7 +44,7 @@ def test_the_temporary_file_itself_becomes_the_file(tmp_path: Path) -> None:
 
 
 def test_temporary_names(tmp_path: Path) -> None:
-    """Beside the file, with its extension, and another one for each writer."""
+    """They are beside the file, with its extension, and differ between writers."""
     path = tmp_path / "a" / "b" / "x.parquet"
     with files.replacing(path) as first, files.replacing(path) as second:
         assert first != second
@@ -88,7 +88,7 @@ def test_a_folder_can_take_a_name_too(tmp_path: Path) -> None:
 
 
 def test_share_mode_changes_the_files_of_a_folder(tmp_path: Path) -> None:
-    """All of them, and no folder."""
+    """It changes all of them, and no folder."""
     like, folder = tmp_path / "like", tmp_path / "folder"
     like.write_text("")
     like.chmod(0o640)
@@ -106,7 +106,7 @@ def test_share_mode_changes_the_files_of_a_folder(tmp_path: Path) -> None:
 
 
 def layout(path: Path) -> dict[str, tuple[str, bool, bool]]:
-    """Of each column: compression, whether it has a dictionary, whether it is split."""
+    """Each column's compression, whether it has a dictionary, whether it is split."""
     group = pq.ParquetFile(path).metadata.row_group(0)
     columns = [group.column(i) for i in range(group.num_columns)]
     return {
@@ -217,7 +217,7 @@ def test_a_path_in_the_cache_may_be_relative(
 
 
 def test_a_state_without_our_header_is_foreign(tmp_path: Path) -> None:
-    """With no metadata at all, or with another program's."""
+    """It has no metadata at all, or another program's."""
     path = tmp_path / "s.safetensors"
     for metadata in (None, {"format": "pt"}):
         save_file({"x": np.ones(2)}, path, metadata=metadata)
@@ -238,19 +238,19 @@ def test_a_flipped_bit_of_a_state_is_noticed(tmp_path: Path, bit: int) -> None:
         changed[at] ^= 1 << bit
         path.write_bytes(changed)
         try:
-            found, meta = files.load_state(path)
+            loaded, meta = files.load_state(path)
         except CacheError as error:
             refused.append(str(error))
             continue
         assert meta == {"done": 3}
         for name, array in arrays.items():
-            np.testing.assert_array_equal(found[name], array, strict=True)
+            np.testing.assert_array_equal(loaded[name], array, strict=True)
     assert all(path.name in message for message in refused)
     assert len(refused) > 0.8 * len(whole)
 
 
 def test_a_state_without_a_checksum_is_read(tmp_path: Path) -> None:
-    """As versions wrote it that knew none."""
+    """A state as versions wrote it that knew none."""
     path = tmp_path / "s.safetensors"
     header = {"schema": 1, "metadata": {"done": 3}}
     save_file({"x": np.ones(2)}, path, metadata={"heapr_lab": json.dumps(header)})

@@ -32,7 +32,7 @@ def test_what_is_not_plain_is_refused(value: object) -> None:
 
 
 def test_the_digest_is_that_of_the_text() -> None:
-    """In UTF-8, with letters beyond ASCII escaped."""
+    """The text is in UTF-8, with letters beyond ASCII escaped."""
     assert canonical_json({"ℓ": 1}) == '{"\\u2113":1}'
     expected = hashlib.sha256(b'{"\\u2113":1}').hexdigest()
     assert digest({"ℓ": 1}) == expected

@@ -25,6 +25,6 @@ def test_a_result_lies_under_the_hash_of_its_key(
 ) -> None:
     """Kind, then sixteen digits: the names that earlier results have."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
-    found = cache.cache_path("kind", {"x": 1}, extension="json")
-    assert found == tmp_path / "kind" / f"{digest({'x': 1})[:16]}.json"
-    assert found.name == "5041bf1f713df204.json"
+    path = cache.cache_path("kind", {"x": 1}, extension="json")
+    assert path == tmp_path / "kind" / f"{digest({'x': 1})[:16]}.json"
+    assert path.name == "5041bf1f713df204.json"

@@ -47,8 +47,8 @@ def test_waiting_is_said_only_of_a_lock_that_is_held(
     results.append(answer(2))
     first.join()
     assert results == [1, 1]
-    said = f"waiting for {path}, which another is computing"
-    assert [m for m in caplog.messages if "waiting" in m] == [said]
+    message = f"waiting for {path}, which another is computing"
+    assert [m for m in caplog.messages if "waiting" in m] == [message]
     caplog.clear()
     assert answer(3) == 1
     assert answer(3, {"x": 2}) == 3
@@ -119,11 +119,11 @@ def test_the_right_to_write_is_held_beside_the_output(folder: Path) -> None:
     output = folder / "deep" / "er" / "x.png"
     for _ in range(2):
         with cache.writing(output):
-            (own,) = output.parent.iterdir()
-            assert own.name == ".partial-x.png.lock"
+            (lock,) = output.parent.iterdir()
+            assert lock.name == ".partial-x.png.lock"
         assert list(output.parent.iterdir()) == []
         with cache.writing(output):  # somebody tidies up
-            own.unlink()
+            lock.unlink()
         assert list(output.parent.iterdir()) == []
 
 
@@ -171,12 +171,12 @@ def test_a_folder_is_made_once_by_two_processes(folder: Path) -> None:
     """The second waits; both have the same folder, and nothing else is left."""
     log = folder / "log"
     command = [sys.executable, "-c", MAKE, str(log)]
-    both = [
+    processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    said = {process.communicate(timeout=100)[0].strip() for process in both}
+    outputs = {process.communicate(timeout=100)[0].strip() for process in processes}
     assert log.read_text() == "made\n"
-    (place,) = map(Path, said)
+    (place,) = map(Path, outputs)
     assert place.relative_to(folder).parts[0] == "models"
     assert place.name == "tiny"
     assert (place / "weights").read_text() == "whole"
@@ -196,21 +196,21 @@ def test_a_folder_that_fails_is_not_there(folder: Path) -> None:
     (home,) = (folder / "models").iterdir()
     assert {path.name for path in home.iterdir()} == {"tiny.key.json", "tiny.lock"}
     (home / ".partial-killed" / "tiny").mkdir(parents=True)
-    made = cache.cached_folder(
+    target = cache.cached_folder(
         "models", {"x": 1}, lambda partial: (partial / "a").touch(), name="tiny"
     )
-    assert [path.name for path in made.iterdir()] == ["a"]
+    assert [path.name for path in target.iterdir()] == ["a"]
     assert not (home / ".partial-killed").exists()
 
 
 def test_a_folder_of_another_key_is_refused(folder: Path) -> None:
-    """As any cached result."""
+    """It is refused as any cached result is."""
 
     def make(partial: Path) -> None:
         (partial / "a").touch()
 
-    made = cache.cached_folder("models", {"x": 1}, make, name="tiny")
-    files.write_json(made.with_name("tiny.key.json"), {"x": 2})
+    target = cache.cached_folder("models", {"x": 1}, make, name="tiny")
+    files.write_json(target.with_name("tiny.key.json"), {"x": 2})
     with pytest.raises(CacheError, match="was made for another key"):
         cache.cached_folder("models", {"x": 1}, make, name="tiny")
 
@@ -218,7 +218,7 @@ def test_a_folder_of_another_key_is_refused(folder: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another place to put it; here a file stands in the way."""
+    """It names another place to put it; here a file stands in the way."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder / "file" / "cache"))
     (folder / "file").touch()
     with pytest.raises(SpecError, match="place for the results") as error:

@@ -11,30 +11,30 @@ BLOCK = 4, 3
 
 def weights(*shape: int) -> torch.Tensor:
     """Random numbers of bfloat16, of which one block is zero, in float32."""
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    made[..., :4, :3] = 0
-    return made.bfloat16().float()
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    numbers[..., :4, :3] = 0
+    return numbers.bfloat16().float()
 
 
 @pytest.mark.parametrize("powers", [False, True])
 @pytest.mark.parametrize("shape", [(8, 9), (10, 7), (2, 8, 9)])
 def test_each_block_has_its_scale(shape: tuple[int, ...], powers: bool) -> None:
     """The largest number of a block becomes 448, or up to half of it; each is near."""
-    own = weights(*shape)
-    numbers, scales = quantised(own, BLOCK, powers=powers)
+    tensor = weights(*shape)
+    numbers, scales = quantised(tensor, BLOCK, powers=powers)
     assert numbers.dtype == torch.float8_e4m3fn
     assert scales.shape == (*shape[:-2], -(-shape[-2] // 4), -(-shape[-1] // 3))
-    found = dequantised(numbers, scales, BLOCK).double()
+    values = dequantised(numbers, scales, BLOCK).double()
     for i in range(0, shape[-2], 4):
         for j in range(0, shape[-1], 3):
-            block = own[..., i : i + 4, j : j + 3].double()
+            block = tensor[..., i : i + 4, j : j + 3].double()
             scale = scales[..., i // 4, j // 3].double()[..., None, None]
             largest = block.abs().amax((-2, -1), keepdim=True)
             ratio = largest / scale / 448
             zero = largest == 0
             least = 0.5 if powers else 0.9999
             assert ((ratio <= 1.0001) & (ratio > least) | zero).all()
-            apart = (found[..., i : i + 4, j : j + 3] - block).abs()
+            apart = (values[..., i : i + 4, j : j + 3] - block).abs()
             assert (apart <= block.abs() / 16 * 1.0001 + scale / 1024).all()
     if powers:
         assert torch.equal(scales.log2().round(), scales.log2())
@@ -54,8 +54,8 @@ def test_what_is_dequantised_to_bfloat16_and_back(
     numbers, scales = quantised(weights(64, 60), BLOCK, kind, powers=powers)
     assert scales.dtype == kind
     wide = dequantised(numbers, scales, BLOCK)
-    again, found = quantised(wide.bfloat16(), BLOCK, kind, powers=powers)
-    values = dequantised(again, found, BLOCK)
+    again, new_scales = quantised(wide.bfloat16(), BLOCK, kind, powers=powers)
+    values = dequantised(again, new_scales, BLOCK)
     if kind == torch.bfloat16 or powers:
         assert torch.equal(values, wide)
     if not powers:  # of which half the scale may have twice the numbers
@@ -66,7 +66,7 @@ def test_what_is_dequantised_to_bfloat16_and_back(
 
 
 def test_blocks_that_are_quantised_again() -> None:
-    """Those of a size, whose inputs are quantised when they are known."""
+    """Blocks of a size, whose inputs are quantised when they are known."""
     known = {"weight_block_size": [128, 64]}
     assert block_of(known) == (128, 64)
     assert block_of(known | {"activation_scheme": "static"}) is None

@@ -37,15 +37,15 @@ def tables(
     folder: Path, n_windows: int, ranks: Ranks | None = None
 ) -> dict[str, ImportanceTable]:
     """The table of the model in `folder` in every case."""
-    found = {}
+    cases = {}
     for stream in (False, True):
         model, _ = load_model(
             folder / "moe", device="cpu", dtype="float64", stream=stream
         )
-        found[str(stream)] = collect_statistics(
+        cases[str(stream)] = collect_statistics(
             model, windows(n_windows), batch_size=2, ranks=ranks
         )
-    return found
+    return cases
 
 
 # --- what the processes do ----------------------------------------------------------
@@ -63,8 +63,8 @@ def cache_table(ranks: Ranks, folder: Path) -> None:
     os.environ["HEAPR_CACHE_DIR"] = str(folder / "cache")
     bench = open_workbench(str(folder / "moe"), profile="small")
     calibration = bench.test_windows(str(folder / "text.txt"))
-    found = [bench.measure_on(ranks, calibration) for _ in range(2)]
-    assert [table is None for table in found] == [ranks.rank > 0] * 2
+    answers = [bench.measure_on(ranks, calibration) for _ in range(2)]
+    assert [table is None for table in answers] == [ranks.rank > 0] * 2
     assert os.environ.get("HEAPR_LAB_PROGRESS") == "0"
 
 
@@ -146,11 +146,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def errors(folder: Path) -> dict[int, str]:
     """What each rank has said, which is removed."""
-    found = {}
+    messages = {}
     for path in folder.glob("error-*.txt"):
-        found[int(path.stem.removeprefix("error-"))] = path.read_text()
+        messages[int(path.stem.removeprefix("error-"))] = path.read_text()
         path.unlink()
-    return found
+    return messages
 
 
 # --- tables ---------------------------------------------------------------------------
@@ -188,10 +188,10 @@ def test_only_rank_0_uses_the_cache(
     bench = open_workbench(str(folder / "moe"), profile="small")
     calibration = bench.test_windows(str(folder / "text.txt"))
     (path,) = (folder / "cache" / "importance").glob("*.parquet")
-    made = path.stat().st_mtime_ns
+    written = path.stat().st_mtime_ns
     monkeypatch.setattr(workbench, "collect_statistics", lambda *_given: 1 / 0)
     assert bench.measure(calibration).metadata["N"] == calibration.n_predicted
-    assert path.stat().st_mtime_ns == made
+    assert path.stat().st_mtime_ns == written
     assert not list(path.parent.glob("*.state"))
 
 
@@ -199,7 +199,7 @@ def test_only_rank_0_uses_the_cache(
 
 
 def test_other_windows_are_refused(folder: Path) -> None:
-    """By all ranks, in place of a table of neither."""
+    """All ranks refuse them, in place of a table of neither."""
     assert run_ranks(measure_others, folder, 2) == [2, 2]
     for message in errors(folder).values():
         assert "ranks 0 and 1 have different models or windows" in message
@@ -217,10 +217,10 @@ def test_a_rank_that_fails_ends_the_others(
 ) -> None:
     """They say which one and why, if it was able to say so."""
     assert run_ranks(work, folder, 3) == codes
-    said = errors(folder)
-    assert message in said[0]
-    assert "rank" in said[2]
-    assert said.get(1, "this rank cannot go on") == "this rank cannot go on"
+    messages = errors(folder)
+    assert message in messages[0]
+    assert "rank" in messages[2]
+    assert messages.get(1, "this rank cannot go on") == "this rank cannot go on"
 
 
 def test_a_cache_that_fails_ends_the_others(folder: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_cache_that_fails_ends_the_others(folder: Path) -> None:
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 128])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_shares_are_disjoint_even_and_complete(n: int, size: int) -> None:
-    """In the order of the ranks; the first ranks have one more."""
+    """They are in the order of the ranks; the first ranks have one more."""
     shares = [list(Ranks(rank, size).share(n)) for rank in range(size)]
     assert [number for share in shares for number in share] == list(range(n))
     lengths = [len(share) for share in shares]
@@ -247,7 +247,7 @@ def test_shares_are_disjoint_even_and_complete(n: int, size: int) -> None:
 
 
 def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own, if there are GPUs and no device is given."""
+    """Each has its own, if there are GPUs and no device is given."""
     ranks = Ranks(5, 6, local_rank=1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert ranks.device("auto") == "auto"

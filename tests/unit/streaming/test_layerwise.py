@@ -32,11 +32,11 @@ def walk(model: nn.Module) -> LayerByLayer:
 
 def finished(model: nn.Module) -> torch.Tensor:
     """The final states of all windows, by a walk."""
-    found = walk(model)
-    for _, run in found.layers():
+    walker = walk(model)
+    for _, run in walker.layers():
         list(run)
-    pairs = zip(IDS.split(4), found.states, strict=True)
-    return torch.cat([found.finished(ids, states) for ids, states in pairs])
+    pairs = zip(IDS.split(4), walker.states, strict=True)
+    return torch.cat([walker.finished(ids, states) for ids, states in pairs])
 
 
 def test_only_one_window_is_run_to_begin_with(model: Any) -> None:
@@ -45,9 +45,9 @@ def test_only_one_window_is_run_to_begin_with(model: Any) -> None:
     model.model.layers[1].mlp.register_forward_pre_hook(
         lambda _module, args: rows.append(len(args[0]))
     )
-    found = walk(model)
+    walker = walk(model)
     assert rows == [1, 1]
-    for _, run in found.layers():
+    for _, run in walker.layers():
         list(run)
     assert rows == [1, 1, 4, 2]
 
@@ -55,8 +55,8 @@ def test_only_one_window_is_run_to_begin_with(model: Any) -> None:
 def test_layers_have_their_own_forward_again(model: Any) -> None:
     """Also one that somebody else has put in its place, and after an error."""
     first, second = model.model.layers
-    own = second.forward
-    second.forward = put = lambda *args, **options: own(*args, **options)
+    original = second.forward
+    second.forward = put = lambda *args, **options: original(*args, **options)
 
     def fail_unless_run(_module: nn.Module, args: Any) -> None:
         if first.__dict__.get("forward"):
@@ -77,10 +77,10 @@ def test_arguments_that_depend_on_states(model: Any) -> None:
     body.layers[0].register_forward_hook(
         lambda _module, _args, states: seen.append(states)
     )
-    own = second.forward
+    original = second.forward
 
     def forward(states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return own(states, *args, **options) + options["extra"].mean()
+        return original(states, *args, **options) + options["extra"].mean()
 
     def before(_module: nn.Module, args: Any, options: Any) -> Any:
         return args, {"extra": seen[-1], **options}

@@ -25,7 +25,7 @@ from heapr_lab.workbench import workbench
 
 CONFIGS = paths.project_dir() / "tests" / "data" / "shapes"
 LENGTH = 512
-"""Of a window whose activations are several times as large as the weights."""
+"""The length of a window with activations several times as large as the weights."""
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,12 @@ def test_what_fits_by_its_plan_fits(row: dict[str, Any], tmp_path: Path) -> None
     """A process that scored needed at most 4/3 of the plan, besides its libraries."""
     shape = SHAPES[row["model"]]
     (tmp_path / "config.json").write_text(json.dumps(config_of(shape)))
-    found = plan(tmp_path, n_sequences=1, seq_len=shape.n_tokens, dtype="float32")
-    assert found.checkpoint_bytes == pytest.approx(row["checkpoint_bytes"], rel=1e-3)
-    own = found.needed_bytes[row["way"]]
-    own += found.states_bytes if row["way"] == STREAMED else 0
-    assert row["peak_bytes"] <= own / 0.75 + 0.6e9
-    assert own < 2 * row["peak_bytes"]
+    needs = plan(tmp_path, n_sequences=1, seq_len=shape.n_tokens, dtype="float32")
+    assert needs.checkpoint_bytes == pytest.approx(row["checkpoint_bytes"], rel=1e-3)
+    n_bytes = needs.needed_bytes[row["way"]]
+    n_bytes += needs.states_bytes if row["way"] == STREAMED else 0
+    assert row["peak_bytes"] <= n_bytes / 0.75 + 0.6e9
+    assert n_bytes < 2 * row["peak_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_what_fits_by_its_plan_fits(row: dict[str, Any], tmp_path: Path) -> None
 )
 def test_true_shapes_have_their_parameters(shape: str, billions: float) -> None:
     """The totals that their makers state."""
-    found = plan(CONFIGS / shape)
-    assert round(found.n_parameters / 1e9, 1) == billions
-    assert found.checkpoint_bytes == 2 * found.n_parameters
-    assert found.statistics_bytes == 64 * found.n_atoms
+    needs = plan(CONFIGS / shape)
+    assert round(needs.n_parameters / 1e9, 1) == billions
+    assert needs.checkpoint_bytes == 2 * needs.n_parameters
+    assert needs.statistics_bytes == 64 * needs.n_atoms
 
 
 def test_the_page_has_the_table_of_now() -> None:
@@ -99,20 +99,20 @@ def test_both_stream_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With room for a share of the scores of one window, and for the same reason."""
-    asked = {"seq_len": seq_len, "dtype": dtype}
-    room = round(share * plan(folder, **asked).needed_bytes[IN_MEMORY] / 0.75)
+    options = {"seq_len": seq_len, "dtype": dtype}
+    room = round(share * plan(folder, **options).needed_bytes[IN_MEMORY] / 0.75)
     monkeypatch.setattr(opening, "free_memory", lambda _device: room)
-    loaded, _ = load_model(folder, device="cpu", **asked)
-    found = plan(folder, memory=room, **asked)
-    assert (stream_of(loaded) is not None) == (found.engine == STREAMED) == (share < 1)
+    loaded, _ = load_model(folder, device="cpu", **options)
+    needs = plan(folder, memory=room, **options)
+    assert (stream_of(loaded) is not None) == (needs.engine == STREAMED) == (share < 1)
     if share < 1:
-        assert found.why in caplog.text
+        assert needs.why in caplog.text
         whole, _ = load_model(folder, device="cpu", stream=False)
         assert stream_of(whole) is None
 
 
 def test_hardly_any_memory_is_a_streamed_model(folder: Path) -> None:
-    """Whose states go to files: nothing says that it cannot be run."""
+    """One whose states go to files: nothing says that it cannot be run."""
     assert plan(folder, memory="1KB").engine == STREAMED
 
 
@@ -128,19 +128,19 @@ def test_a_workbench_leaves_room_for_its_own_windows(
 
 
 def test_the_lab_model_is_in_memory() -> None:
-    """With half a gigabyte, and windows four times as long as those of its profile."""
+    """Half a gigabyte is enough for windows four times as long as its profile's."""
     assert plan("lab", seq_len=1024, memory="0.5GB").engine == IN_MEMORY
 
 
 def test_a_gpu_is_asked_for_its_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the checkpoint's own type is that in memory."""
+    """The checkpoint's own type is that in memory."""
     monkeypatch.setattr(planning.shutil, "which", lambda name: name)
-    said = type("Said", (), {"stdout": "1024\n2048\n"})
-    monkeypatch.setattr(planning.subprocess, "run", lambda *_args, **_kwargs: said)
-    found = plan(folder)
-    assert (found.free_bytes, found.dtype) == (3072 * 2**20, "float64")
+    output = type("Said", (), {"stdout": "1024\n2048\n"})
+    monkeypatch.setattr(planning.subprocess, "run", lambda *_args, **_kwargs: output)
+    needs = plan(folder)
+    assert (needs.free_bytes, needs.dtype) == (3072 * 2**20, "float64")
     monkeypatch.setattr(planning.shutil, "which", lambda _name: None)
     assert plan(folder).dtype == "float32"
 
@@ -157,15 +157,15 @@ def test_without_torch(folder: Path) -> None:
 
 def test_a_hub_id_whose_files_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its config.json is fetched, by either name of a model of the paper."""
-    asked = []
+    calls = []
 
     def fetched(name: str, *, allow_patterns: str) -> str:
-        asked.append((name, allow_patterns))
+        calls.append((name, allow_patterns))
         return str(CONFIGS / "Qwen3-30B-A3B")
 
     monkeypatch.setattr(planning, "snapshot_download", fetched)
     assert plan("qwen3-30b-a3b").n_atoms == 48 * 128 * 768
-    assert asked == [("Qwen/Qwen3-30B-A3B", "config.json")]
+    assert calls == [("Qwen/Qwen3-30B-A3B", "config.json")]
 
 
 def test_a_dense_model_as_a_moe(tmp_path: Path) -> None:
@@ -177,20 +177,20 @@ def test_a_dense_model_as_a_moe(tmp_path: Path) -> None:
         num_attention_heads=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    found = plan(f"as-moe:{tmp_path}")
-    assert (found.n_experts, found.n_atoms) == (2, 48)
+    needs = plan(f"as-moe:{tmp_path}")
+    assert (needs.n_experts, needs.n_atoms) == (2, 48)
     with pytest.raises(LayoutError, match="has no routed experts"):
         plan(tmp_path)
 
 
 def test_a_plan_is_shown_and_is_json() -> None:
     """The same facts as lines and as a card; plain data for --json."""
-    found = plan(CONFIGS / "DeepSeek-V3", memory="141GB", dtype="bfloat16")
-    text, card = str(found), found._repr_html_()
-    for said in ("58 of 61", "671 B", "streamed", "in files", "first batch"):
-        assert said in text
-        assert said in card
-    assert Plan(**json.loads(json.dumps(found.to_dict()))) == found
+    needs = plan(CONFIGS / "DeepSeek-V3", memory="141GB", dtype="bfloat16")
+    text, card = str(needs), needs._repr_html_()
+    for words in ("58 of 61", "671 B", "streamed", "in files", "first batch"):
+        assert words in text
+        assert words in card
+    assert Plan(**json.loads(json.dumps(needs.to_dict()))) == needs
 
 
 def test_what_cannot_be_planned(tmp_path: Path) -> None:
@@ -203,9 +203,9 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
         plan(path)
     quantised = {"quantization_config": {"quant_method": "fp8"}}
     path.write_text(json.dumps(config | quantised))
-    found = plan(path)
-    assert found.checkpoint_bytes == found.n_parameters
-    assert "dequantised" in found.why
+    needs = plan(path)
+    assert needs.checkpoint_bytes == needs.n_parameters
+    assert "dequantised" in needs.why
     with pytest.raises(SpecError, match="dtype is 'int8', expected 'auto'"):
         plan(path, dtype="int8")
     with pytest.raises(SpecError, match=r"there is no model 'nobody/nothing'"):

@@ -28,23 +28,23 @@ from heapr_lab.streaming.sizes import (
 from heapr_lab.streaming.stream import decoder_layers
 
 SIZES = Sizes((600, 600), (100, 100), 10, {0: 64, 1: 64}, 8, 4, 2, (4, 0))
-"""Of no model; with round numbers."""
+"""Sizes of no model, with round numbers."""
 
 
-def check(found: Sizes, model: Any) -> None:
+def check(sizes: Sizes, model: Any) -> None:
     """The sizes are those that the model itself has."""
     known = describe(model)
     atoms = {number: shape.n_atoms for number, shape in known.layers.items()}
-    assert found.atoms == atoms
-    assert found.n_experts == sum(s.n_experts for s in known.layers.values())
-    assert found.d_model == known.d_model
-    assert {found.top_k} == {shape.top_k for shape in known.layers.values()}
+    assert sizes.atoms == atoms
+    assert sizes.n_experts == sum(s.n_experts for s in known.layers.values())
+    assert sizes.d_model == known.d_model
+    assert {sizes.top_k} == {shape.top_k for shape in known.layers.values()}
     blocks = decoder_layers(model)
-    assert len(found.layers) == len(blocks)
-    own = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    assert len(sizes.layers) == len(blocks)
+    counts = [sum(p.numel() for p in block.parameters()) for block in blocks]
     buffers = sum(b.numel() for b in model.buffers())
-    assert sum(own) <= sum(found.layers) <= sum(own) + buffers
-    assert known.n_parameters <= found.n_parameters <= known.n_parameters + buffers
+    assert sum(counts) <= sum(sizes.layers) <= sum(counts) + buffers
+    assert known.n_parameters <= sizes.n_parameters <= known.n_parameters + buffers
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
@@ -58,12 +58,12 @@ def test_sizes_from_files_are_those_of_the_model(family: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_sizes_of_wrappers(kind: str) -> None:
-    """By the names in the model; towers are outside of its decoder layers."""
+    """Shapes have the names in the model; towers are outside of its decoder layers."""
     model: Any = tiny_wrapper(kind)
-    shapes = {name: tuple(own.shape) for name, own in model.named_parameters()}
-    found = sizes_of(shapes, model.config.to_dict())
-    check(found, model)
-    assert found.outside > 0
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    sizes = sizes_of(shapes, model.config.to_dict())
+    check(sizes, model)
+    assert sizes.outside > 0
 
 
 def test_of_quantised_weights_the_numbers_count() -> None:
@@ -84,14 +84,14 @@ def test_of_quantised_weights_the_numbers_count() -> None:
         for name, shape in stored.items()
     }
     config = {"text_config": {"num_experts_per_tok": 4, "num_hidden_layers": 2}}
-    found = sizes_of(shapes_in({Path("x"): tensors}), config)
-    assert found.atoms == {0: 4 * 8, 1: 8}
-    assert found.layers == (4 * 16 * 32 + 4 * 32 * 8, 32 * 8)
-    assert (found.n_experts, found.top_k, found.outside) == (5, 4, 0)
+    sizes = sizes_of(shapes_in({Path("x"): tensors}), config)
+    assert sizes.atoms == {0: 4 * 8, 1: 8}
+    assert sizes.layers == (4 * 16 * 32 + 4 * 32 * 8, 32 * 8)
+    assert (sizes.n_experts, sizes.top_k, sizes.outside) == (5, 4, 0)
 
 
 def test_names_that_are_not_known() -> None:
-    """Of something else than a language model."""
+    """Names of something other than a language model."""
     with pytest.raises(SpecError, match="no embeddings, or no layers, of known names"):
         sizes_of({"conv.weight": (3, 3)}, {})
 
@@ -107,11 +107,11 @@ NO_SIZES = [
 
 def kept_bytes(model: Any, ids: torch.Tensor) -> int:
     """Bytes of everything that autograd keeps, counted once: the slow twin."""
-    own = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
-    found: dict[int, torch.Tensor] = {}
+    weights = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -123,8 +123,8 @@ def kept_bytes(model: Any, ids: torch.Tensor) -> int:
     embedded.remove()
     return sum(
         tensor.untyped_storage().nbytes()
-        for place, tensor in found.items()
-        if place not in own
+        for place, tensor in saved.items()
+        if place not in weights
     )
 
 
@@ -137,9 +137,9 @@ def test_what_a_batch_keeps_is_within_the_bound(family: str) -> None:
     sizes = WIDE | ({"intermediate_size": 96} if family == "mixtral" else {})
     model: Any = tiny_model(family, dtype=torch.float32, **sizes)
     ids = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(0))
-    shapes = {name: tuple(own.shape) for name, own in model.named_parameters()}
-    found = sizes_of(shapes, model.config.to_dict())
-    bound = found.needed(4, ids.numel()) - found.needed(4, 0)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    estimate = sizes_of(shapes, model.config.to_dict())
+    bound = estimate.needed(4, ids.numel()) - estimate.needed(4, 0)
     assert kept_bytes(model, ids) <= bound <= 3 * kept_bytes(model, ids)
 
 
@@ -158,7 +158,7 @@ def test_a_streamed_pass_holds_one_part() -> None:
 
 
 def test_what_needs_more_than_75_per_cent_is_streamed() -> None:
-    """And what is dequantised, whatever is free."""
+    """So is what is dequantised, whatever is free."""
     needed = SIZES.needed(4, 7)
     assert why_streamed(SIZES, 4, 7, needed / 0.74, method=None) is None
     why = why_streamed(SIZES, 4, 7, needed / 0.76, method=None)

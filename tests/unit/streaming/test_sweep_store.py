@@ -30,10 +30,10 @@ def group(value: float, n: int = 4) -> Group:
     return {"x": torch.full((n,), value, dtype=torch.float64)}
 
 
-def value(found: Group) -> float:
+def value(tensors: Group) -> float:
     """The number that all entries of a group are."""
-    (one,) = found["x"].unique().tolist()
-    return float(one)
+    (number,) = tensors["x"].unique().tolist()
+    return float(number)
 
 
 def files(folder: Path) -> set[str]:
@@ -58,11 +58,11 @@ def test_any_order_of_calls(budget: int, durable: bool, tmp_path: Path) -> None:
                 kept = {k: v for k, v in kept.items() if not _begins(k, section, name)}
             case _:
                 store.begin(section)
-                own = group(step, drawn.choice([2, 4, 6]))
-                store.put(f"{name}0", own)
-                kept[section, f"{name}0"] = own
+                tensors = group(step, drawn.choice([2, 4, 6]))
+                store.put(f"{name}0", tensors)
+                kept[section, f"{name}0"] = tensors
                 in_memory = f"{section}-{name}0" in store._memory
-                written += own["x"].nbytes * (durable or not in_memory)
+                written += tensors["x"].nbytes * (durable or not in_memory)
         held = sum(t.nbytes for g in store._memory.values() for t in g.values())
         assert held <= budget
         assert store._room == budget - held
@@ -88,8 +88,8 @@ def _begins(key: tuple[str, str], section: str, name: str) -> bool:
 def test_what_fits_is_in_memory(tmp_path: Path) -> None:
     """To the last byte; room is given back, and what was put before is not in use."""
     store = SweepStore(tmp_path, budget=2 * EACH, durable=False)
-    for name, own in {"a": 1.0, "b": 2.0, "c": 3.0}.items():
-        store.put(name, group(own))
+    for name, number in {"a": 1.0, "b": 2.0, "c": 3.0}.items():
+        store.put(name, group(number))
     assert files(tmp_path) == {"-c"}
     assert store.n_bytes_written == EACH
     store.put("a", group(4.0))
@@ -103,17 +103,17 @@ def test_what_fits_is_in_memory(tmp_path: Path) -> None:
 
 def test_a_view_is_kept_as_it_is_seen(tmp_path: Path) -> None:
     """Transposed, and with a gradient: the values, in memory and in a file."""
-    own = torch.arange(6.0).reshape(2, 3).requires_grad_().T
+    view = torch.arange(6.0).reshape(2, 3).requires_grad_().T
     for budget in (0, 100):
         store = SweepStore(tmp_path, budget=budget, durable=False)
-        store.put("a", {"x": own})
-        found = store.get("a")["x"]
-        assert torch.equal(found, own)
-        assert not found.requires_grad
+        store.put("a", {"x": view})
+        stored = store.get("a")["x"]
+        assert torch.equal(stored, view)
+        assert not stored.requires_grad
 
 
 def test_there_has_to_be_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the memory that is left, and 90 % of the disk."""
+    """The room of the memory that is left, and 90 % of the disk."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1000))
     store = SweepStore(tmp_path, budget=3 * EACH, durable=False)
     store.put("a", group(1.0))
@@ -125,27 +125,27 @@ def test_there_has_to_be_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_budget_is_half_of_what_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless one is given, which may be nothing."""
+    """It is, unless one is given, which may be nothing."""
     stream = stream_of(
         load_model(write_model(tmp_path / "moe"), device="cpu", stream=True)[0]
     )
     assert stream is not None
     free = namedtuple("free", "available")(1001)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    found = []
+    budgets = []
     for stream.host_memory in (None, 0, 7):
-        found.append(budget_of(stream))
-    assert found == [500, 0, 7]
+        budgets.append(budget_of(stream))
+    assert budgets == [500, 0, 7]
 
 
 @pytest.mark.parametrize("damage", ["a bit", "a name", "another file", "nothing left"])
 def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
-    """By name, with what to do; two files that were exchanged are damaged, too."""
+    """It is named, with what to do; two files that were exchanged are damaged, too."""
     store = SweepStore(tmp_path, budget=0, durable=False)
-    own = {"x": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)}
+    tensors = {"x": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)}
     for name in ("a", "b"):
-        store.put(name, own)
-        assert torch.equal(store.get(name)["x"], own["x"])
+        store.put(name, tensors)
+        assert torch.equal(store.get(name)["x"], tensors["x"])
     path = tmp_path / "-a.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -163,25 +163,25 @@ def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
         CacheError, match=rf"-a\.safetensors .*: delete {tmp_path}, and"
     ):
         store.get("a")
-    assert torch.equal(store.get("b")["x"], own["x"])
+    assert torch.equal(store.get("b")["x"], tensors["x"])
 
 
 # --- a pass that goes on -------------------------------------------------------------
 
 
 class _KilledError(Exception):
-    """By the test."""
+    """The test has killed the pass."""
 
 
-def killed(state: Path, key: dict[str, Any], name: str, own: float) -> None:
+def killed(state: Path, key: dict[str, Any], name: str, number: float) -> None:
     """A pass that ends after it has kept one group."""
     with contextlib.suppress(_KilledError), opened(state, key, budget=320) as store:
-        store.put(name, group(own))
+        store.put(name, group(number))
         raise _KilledError
 
 
 def test_an_interrupted_pass_finds_what_it_kept(tmp_path: Path) -> None:
-    """In files, whatever the budget, and without those that were being written."""
+    """It is in files, whatever the budget, without those that were being written."""
     state = tmp_path / "pass.sweeps"
     killed(state, KEY, "a", 1.0)
     (state / ".partial-1-x.safetensors").write_bytes(b"x")
@@ -228,17 +228,17 @@ def test_a_damaged_key_is_refused(text: str, tmp_path: Path) -> None:
 def test_temporary_files_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the store, and when a pass ends or is interrupted."""
+    """They go with the store, and when a pass ends or is interrupted."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
     store = sweep_store.temporary(0)
     store.put("a", group(1.0))
     assert files(store.folder) == {"-a"}
     del store
     assert not list((tmp_path / "sweeps").iterdir())
-    with contextlib.suppress(_KilledError), opened(None, KEY, budget=0) as own:
-        own.put("a", group(1.0))
+    with contextlib.suppress(_KilledError), opened(None, KEY, budget=0) as second:
+        second.put("a", group(1.0))
         raise _KilledError
-    assert not own.folder.exists()
+    assert not second.folder.exists()
 
 
 def _with_a_store(here: Any) -> None:
@@ -252,7 +252,7 @@ def _with_a_store(here: Any) -> None:
 def test_files_of_killed_processes_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the next store, and those of processes that run are not."""
+    """The next store removes them, but not those of processes that run."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
     fork = multiprocessing.get_context("fork")
     folders, processes = [], []

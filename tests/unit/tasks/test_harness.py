@@ -95,7 +95,7 @@ def test_choices_begin_with_the_same_break():
         {choice[: len(choice) - len(choice.lstrip())] for choice in choices}
         for choices in items["choices"]
     ]
-    assert all(len(found) == 1 for found in breaks)
+    assert all(len(kinds) == 1 for kinds in breaks)
     assert {"\n    ", " "} == set.union(*breaks)
 
 
@@ -240,7 +240,7 @@ def test_packing_is_compared_once_for_a_model(tokenizer, monkeypatch):
     task.build_all_requests(limit=None, rank=0, world_size=1)
     agrees, seen = PackingHFLM._agrees, []
     monkeypatch.setattr(
-        PackingHFLM, "_agrees", lambda own, some: seen.append(own) or agrees(own, some)
+        PackingHFLM, "_agrees", lambda lm, some: seen.append(lm) or agrees(lm, some)
     )
     first, again = (PackingHFLM(model, tokenizer) for _ in range(2))
     assert first.loglikelihood(task.instances) == again.loglikelihood(task.instances)

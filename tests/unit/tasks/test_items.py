@@ -54,7 +54,7 @@ def task(n_items: int = 12) -> Any:
 
 
 def test_draws_are_nested() -> None:
-    """By seed alone; each item once."""
+    """They depend on the seed alone, and have each item once."""
     whole = drawn_items(500, seed=1)
     assert sorted(whole) == list(range(500))
     assert drawn_items(500, 40, seed=1) == whole[:40]
@@ -63,7 +63,7 @@ def test_draws_are_nested() -> None:
 
 
 def test_all_items_have_the_accuracies_of_run_tasks(tokenizer: Any) -> None:
-    """With their standard errors, whatever the order of the draw."""
+    """The standard errors are the same, too, whatever the order of the draw."""
     items = task_items(model(), tokenizer, [task()], n_items=None)
     frame = run_tasks(model(), tokenizer, [task()]).set_index("metric")
     for metric in ("acc", "acc_norm"):
@@ -81,12 +81,12 @@ def test_items_are_answered_once(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More items, a mask, and other weights: only what is new is computed."""
-    asked: list[int] = []
+    runs: list[int] = []
     answered = module._Asked._answered
     monkeypatch.setattr(
         module._Asked,
         "_answered",
-        lambda own, lm, items: [asked.append(len(items)), answered(own, lm, items)][1],
+        lambda self, lm, items: [runs.append(len(items)), answered(self, lm, items)][1],
     )
     heard: list[tuple[int, int]] = []
     dense = model()
@@ -94,25 +94,25 @@ def test_items_are_answered_once(
     more = task_items(
         dense, tokenizer, [task()], n_items=9, progress=lambda *now: heard.append(now)
     )
-    assert asked == [4, 5]
+    assert runs == [4, 5]
     assert heard == [(4, 9), (9, 9)]
     pd.testing.assert_frame_equal(more.head(4), few)
     with masking(dense, random_keep(dense)):
         masked = [task_items(dense, tokenizer, [task()], n_items=4) for _ in range(2)]
-    assert asked == [4, 5, 4]
+    assert runs == [4, 5, 4]
     pd.testing.assert_frame_equal(*masked)
     assert list(masked[0]["item"]) == list(few["item"])
     assert (masked[0]["p_right"] != few["p_right"]).all()
     with torch.no_grad():
         dense.lm_head.weight.mul_(2)
     task_items(dense, tokenizer, [task()], n_items=4)
-    assert asked == [4, 5, 4, 4]
+    assert runs == [4, 5, 4, 4]
 
 
 def test_an_interrupt_keeps_earlier_items(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which ends the work through the progress; the rest is computed afterwards."""
+    """It ends the work through the progress; the rest is computed afterwards."""
     monkeypatch.setattr(module, "_ITEMS_AT_ONCE", 5)
 
     def stop(done: int, _total: int) -> None:
@@ -183,7 +183,7 @@ def test_differences_are_paired_by_item() -> None:
 
 
 def test_windows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the perplexity of one pass; an interrupt keeps earlier windows."""
+    """Their perplexity is that of one pass; an interrupt keeps earlier windows."""
     monkeypatch.setattr("heapr_lab.inspection.stored._TOKENS_AT_ONCE", 64)
     dense = model()
     ids = torch.randint(D_VOCAB, (7, 32), generator=torch.Generator().manual_seed(0))
@@ -197,11 +197,11 @@ def test_windows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         stored_perplexity(dense, ids, progress=stop)
     heard: list[tuple[int, int]] = []
     for _ in range(2):
-        found = stored_perplexity(dense, ids, progress=lambda *now: heard.append(now))
-        assert found.windows == pytest.approx(whole.windows)
-        assert (found.nll, found.n_tokens) == (pytest.approx(whole.nll), 7 * 31)
+        stored = stored_perplexity(dense, ids, progress=lambda *now: heard.append(now))
+        assert stored.windows == pytest.approx(whole.windows)
+        assert (stored.nll, stored.n_tokens) == (pytest.approx(whole.nll), 7 * 31)
     assert heard == [(4, 7), (6, 7), (7, 7), (7, 7)]
     with masking(dense, random_keep(dense)):
         masked = stored_perplexity(dense, ids)
         assert masked.windows == pytest.approx(evaluate_perplexity(dense, ids).windows)
-    assert masked.nll != found.nll
+    assert masked.nll != stored.nll

@@ -143,7 +143,7 @@ def test_a_mixture_shares_out_the_windows(
 def test_unreadable_mixtures_are_refused(
     mixture: str, text: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Before any corpus is loaded, with the mixture in the message."""
+    """The error comes before any corpus is loaded, and has the mixture."""
     with pytest.raises(SpecError, match=text):
         load_calibration(mixture, tokenizer)
 
@@ -151,12 +151,12 @@ def test_unreadable_mixtures_are_refused(
 def test_from_ids_takes_what_it_is_given() -> None:
     """5 windows of 9 tokens predict 5·8; the fingerprint is that of ids and shape."""
     ids = torch.arange(45).view(5, 9)
-    given = CalibrationSet.from_ids(ids)
-    assert (given.n_sequences, given.seq_len, given.n_predicted) == (5, 9, 40)
-    assert given.fingerprint == CalibrationSet.from_ids(ids.clone()).fingerprint
+    windows = CalibrationSet.from_ids(ids)
+    assert (windows.n_sequences, windows.seq_len, windows.n_predicted) == (5, 9, 40)
+    assert windows.fingerprint == CalibrationSet.from_ids(ids.clone()).fingerprint
     others = [ids.view(9, 5), ids.roll(1), ids[:4]]
     prints = {CalibrationSet.from_ids(other).fingerprint for other in others}
-    assert len(prints | {given.fingerprint}) == 4
+    assert len(prints | {windows.fingerprint}) == 4
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tokenizer(model: Path) -> Any:
     """Its tokenizer, with a chat template."""
-    found = AutoTokenizer.from_pretrained(model)
-    found.chat_template = TEMPLATE
-    return found
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def write_jsonl(path: Path, chats: list[Any]) -> str:
@@ -89,11 +89,11 @@ def test_another_template_gives_other_windows(tmp_path: Path, model: Path) -> No
     """Also in a workbench that has already rendered them."""
     path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     bench = open_workbench(str(model), profile="small", seq_len=16)
-    found = []
+    prints = []
     for template in (TEMPLATE, TEMPLATE.replace("[", "<")):
         bench.tokenizer.chat_template = template
-        found.append(bench.test_windows(path).fingerprint)
-    assert found[0] != found[1]
+        prints.append(bench.test_windows(path).fingerprint)
+    assert prints[0] != prints[1]
 
 
 def test_a_tokenizer_without_template_is_refused(tmp_path: Path, model: Path) -> None:

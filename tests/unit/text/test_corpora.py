@@ -56,14 +56,14 @@ def test_the_harvest_is_the_same_each_time() -> None:
 def slow_docstrings(path: Path) -> list[str]:
     """Docstrings of a file by a walk over every node of it."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found: list[str | None] = []
+    texts: list[str | None] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, documented):
-            found.append(ast.get_docstring(node))
+            texts.append(ast.get_docstring(node))
         elif isinstance(node, ast.Call) and pydocs._adds_docstring(node.func):
             values = [a.value for a in node.args if isinstance(a, ast.Constant)]
-            found += [inspect.cleandoc(v) for v in values if isinstance(v, str)]
-    return [text for text in found if text]
+            texts += [inspect.cleandoc(v) for v in values if isinstance(v, str)]
+    return [text for text in texts if text]
 
 
 def test_expressions_are_walked_only_where_they_add_docstrings() -> None:
@@ -73,8 +73,8 @@ def test_expressions_are_walked_only_where_they_add_docstrings() -> None:
     called = [p for p in paths if pydocs._CALL_OF_DOC.search(p.read_bytes())]
     assert 0 < len(called) < len(paths)
     for path in paths:
-        found = [text for text in pydocs.docstrings_in(path) if text]
-        assert found == slow_docstrings(path)
+        texts = [text for text in pydocs.docstrings_in(path) if text]
+        assert texts == slow_docstrings(path)
 
 
 def test_packages_harvested_apart_are_those_harvested_together() -> None:
@@ -105,7 +105,7 @@ def test_a_package_that_is_not_installed_is_an_error() -> None:
 
 
 def test_docstrings_are_found_where_they_stand(tmp_path: Path) -> None:
-    """Of modules, classes, functions and added by numpy's way; broken files skipped."""
+    """In modules, classes, functions and added by numpy's way; broken files skipped."""
     source = tmp_path / "source.py"
     source.write_text(
         '"""module"""\n'
@@ -115,9 +115,9 @@ def test_docstrings_are_found_where_they_stand(tmp_path: Path) -> None:
         'add_newdoc("numpy", "name", """\n    added\n    """)\n'
         'x = "no docstring"\nprint("nor this")\n'
     )
-    found = set(pydocs.docstrings_in(source))
-    assert {"module", "class", "method\n\nindented", "coroutine", "added"} <= found
-    assert not found & {"no docstring", "nor this"}
+    texts = set(pydocs.docstrings_in(source))
+    assert {"module", "class", "method\n\nindented", "coroutine", "added"} <= texts
+    assert not texts & {"no docstring", "nor this"}
     broken = tmp_path / "broken.py"
     broken.write_text("def {{ template }}(:\n")
     assert list(pydocs.docstrings_in(broken)) == []
@@ -126,7 +126,7 @@ def test_docstrings_are_found_where_they_stand(tmp_path: Path) -> None:
 def test_near_copies_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of docstrings that differ in no letter the first stays; tests are left out."""
+    """The first of docstrings that differ in no letter stays; tests are left out."""
     text = " ".join(["Return the value of this thing as it was seen before."] * 4)
     package = tmp_path / "near_copies"
     (package / "tests").mkdir(parents=True)
@@ -189,12 +189,12 @@ def test_local_data_sets(name: str, text: str) -> None:
     )
     if folder is None:
         pytest.skip(f"$HEAPR_DATA_DIR has no {name}")
-    found = {split: load_corpus(name, split=split) for split in SPLITS}
-    assert text in found["test"].joined() or text in found["train"].joined()
-    assert len({corpus.fingerprint for corpus in found.values()}) == 3
-    assert all(folder.name in corpus.source for corpus in found.values())
+    loaded = {split: load_corpus(name, split=split) for split in SPLITS}
+    assert text in loaded["test"].joined() or text in loaded["train"].joined()
+    assert len({corpus.fingerprint for corpus in loaded.values()}) == 3
+    assert all(folder.name in corpus.source for corpus in loaded.values())
     if name == "c4":
-        train, test = set(found["train"].texts), set(found["test"].texts)
+        train, test = set(loaded["train"].texts), set(loaded["test"].texts)
         assert train
         assert test
         assert not train & test

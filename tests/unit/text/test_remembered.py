@@ -25,7 +25,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
 
 
 def fingerprints(bench: Workbench, corpus: str) -> tuple[str, str]:
-    """Of the calibration and of the test windows."""
+    """Fingerprints of the calibration and of the test windows."""
     setting = Setting(0.25, calibration=corpus)
     return (
         bench.calibration_set(setting.calibration).fingerprint,
@@ -58,24 +58,24 @@ def test_a_relative_name_is_that_of_the_folder(
     for name, n_texts in (("a", 12), ("b", 20)):
         Path(name).mkdir()
         write_text(Path(name) / "own.txt", n_texts=n_texts)
-    found = []
+    prints = []
     for folder in ("a", "../b", "../a"):
         monkeypatch.chdir(folder)
-        found.append(fingerprints(bench, "own.txt"))
-    assert found[0] == found[2]
+        prints.append(fingerprints(bench, "own.txt"))
+    assert prints[0] == prints[2]
     # The first windows are of texts that both have; of the drawn ones some are not.
-    assert found[0][0] != found[1][0]
+    assert prints[0][0] != prints[1][0]
 
 
 def test_weights_of_a_mixture_are_remembered(bench: Workbench) -> None:
     """Two mixtures of the same corpora are not one another."""
     write_text(Path("a.txt"))
     shutil.copy("a.txt", "b.txt")
-    found = {
+    provenances = {
         mixture: str(bench.calibration_set(Calibration(mixture)).provenance)
         for mixture in ("0.7*a.txt + 0.3*b.txt", "0.3*a.txt + 0.7*b.txt")
     }
-    assert len(set(found.values())) == 2
+    assert len(set(provenances.values())) == 2
 
 
 def test_a_data_folder_that_changed_is_read_again(
@@ -160,10 +160,10 @@ def test_items_of_the_hub_are_known_by_what_is_asked(
     """Where no file holds them: the documents, of which only the first are asked."""
     monkeypatch.delenv("HEAPR_TASKS_DIR", raising=False)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    found = {}
+    prints = {}
     for name, changed in (("one", None), ("again", None), ("two", 3), ("late", 9)):
         write_piqa(tmp_path / name / "baber" / "piqa", changed=changed)
         monkeypatch.chdir(tmp_path / name)
-        found[name] = items_fingerprint("piqa", limit=8)
-    assert found["one"] == found["again"] == found["late"] != found["two"]
-    assert items_fingerprint("piqa") != found["late"]
+        prints[name] = items_fingerprint("piqa", limit=8)
+    assert prints["one"] == prints["again"] == prints["late"] != prints["two"]
+    assert items_fingerprint("piqa") != prints["late"]

@@ -22,7 +22,7 @@ QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""As Qwen and Llama 3 split: punctuation keeps the line ends that follow it."""
+"""The splits of Qwen and Llama 3: punctuation keeps the line ends that follow it."""
 
 PARAGRAPHS = [
     "An expert is split into atoms.",
@@ -36,7 +36,7 @@ TEXT = "\n\n".join(PARAGRAPHS)
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2."""
+    """A tokenizer like that of GPT-2."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def byte_level() -> Tokenizer:
 
 
 def qwen_like() -> Tokenizer:
-    """As Qwen 3."""
+    """A tokenizer like that of Qwen 3."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -65,7 +65,7 @@ def llama_2_like() -> Tokenizer:
 
 
 def fitted(make: Callable[[], Tokenizer]) -> PreTrainedTokenizerFast:
-    """With 600 merges learned from the text."""
+    """A tokenizer with 600 merges learned from the text."""
     bpe = make()
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
@@ -80,7 +80,7 @@ def fitted(make: Callable[[], Tokenizer]) -> PreTrainedTokenizerFast:
 def test_pieces_have_the_ids_of_the_whole(
     make: Callable[[], Tokenizer], n_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut where that changes nothing, and left whole where it would."""
+    """The text is cut where that changes nothing, and left whole where it would."""
     tokenizer = fitted(make)
     expected = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     monkeypatch.setattr(tokenization, "PIECE_CHARS", 100)

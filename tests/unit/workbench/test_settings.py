@@ -24,6 +24,6 @@ def test_a_model_has_its_own_profile_unless_one_is_given(
 
 
 def test_an_unknown_profile_is_refused() -> None:
-    """With the names there are."""
+    """The message has the names there are."""
     with pytest.raises(SpecError, match="small, lab, pretrained, paper"):
         profile_of("lab", "large")
