@@ -194,7 +194,8 @@ class _Run:
         for task in self.tasks:
             row = self._accuracies(entry, task, fit)
             labels = _labels(method.name, method.compresses, entry.ratio, task)
-            yield labels | row | _metrics(task, row.pop("metrics"))
+            metrics = _metrics(task, row.pop("metrics"))
+            yield labels | row | metrics
 
     def _losses(
         self, entry: Entry, corpus: str, fit: Callable[[], Compression]

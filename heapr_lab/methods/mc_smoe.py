@@ -63,16 +63,16 @@ def _sizes(request: Request) -> dict[int, tuple[int, int]]:
         SpecError: it would not be fewer with factors of the rank.
     """
     rank, sparse, sizes = request.options["rank"], request.options["sparse"], {}
-    if not 0 <= sparse <= 1 or (sparse and not rank):
+    if not (0 <= sparse <= 1 and 0 <= rank <= 1) or (sparse and not rank):
         raise SpecError(
-            f"sparse is {sparse} and rank {rank}: expected a share of the columns of "
-            "what the factors leave, which there is only with a rank"
+            f"sparse is {sparse} and rank {rank}: expected shares from 0 to 1, of the "
+            "full rank and of the columns of what its factors leave, if there are any"
         )
     for layer, shape in request.measured.architecture.layers.items():
         before = after = shape.d_inter * shape.atom_parameters
         if rank:
             after = _stored(shape, rank, sparse)
-        if not 0 <= rank <= 1 or after > before:
+        if after > before:
             raise SpecError(
                 f"rank is {rank} and sparse {sparse}, with which an expert of layer "
                 f"{layer} would store {after} numbers in place of {before}: give a "

@@ -156,7 +156,8 @@ class Method:
         """What the rule makes of a request.
 
         Raises:
-            SpecError: nothing, as a rule of another package may.
+            SpecError: the rule, of another package perhaps, ended Python or returned
+                something else.
         """
         try:
             compression = self.rule(request)
@@ -194,7 +195,9 @@ class Method:
         for name, value in options.items():
             kind = type(self.options[name])
             kinds = (int, float) if kind is float else kind
-            other = not isinstance(value, kinds) or (kind is not bool) & (value is True)
+            other = not isinstance(value, kinds) or (
+                kind is not bool and isinstance(value, bool)
+            )
             small = kind is int and not other and value < 1
             if other or small or (kind is float and not math.isfinite(value)):
                 wanted = f"{kind.__name__}{' from 1' if kind is int else ''}"

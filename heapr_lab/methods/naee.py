@@ -99,7 +99,7 @@ def routed_anew(
         raise LayoutError(
             f"{type(router).__name__} gives, from the inputs of the experts alone, the "
             f"experts that its block used for {same:.1%} of the tokens, expected at "
-            f"least {_SAME:.0%}: naee cannot route tokens anew; use reap or frequency"
+            f"least {_SAME:.0%}: tokens cannot be routed anew; use reap or frequency"
         )
     return logits, weights, index
 
@@ -213,8 +213,8 @@ NAEE = Method(
         "If a layer has more than most_subsets subsets, experts are dropped greedily, "
         "one after the other, each the one whose loss is least.",
         "One Frobenius norm over all tokens; the authors' code sums those of batches.",
-        "At most most_tokens tokens are measured on, evenly spaced in every window, "
-        "and fewer where their Gram matrices would exceed 256 MB.",
+        "About most_tokens tokens are measured on, as many in every window and evenly "
+        "spaced, and fewer where their Gram matrices would exceed 256 MB.",
         "The layer-wise variant: each layer is measured on the dense model's inputs.",
         "Dynamic skipping is the option skipping. Each expert of a token but the best "
         "is compared to the best with the median of its own rank, and the weights of "

@@ -172,8 +172,10 @@ def test_ranks_that_cannot_be_are_refused() -> None:
     with pytest.raises(SpecError, match=r"rank 0\.25 alone removes 0\.6250"):
         fitted("mc-smoe", model, 0.5, rank=0.25)
     assert fitted("mc-smoe", model, 0.7, rank=0.25).achieved_ratio == 0.6875
-    with pytest.raises(SpecError, match="only with a rank"):
+    with pytest.raises(SpecError, match="if there are any"):
         fitted("mc-smoe", model, 0.5, sparse=0.25)
+    with pytest.raises(SpecError, match="rank -1: expected shares"):
+        fitted("mc-smoe", model, 0.5, rank=-1)
     with pytest.raises(SpecError, match=r"sparse 0\.9, with which"):
         fitted("mc-smoe", model, 0.5, rank=0.5, sparse=0.9)
 

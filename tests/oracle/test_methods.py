@@ -234,7 +234,7 @@ def test_naee_refuses_routing_that_it_cannot_repeat() -> None:
         for name, buffer in model.named_buffers():
             if "correction" in name:
                 buffer.copy_(torch.tensor([9.0, 0, 0, 0]))
-    with pytest.raises(LayoutError, match="cannot route tokens anew"):
+    with pytest.raises(LayoutError, match="cannot be routed anew"):
         fitted("naee", model, 0.25)
 
 

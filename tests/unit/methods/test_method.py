@@ -82,6 +82,7 @@ def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
         ("naee", {"ratio": 0.2, "most_tokens": True}, "is True, expected int"),
         ("naee", {"ratio": 0.2, "most_tokens": 0}, "is 0, expected int from 1"),
         ("mc-smoe", {"ratio": 0.2, "rank": float("nan")}, "is nan, expected float"),
+        ("mc-smoe", {"ratio": 0.2, "rank": False}, "is False, expected float"),
         ("mc-smoe", {"ratio": 0.2, "rank": float("inf")}, "is inf, expected float"),
         ("camera-p", {"ratio": 0.2, "alpha": 2.0}, "alpha 2.0, expected one of code"),
         ("camera-p", {"ratio": 0.2, "formula": "x"}, "formula is 'x'"),

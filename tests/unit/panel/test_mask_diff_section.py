@@ -93,7 +93,7 @@ def test_a_pin_and_the_current_selection(section: MaskDiffSection) -> None:
     assert "<b>" not in page.replace("<b style", "")
     assert section.alone is not None
     assert len(section.alone) == len(only)
-    assert "calibrated on" not in text
+    assert "calibrated on" not in page
 
 
 def test_masks_that_weights_choose_are_compared_once_they_are_known(
