@@ -16,6 +16,8 @@ os.environ["HEAPR_LAB_RESUME"] = "0"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
+# To start threads takes longer than what they would read of a tiny model.
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
 _SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 for _name, _folder in {
