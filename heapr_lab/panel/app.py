@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.named import check_there, dense_of, folder_of
+from heapr_lab.models.named import check_there, dense_of, folder_of, names
 from heapr_lab.models.paper_models import hub_id
+from heapr_lab.storage.paths import cache_dir
 from heapr_lab.workbench.settings import profile_of
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ _EXTENSIONS = [
     "@voila-dashboards/widgets-manager8",
     "anywidget",
 ]
+_SLOW = "rfc3987_syntax"
+"""It compiles a grammar for 1.5 s when it is imported, to check addresses that have
+letters of other alphabets; those who import it go on without it."""
 
 
 def panel_source(
@@ -75,12 +78,16 @@ def panel_source(
 def _of_table(path: Path) -> str:
     if not path.is_file():
         raise SpecError(f"there is no table {path}; make one with `heapr-lab score`")
+    from heapr_lab.importance.table import ImportanceTable
+
     ImportanceTable.read(path)
     return repr(str(path.absolute()))
 
 
 def _of_model(source: str) -> str:
     """The name of a model in another folder; what is not here is fetched now."""
+    if source in names() and any(cache_dir().glob(f"models/*/{source}")):
+        return source  # made before; its kernel checks it, which imports torch
     dense = dense_of(source)
     check_there(hub_id(source) if dense is None else dense)
     if dense is not None or folder_of(source) is not None:
@@ -108,6 +115,7 @@ def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
         raise SpecError(
             "the app needs Voilà, which is not installed: pip install 'heapr-lab[app]'"
         )
+    sys.modules.setdefault(_SLOW, None)  # type: ignore[arg-type]
     import nbformat
     from tornado.ioloop import IOLoop
 

@@ -398,3 +398,16 @@ def test_a_file_that_the_system_will_not_read(
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(CorpusError, match=r"text\.txt' cannot be read \(Permission"):
         load_corpus(str(path))
+
+
+def test_what_is_here_is_available_without_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The panel asks before its first picture; what is missing says why."""
+    monkeypatch.setenv("HEAPR_DATA_DIR", str(tmp_path))
+    (tmp_path / "ptb").mkdir()
+    (tmp_path / "ptb" / "test.parquet").write_bytes(b"read when it is used")
+    monkeypatch.setattr(corpora, "harvested", lambda _: 1 / 0)
+    available, skipped = corpora.available_corpora(["pydocs", "ptb", "wikitext2"])
+    assert available == ["pydocs", "ptb"]
+    assert "HEAPR_DATA_DIR" in skipped["wikitext2"]
