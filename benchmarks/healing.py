@@ -1,13 +1,14 @@
 """What healing gains on a pretrained model, by the text that it is given.
 
-    python benchmarks/healing.py [--model smolmoe] [--text 0,32,64] [--items 100]
+    python benchmarks/healing.py [--model smolmoe] [--ratios 0.25,0.4]
+        [--text 0,32,64] [--items 100]
 
-`compress` at 40 % of the atoms, calibrated on 32 windows of 512 tokens of WikiText-2,
-healed on so many windows of the same corpus (an eighth to a quarter of them is held
-out, 16 at most): perplexity on the first windows of the test splits of WikiText-2, PTB
-and C4, and the paper's seven tasks, with paired differences to the dense model and to
-the model before healing. A row that is there is not measured again. Seconds are CPU
-time of healing alone.
+`compress` at each ratio, calibrated on 32 windows of 512 tokens of WikiText-2, healed
+on so many windows of the same corpus (an eighth to a quarter of them is held out, 16 at
+most): perplexity on the first windows of the test splits of WikiText-2, PTB and C4, and
+the paper's seven tasks, with paired differences to the dense model and to the model
+before healing. A row that is there is not measured again. Seconds are CPU time of
+healing alone.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,15 @@ from heapr_lab.storage.files import replacing
 from heapr_lab.tasks.summary import MEAN, task_difference, task_summary
 from heapr_lab.text.calibration import load_calibration
 
-RATIO = 0.4
 ITEMS = "healing_items.parquet"
-"""Which items a model answers rightly, by the windows that it was healed on."""
+"""Which items a model answers rightly, by its ratio and the windows of its healing."""
 
 
 def main() -> None:
-    """Measure every amount of text that has no row, and write each."""
+    """Measure every ratio and amount of text that has no row, and write each."""
     parser = argparse.ArgumentParser(description="Measure healing.")
     parser.add_argument("--model", default="smolmoe")
+    parser.add_argument("--ratios", default="0.25,0.4")
     parser.add_argument("--text", default="0,32,64", help="windows, comma-separated")
     parser.add_argument("--windows", type=int, default=real.N_FIRST)
     parser.add_argument("--items", type=int, default=100)
@@ -49,28 +51,32 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     rows = Rows("healing")
-    missing = [
-        n
-        for n in map(int, options.text.split(","))
-        if not rows.has({"model": options.model, "windows": n})
-    ]
-    if not missing:
-        return
+    amounts = [*map(int, options.text.split(","))]
+    for ratio in map(float, options.ratios.split(",")):
+        key = {"model": options.model, "ratio": ratio}
+        missing = [n for n in amounts if not rows.has(key | {"windows": n})]
+        if not missing:
+            continue
+        for row in _measured(ratio, missing, options):
+            rows.add([key | row], {"windows": options.windows, "items": options.items})
+
+
+def _measured(
+    ratio: float, n_windows: list[int], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row for each number of windows; the model is pruned in the same way."""
     dense = next(real.states(options.model))
-    reference = real.stored(RESULTS)[dense]
     pruner = real.Pruner(options.model)
-    fitted = fit_compression(pruner.model, pruner.windows(dense), ratio=RATIO)
-    for n in missing:
+    fitted = fit_compression(pruner.model, pruner.windows(dense), ratio=ratio)
+    for n in n_windows:
         model = prune(pruner.model, fitted.keep, down_projs=fitted.down_projs)
         began = time.process_time()
         tokens = _healed(model, pruner, n)
         seconds = round(time.process_time() - began, 1)
-        found = real.read(model, pruner.tokenizer, options, {})
-        row = {"model": options.model, "ratio": RATIO, "windows": n, "tokens": tokens}
-        row |= {"cpu_seconds": seconds} | _row(
-            found, reference, _items(found, options.model, n)
-        )
-        rows.add([row], {"windows": options.windows, "items": options.items})
+        results = real.read(model, pruner.tokenizer, options, {})
+        unhealed = _items(results, {"model": options.model, "ratio": ratio}, n)
+        row = {"windows": n, "tokens": tokens, "cpu_seconds": seconds}
+        yield row | _row(results, real.stored(RESULTS)[dense], unhealed)
 
 
 def _healed(model: Any, pruner: real.Pruner, n_windows: int) -> int:
@@ -87,37 +93,41 @@ def _healed(model: Any, pruner: real.Pruner, n_windows: int) -> int:
     return int(model.heapr_healing["tokens"].iloc[-1])
 
 
-def _items(found: real.Results, model: str, n_windows: int) -> pd.DataFrame:
+def _items(results: real.Results, pruned: dict[str, Any], n: int) -> pd.DataFrame:
     """The items of the model that is not healed, after those of this one are added."""
     path = RESULTS / ITEMS
-    every = found.items.assign(model=model, windows=n_windows)
+    every = results.items.assign(**pruned, windows=n)
     if path.exists():
         before = pd.read_parquet(path)
-        again = before["model"].eq(model) & before["windows"].eq(n_windows)
-        every = pd.concat([before[~again], every])
+        every = pd.concat([before[~_are(before, pruned, n)], every])
     with replacing(path) as temporary:
         every.to_parquet(temporary, index=False)
-    unhealed = every[every["model"].eq(model) & every["windows"].eq(0)]
-    return unhealed.drop(columns=["model", "windows"])
+    return every[_are(every, pruned, 0)].drop(columns=[*pruned, "windows"])
+
+
+def _are(items: pd.DataFrame, pruned: dict[str, Any], n: int) -> "pd.Series[bool]":
+    """Which rows are of a pruned model that was healed on `n` windows."""
+    values = pd.Series({**pruned, "windows": n})
+    return items[values.index].eq(values).all(axis=1)
 
 
 def _row(
-    found: real.Results, dense: real.Results, before: pd.DataFrame
+    results: real.Results, dense: real.Results, unhealed: pd.DataFrame
 ) -> dict[str, Any]:
     """Perplexities and accuracies, with differences."""
     row: dict[str, Any] = {}
     for corpus in real.CORPORA:
-        losses = found.losses(corpus)
+        losses = results.losses(corpus)
         others = dense.losses(corpus)[: len(losses)]
         row[f"perplexity {corpus}"] = math.exp(statistics.fmean(losses))
         difference, error = paired_difference(losses, others)
         row |= {f"delta_nll {corpus}": difference, f"stderr {corpus}": error}
-    mean = task_summary(found.items).set_index("task").loc[MEAN]
+    mean = task_summary(results.items).set_index("task").loc[MEAN]
     row |= {"accuracy": mean["value"], "accuracy_stderr": mean["stderr"]}
-    for name, items in {"dense": dense.items, "unhealed": before}.items():
+    for name, items in {"dense": dense.items, "unhealed": unhealed}.items():
         keys = ["task", "item"]
-        both = found.items[keys].merge(items[keys])
-        pair = (both.merge(own) for own in (found.items, items))
+        both = results.items[keys].merge(items[keys])
+        pair = (both.merge(answers) for answers in (results.items, items))
         change = task_difference(*pair).set_index("task").loc[MEAN]
         row[f"against_{name}"] = change["value"]
         row[f"against_{name}_stderr"] = change["stderr"]

@@ -98,7 +98,9 @@ _SAID = {
     "n_windows": "{n_windows} calibration windows of {seq_len} tokens",
     "calibration": "calibrated on {calibration}",
     "n_test": "{n_test} test windows of {seq_len} tokens of a corpus",
+    "windows": "first {windows} test windows of a corpus",
     "n_items": "{n_items} items of a task",
+    "items": "{items} items of a task",
     "n_threads": "threads: {n_threads}",
 }
 """What is told of the details of results, by their names."""
@@ -106,11 +108,11 @@ _SAID = {
 
 def _of_rows(rows: pd.DataFrame) -> list[str]:
     """The models of results, and over how many draws of the text they are means."""
-    said = [", ".join(rows["model"].dropna().unique())] if "model" in rows else []
+    facts = [", ".join(rows["model"].dropna().unique())] if "model" in rows else []
     if {"variant", "seed"} <= {*rows.columns}:
         draws = rows.groupby("variant")["seed"].nunique()
-        said.append(f"{value_range(draws, 'd')} draws of the calibration windows")
-    return said
+        facts.append(f"{value_range(draws, 'd')} draws of the calibration windows")
+    return facts
 
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
@@ -164,7 +166,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             Benchmark(
                 "beyond",
                 "beyond.py",
-                "Text of the model's own",
+                "Self-generated text",
                 table=beyond.beyond_table,
             ),
             Benchmark(
@@ -172,6 +174,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "healing.py",
                 "Healing a pruned model",
                 table=beyond.healing_table,
+            ),
+            Benchmark(
+                "learned_widths",
+                "learned_widths.py",
+                "Widths learned by gradients",
+                table=beyond.widths_table,
             ),
             Benchmark(
                 "methods",

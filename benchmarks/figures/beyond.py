@@ -20,39 +20,63 @@ def beyond_table(measured: pd.DataFrame) -> pd.DataFrame:
     base = measured[measured["variant"].eq(PAPER)].set_index(["model", "ratio"])
     rows = []
     for (variant, ratio), part in measured.groupby(["variant", "ratio"], sort=False):
-        own = part.set_index(["model", "ratio"])
+        models = part.set_index(["model", "ratio"])
         row: dict[str, object] = {"variant": variant, "removed": f"{ratio:.0%}"}
-        row["models"] = len(own)
+        row["models"] = len(models)
         for corpus in ("pydocs", "wikitext2"):
-            losses, paper = (f[f"delta_nll {corpus}"] for f in (own, base))
+            losses, paper = (f[f"delta_nll {corpus}"] for f in (models, base))
             paper = paper.loc[losses.index]
             row[f"Δloss {corpus} [× HEAPr] ↓"] = losses.sum() / paper.sum()
             if corpus == "pydocs":
                 row["worst model [×] ↓"] = (losses / paper)[paper > MEASURABLE].max()
-        row["CPU time [s]"] = own["cpu_seconds"].mean()
+        row["CPU time [s]"] = models["cpu_seconds"].mean()
         rows.append(row)
     return pd.DataFrame(rows).sort_values("removed", kind="stable", ignore_index=True)
 
 
 def healing_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/healing.py` for readers: a row for each amount of text."""
-    ordered = measured.sort_values("windows", ignore_index=True)
+    """Rows of `benchmarks/healing.py` for readers: each ratio and amount of text."""
+    ordered = measured.sort_values(["ratio", "windows"], ignore_index=True)
     rows = []
-    for _, own in ordered.iterrows():
+    for _, state in ordered.iterrows():
         row: dict[str, object] = {
-            "model": own["model"],
-            "removed": f"{own['ratio']:.0%}",
+            "model": state["model"],
+            "removed": f"{state['ratio']:.0%}",
         }
-        row["trained on [tokens]"] = f"{own['tokens']:,}"
+        row["trained on [tokens]"] = f"{state['tokens']:,}"
         for corpus in ("wikitext2", "ptb", "c4"):
-            row[f"perplexity {corpus} ↓"] = own[f"perplexity {corpus}"]
+            row[f"perplexity {corpus} ↓"] = state[f"perplexity {corpus}"]
         for name, column in _ACCURACIES.items():
-            value, error = own[column], own[f"{column}_stderr"]
+            value, error = state[column], state[f"{column}_stderr"]
             sign = "" if column == "accuracy" else "+"
             row[name] = f"{100 * value:{sign}.1f} ± {100 * error:.1f}"
-        row["CPU time [s]"] = own["cpu_seconds"]
+        row["CPU time [s]"] = state["cpu_seconds"]
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def widths_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/learned_widths.py` for readers, masks of scores first."""
+    ordered = measured.sort_values(["scores", "compensated", "epochs"])
+    table = pd.DataFrame(
+        {
+            "scores": ordered["scores"],
+            "removed": ordered["ratio"].map("{:.0%}".format),
+            "widths": ordered["epochs"].map(
+                lambda n: f"learned, {n} epochs" if n else "of the scores"
+            ),
+            "W_down": ordered["compensated"].map(
+                {True: "compensated", False: "unchanged"}
+            ),
+        }
+    )
+    for corpus in ("wikitext2", "ptb", "c4"):
+        losses = ordered[[f"delta_nll {corpus}", f"stderr {corpus}"]]
+        table[f"Δloss {corpus} ↓"] = [
+            f"{x:.3f} ± {e:.3f}" for x, e in losses.to_numpy()
+        ]
+    table["CPU time [s]"] = ordered["cpu_seconds"]
+    return table
 
 
 def solves_table(measured: pd.DataFrame) -> pd.DataFrame:
