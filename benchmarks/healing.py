@@ -58,7 +58,8 @@ def main() -> None:
         if not missing:
             continue
         for row in _measured(ratio, missing, options):
-            rows.add([key | row], {"windows": options.windows, "items": options.items})
+            details = {"n_test": options.windows, "seq_len": real.SEQ_LEN}
+            rows.add([key | row], details | {"n_items": options.items})
 
 
 def _measured(
@@ -66,6 +67,7 @@ def _measured(
 ) -> Iterator[dict[str, Any]]:
     """A row for each number of windows; the model is pruned in the same way."""
     dense = next(real.states(options.model))
+    reference = real.stored(RESULTS)[dense]
     pruner = real.Pruner(options.model)
     fitted = fit_compression(pruner.model, pruner.windows(dense), ratio=ratio)
     for n in n_windows:
@@ -76,7 +78,7 @@ def _measured(
         results = real.read(model, pruner.tokenizer, options, {})
         unhealed = _items(results, {"model": options.model, "ratio": ratio}, n)
         row = {"windows": n, "tokens": tokens, "cpu_seconds": seconds}
-        yield row | _row(results, real.stored(RESULTS)[dense], unhealed)
+        yield row | _row(results, reference, unhealed)
 
 
 def _healed(model: Any, pruner: real.Pruner, n_windows: int) -> int:

@@ -98,9 +98,7 @@ _SAID = {
     "n_windows": "{n_windows} calibration windows of {seq_len} tokens",
     "calibration": "calibrated on {calibration}",
     "n_test": "{n_test} test windows of {seq_len} tokens of a corpus",
-    "windows": "first {windows} test windows of a corpus",
     "n_items": "{n_items} items of a task",
-    "items": "{items} items of a task",
     "n_threads": "threads: {n_threads}",
 }
 """What is told of the details of results, by their names."""

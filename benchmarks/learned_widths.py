@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import real
 from benchmarks.machine import Rows
 from heapr_lab.evaluation.paired import paired_difference
-from heapr_lab.inspection.stored import stored_perplexity
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.likelihood import token_nll
 from heapr_lab.models.modes import differentiating
@@ -48,7 +47,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
-from heapr_lab.text.calibration import CalibrationSet, load_windows
+from heapr_lab.text.calibration import CalibrationSet
 
 SCORES = ("fisher", "heapr")
 """Whose order atoms have within an expert, and whose widths logits begin at."""
@@ -200,7 +199,8 @@ def main() -> None:
         case = Case(pruner, pruner.windows(state), scores_of(table, estimator), keep)
         for n in missing:
             measured = case.measured(n, options.windows)
-            rows.add([key | {"epochs": n} | row for row in measured], {})
+            details = {"n_test": options.windows, "seq_len": real.SEQ_LEN}
+            rows.add([key | {"epochs": n} | row for row in measured], details)
 
 
 def scores_of(table: Any, estimator: str) -> dict[int, np.ndarray]:
@@ -243,17 +243,12 @@ class Case:
 
     def _losses(
         self, keep: KeepMask | None, down_projs: Any, n_windows: int
-    ) -> dict[str, list[float]]:
-        """The losses of a mask on the first test windows, by corpus."""
-        model, tokenizer = self.pruner.model, self.pruner.tokenizer
+    ) -> dict[str, tuple[float, ...]]:
+        """The losses of a mask, or of the dense model, by corpus."""
+        model = self.pruner.model
         masked = masking(model, keep, down_projs) if keep else contextlib.nullcontext()
-        losses = {}
         with masked:
-            for corpus in real.CORPORA:
-                text = load_windows(corpus, tokenizer, seq_len=real.SEQ_LEN)
-                perplexity = stored_perplexity(model, text.ids[:n_windows])
-                losses[corpus] = list(perplexity.windows)
-        return losses
+            return real.window_losses(model, self.pruner.tokenizer, n_windows)
 
 
 if __name__ == "__main__":

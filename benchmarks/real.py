@@ -263,13 +263,12 @@ def read(
 ) -> Results:
     """Losses and answers of the model as it is now."""
     began = time.process_time()
-    frames = []
-    for corpus in CORPORA:
-        windows = load_windows(corpus, tokenizer, seq_len=SEQ_LEN)
-        ids = windows.ids[: options.windows or None]
-        losses = stored_perplexity(model, ids).windows
-        part = pd.DataFrame({"corpus": corpus, "nll": losses})
-        frames.append(part.rename_axis("window").reset_index())
+    frames = [
+        pd.DataFrame({"corpus": corpus, "nll": losses})
+        .rename_axis("window")
+        .reset_index()
+        for corpus, losses in window_losses(model, tokenizer, options.windows).items()
+    ]
     read = time.process_time()
     items = task_items(model, tokenizer, n_items=options.items, seed=options.seed)
     sizes |= {
@@ -278,6 +277,18 @@ def read(
         "seconds_tasks": round(time.process_time() - read, 1),
     }
     return Results(pd.concat(frames, ignore_index=True), items, sizes)
+
+
+def window_losses(
+    model: Any, tokenizer: Any, n_windows: int
+) -> dict[str, tuple[float, ...]]:
+    """The loss on each of the first test windows, by corpus; 0 takes whole splits."""
+    losses = {}
+    for corpus in CORPORA:
+        windows = load_windows(corpus, tokenizer, seq_len=SEQ_LEN)
+        ids = windows.ids[: n_windows or None]
+        losses[corpus] = stored_perplexity(model, ids).windows
+    return losses
 
 
 def row_of(state: State, by_state: dict[State, Results]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import pandas as pd
 
 from benchmarks.figures.quality import MEASURABLE, PAPER
+from benchmarks.figures.real import with_error
 
 _ACCURACIES = {
     "accuracy, seven tasks [%] ↑": "accuracy",
@@ -71,10 +72,8 @@ def widths_table(measured: pd.DataFrame) -> pd.DataFrame:
         }
     )
     for corpus in ("wikitext2", "ptb", "c4"):
-        losses = ordered[[f"delta_nll {corpus}", f"stderr {corpus}"]]
-        table[f"Δloss {corpus} ↓"] = [
-            f"{x:.3f} ± {e:.3f}" for x, e in losses.to_numpy()
-        ]
+        columns = f"delta_nll {corpus}", f"stderr {corpus}"
+        table[f"Δloss {corpus} ↓"] = with_error(ordered, *columns, form="{:.3f}")
     table["CPU time [s]"] = ordered["cpu_seconds"]
     return table
 

@@ -50,10 +50,10 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     table[[_NAMES[name] for name in shares]] = rows[shares].map("{:.1%}".format)
     for corpus in _measured(rows, "perplexity "):
         names = (f"first_delta_nll{part} {corpus}" for part in ("", "_stderr"))
-        losses = _with_error(rows, *names, form="{:.3f}")
+        losses = with_error(rows, *names, form="{:.3f}")
         table[f"Δloss {corpus} ↓"] = losses.where(rows["method"].ne("dense"), "–")
-    table["mean accuracy of seven ↑"] = _with_error(rows, "accuracy", "accuracy_stderr")
-    table["less HEAPr's, item by item ↑"] = _with_error(
+    table["mean accuracy of seven ↑"] = with_error(rows, "accuracy", "accuracy_stderr")
+    table["less HEAPr's, item by item ↑"] = with_error(
         rows, "against_heapr", "against_heapr_stderr"
     )
     for task in _measured(rows, "accuracy "):
@@ -91,7 +91,7 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
     for corpus in _measured(front, "perplexity "):
         numbers = front[f"perplexity {corpus}"].map("{:.1f}".format)
         table[f"perplexity {corpus} ↓"] = numbers + _on_fewer(front, corpus)
-    table["mean accuracy ↑"] = _with_error(front, "accuracy", "accuracy_stderr")
+    table["mean accuracy ↑"] = with_error(front, "accuracy", "accuracy_stderr")
     return table
 
 
@@ -195,7 +195,7 @@ def _measured(rows: pd.DataFrame, prefix: str) -> list[str]:
     ]
 
 
-def _with_error(
+def with_error(
     rows: pd.DataFrame, value: str, error: str, *, form: str = "{:.1%}"
 ) -> pd.Series:
     """Numbers and their standard errors as text; a dash where there are none."""

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.named import check_there, dense_of, folder_of, names
 from heapr_lab.models.paper_models import hub_id
-from heapr_lab.storage.paths import cache_dir
+from heapr_lab.storage.cache import cached_folders
 from heapr_lab.workbench.settings import profile_of
 
 if TYPE_CHECKING:
@@ -78,15 +79,13 @@ def panel_source(
 def _of_table(path: Path) -> str:
     if not path.is_file():
         raise SpecError(f"there is no table {path}; make one with `heapr-lab score`")
-    from heapr_lab.importance.table import ImportanceTable
-
     ImportanceTable.read(path)
     return repr(str(path.absolute()))
 
 
 def _of_model(source: str) -> str:
     """The name of a model in another folder; what is not here is fetched now."""
-    if source in names() and any(cache_dir().glob(f"models/*/{source}")):
+    if source in names() and any(cached_folders("models", source)):
         return source  # made before; its kernel checks it, which imports torch
     dense = dense_of(source)
     check_there(hub_id(source) if dense is None else dense)

@@ -20,9 +20,8 @@ from heapr_lab.models.dtypes import blocks_fit
 from heapr_lab.models.named import LAB, local_folder, names
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
-from heapr_lab.storage.cache import cache_path
+from heapr_lab.storage.cache import cache_path, cached_folders
 from heapr_lab.storage.files import replacing
-from heapr_lab.storage.paths import cache_dir
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
 from heapr_lab.text.corpora import source_key
 from heapr_lab.workbench.opening import Opening
@@ -236,7 +235,7 @@ def _folder_of(name: str) -> Path | None:
     """The folder of a model; of one that is made at first use, the newest."""
     if name == LAB or name not in names():
         return local_folder(name)
-    folders = cache_dir().glob(f"models/*/{name}")
+    folders = cached_folders("models", name)
     return max(folders, key=lambda folder: folder.stat().st_mtime_ns, default=None)
 
 

@@ -305,16 +305,11 @@ def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     available, skipped = [], {}
     for name in names:
         try:
-            if not _is_here(name):
+            file = _source_file(name, "test")
+            if name != "pydocs" and not (file and file.path.suffix and file.state):
                 load_corpus(name, split="test")
         except CorpusError as error:
             skipped[name] = str(error)
         else:
             available.append(name)
     return available, skipped
-
-
-def _is_here(name: str) -> bool:
-    """Whether the test split is in a local file, or in packages that are here."""
-    file = _source_file(name, "test")
-    return name == "pydocs" or bool(file and file.path.suffix and file.state)
