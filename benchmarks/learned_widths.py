@@ -22,6 +22,7 @@ it begins at, and more than that mask compensated.
 
 import argparse
 import contextlib
+import itertools
 import logging
 import sys
 import time
@@ -46,7 +47,8 @@ from heapr_lab.models.modes import differentiating
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.refinement.activation_grams import default_span, iter_grams
+from heapr_lab.refinement.compensation import LayerSolver, compensation_of
 from heapr_lab.text.calibration import CalibrationSet
 
 SCORES = ("fisher", "heapr")
@@ -211,6 +213,13 @@ def scores_of(table: Any, estimator: str) -> dict[int, np.ndarray]:
     return {number: part.reshape(shape) for (number, shape), part in parts}
 
 
+def compensated(model: nn.Module, keep: KeepMask, windows: CalibrationSet) -> Any:
+    """The W_down of a mask by least squares alone, whatever the loss says of it."""
+    span = default_span(find_experts(model))
+    solvers = itertools.starmap(LayerSolver, iter_grams(model, windows, span=span))
+    return compensation_of(solvers, keep).down_projs
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, and the mask that learning begins at."""
@@ -227,7 +236,7 @@ class Case:
             torch.manual_seed(0)
             keep = learned(model, self.windows.ids, self.scores, keep, n_epochs)
         seconds = [time.process_time() - began]
-        down_projs = fit_compensation(model, keep, self.windows).down_projs
+        down_projs = compensated(model, keep, self.windows)
         seconds.append(time.process_time() - began)
         dense = self._losses(None, None, n_windows)
         plain = self._losses(self.keep, None, n_windows)

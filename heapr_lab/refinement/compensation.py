@@ -11,7 +11,9 @@ ridge λ pulls towards the original weights, so no sum of squares over the calib
 tokens ever increases. It is relative to each feature's own products: an atom, or an
 expert, with a small load is not pulled more than others, but for an expert with fewer
 tokens than atoms. It is chosen on tokens held out from the fit. Where no ridge has a
-smaller error on them than the original weights, these are kept.
+smaller error on them than the original weights, these are kept. Squared errors count a
+token by the energy of its output, which in a layer of massive activations is that of a
+few tokens, and not what they do to the loss: so the loss has the last word.
 
 Source: least-squares reconstruction as in OBS (Hassibi & Stork 1993) and CORP-like
 structured pruning, with HEAPr's atoms (its appendix leaves this to future work).
@@ -32,11 +34,13 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.evaluation.paired import paired_difference
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, find_experts
 from heapr_lab.models.ragged_experts import normalises
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import keeps_of, prune
+from heapr_lab.pruning.surgery import keeps_of, masking, prune
 from heapr_lab.refinement.activation_grams import (
     FIT,
     HELD_OUT,
@@ -53,6 +57,10 @@ logger = logging.getLogger(__name__)
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """The ridges tried, relative to each feature's own products."""
+STANDARD_ERRORS = 2.0
+"""By how many of them a paired difference of losses decides."""
+_FEWEST_TO_JUDGE = 4
+"""Held-out windows below which their standard error says too little."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,6 +149,8 @@ def compensate(
 
 def describe_weights(fitted: Compensation, calibration: CalibrationSet) -> str:
     """The description of the changed weights in a manifest."""
+    if not fitted.down_projs:
+        return "sliced, otherwise unchanged: compensation raised the held-out loss"
     unchanged = fitted.report.loc[~fitted.report["changed"], "layer"].tolist()
     but = f", except in layers {', '.join(map(str, unchanged))}" if unchanged else ""
     return (
@@ -161,8 +171,11 @@ def fit_compensation(
 ) -> Compensation:
     """The new W_down alone, to evaluate with `masking(model, keep, down_projs)`.
 
-    It costs one forward pass; `activation_grams.iter_grams` describes the case in which
-    the sums of all layers together exceed 4 GiB.
+    It costs one forward pass, and from 16 windows on two more over every fourth, which
+    is held out: if the loss there is larger with the new weights than without by more
+    than two standard errors, no weight is changed, and a warning is logged. A ridge
+    that is given is not judged. `activation_grams.iter_grams` describes the case in
+    which the sums of all layers together exceed 4 GiB.
 
     Arguments and errors are those of `compensate`.
     """
@@ -171,13 +184,51 @@ def fit_compensation(
     span = span or default_span(layers)
     check_layers(layers, span)
     store = layer_store(model, layers, span=None)
-    grams = iter_grams(model, calibration, span=span, progress=progress)
-    return compensation_of(
+    n_windows, judges = calibration.n_sequences, calibration.split()[1]
+    judged = ridge is None and judges.n_sequences >= _FEWEST_TO_JUDGE
+    parts = Parts(n_windows + 2 * judged * judges.n_sequences, progress)
+    grams = iter_grams(model, calibration, span=span, progress=parts)
+    compensation = compensation_of(
         itertools.starmap(LayerSolver, grams),
         keep,
         ridge=ridge,
         down_projs={} if store is None else store.new_downs(),
     )
+    parts.end(n_windows)
+    if not judged:
+        return compensation
+    return _unless_worse(compensation, model, keep, judges, parts)
+
+
+def _unless_worse(
+    compensation: Compensation,
+    model: nn.Module,
+    keep: KeepMask,
+    judges: CalibrationSet,
+    progress: Parts,
+) -> Compensation:
+    """The compensation, or unchanged weights where the loss of `judges` is smaller."""
+    losses = []
+    for down_projs in (None, compensation.down_projs):
+        with masking(model, keep, down_projs) as masked:
+            measured = evaluate_perplexity(masked, judges.ids, progress=progress)
+        progress.end(judges.n_sequences)
+        losses.append(measured)
+    before, after = losses
+    difference, error = paired_difference(after.windows, before.windows)
+    if not difference > STANDARD_ERRORS * error:
+        return compensation
+    logger.warning(
+        "on %d held-out windows compensation raises the loss from %.4g to %.4g: so "
+        "the weights stay as they are: a few tokens may have nearly all energy of a "
+        "layer, and the mask not what it comes from; try another mask, or `compress`",
+        judges.n_sequences,
+        before.nll,
+        after.nll,
+    )
+    report = compensation.report
+    report = report.assign(changed=False, compensated=report["dropped"])
+    return Compensation({}, report, compensation.settings)
 
 
 def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:

@@ -29,7 +29,11 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
 from heapr_lab.refinement.calibrated import CalibratedModel
-from heapr_lab.refinement.compensation import Compensation, describe_weights
+from heapr_lab.refinement.compensation import (
+    STANDARD_ERRORS,
+    Compensation,
+    describe_weights,
+)
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -39,8 +43,6 @@ COMPENSATED = {
 """The estimators whose masks are compensated."""
 PAPER = "heapr"
 """The estimator of the mask that is returned where compensation is no better."""
-_STANDARD_ERRORS = 2.0
-"""The standard errors by which a difference has to be in favour."""
 Losses = tuple[float, ...]
 """The loss of each window, in nats per token."""
 
@@ -201,7 +203,7 @@ def _chosen(judged: dict[str, list[Losses]]) -> str:
     best = PAPER
     for name, (deciding, _) in judged.items():
         difference, error = paired_difference(deciding, judged[best][0])
-        if difference < -_STANDARD_ERRORS * error:
+        if difference < -STANDARD_ERRORS * error:
             best = name
     return best
 

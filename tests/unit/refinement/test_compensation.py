@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.activation_grams import LayerGrams
 from heapr_lab.refinement.compensation import (
     Compensation,
@@ -193,6 +196,47 @@ def test_errors_are_shares_of_the_output(layer: ExpertsLayer) -> None:
     _, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=0.25)
     assert row["dropped"] == pytest.approx(8 / 14)
     assert row["compensated"] == pytest.approx((8 - 4 * 0.8 + 2 * 0.64) / 14)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("written", ["without the sink", "with it"])
+def test_weights_stay_where_the_loss_says_otherwise(
+    caplog: pytest.LogCaptureFixture, written: str
+) -> None:
+    """The first token has nearly all energy of a layer that the text does without.
+
+    Least squares rebuilds its output from the atoms that are left, which serve all
+    other tokens. Text that was written with it gains by that.
+    """
+    model: Any = tiny_model("qwen2_moe")
+    model.lm_head.weight *= 5  # so that the model is sure of what it writes
+    experts = find_experts(model)[0].module
+    first = model.get_input_embeddings().weight[0]
+    for atom in (0, find_experts(model)[0].d_inter):  # gate and up projection
+        experts.gate_up_proj[:, atom] = 3 * first / first.norm()
+    experts.down_proj[:, :, 0] *= 300
+    kept = np.ones((2, 4, 8), bool)
+    kept[0, :, 0] = False
+    keep = KeepMask.from_arrays(dict(enumerate(kept)))
+    with masking(model, keep) if written == "without the sink" else nullcontext():
+        text = CalibrationSet.from_ids(_written(model, n_windows=32, seq_len=24))
+    fitted = fit_compensation(model, keep, text)
+    assert fitted.report["dropped"][0] == pytest.approx(1, abs=0.01)
+    assert bool(fitted.down_projs) == (written == "with it")
+    assert fitted.report["changed"].any() == (written == "with it")
+    assert ("raises the loss" in caplog.text) == (written != "with it")
+    assert ("unchanged:" in describe_weights(fitted, text)) == (written != "with it")
+    assert fit_compensation(model, keep, text, ridge=1.0).down_projs
+
+
+def _written(model: nn.Module, *, n_windows: int, seq_len: int) -> torch.Tensor:
+    """Tokens that are drawn from the model, after token 0."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.zeros(n_windows, 1, dtype=torch.long)
+    for _ in range(seq_len - 1):
+        p = model(ids).logits[:, -1].softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(p, 1, generator=generator)], 1)
+    return ids
 
 
 def test_layers_are_solved_for_their_own_sums(model: nn.Module) -> None:
