@@ -5,7 +5,8 @@ model, forward and backward, and that the numbers are those of the CPU. A tensor
 device has its values in a tensor of the CPU, on which each operation runs. As on CUDA,
 tensors of two devices cannot be mixed, except in copies, as numbers and as indices,
 there is no array of NumPy of one, and random numbers come from no generator of the CPU.
-It has no kernels, streams or memory of its own, and says nothing of those of a GPU.
+Its tensors say `is_cuda`, so the code for a GPU runs. It has no kernels, streams or
+memory of its own, and says nothing of those of a GPU.
 
 Importing it registers the device with torch, for the rest of the process.
 """
@@ -50,14 +51,21 @@ class _Module:
 _setup_privateuseone_for_python_backend(NAME, _Module())
 _DEVICE = torch.device(NAME, 0)
 _COPIES = ("aten::_to_copy", "aten::copy_")
-_INDEXED = ("aten::index", "aten::_index_put_impl_", "aten::_unsafe_index")
-"""Operations whose indices may be on the CPU."""
+_INDEXED = (
+    "aten::index.Tensor",
+    "aten::_unsafe_index.Tensor",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+)
+"""Operations whose second argument, the indices, may be on the CPU."""
 
 
 class SecondTensor(torch.Tensor):
     """A tensor on the device, whose values are in `inner`, on the CPU."""
 
     inner: torch.Tensor
+    is_cuda = property(lambda _: True)
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -134,13 +142,14 @@ def _refuse_mixed(op: Any, args: Any, leaves: list[Any]) -> None:
     """
     if any(isinstance(x, torch.Generator) for x in leaves):
         raise RuntimeError(f"{op}: a generator of the CPU for a tensor of {_DEVICE}")
+    if op.name() in _INDEXED:
+        leaves = pytree.tree_leaves((args[0], args[2:]))
     others = [
         x
         for x in leaves
-        if isinstance(x, torch.Tensor) and not isinstance(x, SecondTensor) and x.dim()
+        if isinstance(x, torch.Tensor) and not isinstance(x, SecondTensor)
+        if x.dim() or op.name() == "aten::stack"
     ]
-    if op.name().startswith(_INDEXED) and isinstance(args[0], SecondTensor):
-        others = [x for x in others if x.dtype not in (torch.int64, torch.bool)]
     if others and op.name() not in _COPIES:
         raise RuntimeError(f"{op}: tensors of the CPU among those of {_DEVICE}")
 

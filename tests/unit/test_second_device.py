@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(GPU != "second", reason="of the device that is made of the CPU"),
 ]
 HERE, THERE = torch.arange(6.0).reshape(2, 3), "second"
+ROWS = torch.tensor([0, 1])
 
 
 def there(*shape: int) -> torch.Tensor:
@@ -50,7 +51,12 @@ MIXED: dict[str, Callable[[], Any]] = {
     "an embedding": lambda: nn.Embedding(4, 2).to(THERE)(torch.tensor([1])),
     "a choice": lambda: there(2, 3).gather(1, torch.tensor([[1], [0]])),
     "backward": lambda: _Left.apply(there(2, 3)).sum().backward(),
-    "a mask of floats": lambda: there(2, 3)[HERE.to(torch.uint8)],
+    "rows": lambda: there(4, 3).index_select(0, ROWS),
+    "a sum of rows": lambda: there(4, 3).index_add(0, ROWS, there(2, 3)),
+    "a copy of rows": lambda: there(4, 3).index_copy(0, ROWS, there(2, 3)),
+    "a fill of rows": lambda: there(4, 3).index_fill(0, ROWS, 0.0),
+    "indices into": lambda: ROWS.to(THERE).index_put((ROWS,), ROWS),
+    "a stack of numbers": lambda: torch.stack([there(), torch.tensor(1.0)]),
     "a loss": lambda: F.cross_entropy(there(2, 3), torch.tensor([0, 1])),
     "a generator": lambda: torch.rand(3, device=THERE, generator=torch.Generator()),
     "NumPy": lambda: there(2, 3).detach().numpy(),
@@ -63,6 +69,14 @@ def test_what_is_left_on_the_cpu_is_an_error(mix: Callable[[], Any]) -> None:
     """It is an error as on CUDA."""
     with pytest.raises((RuntimeError, TypeError)):
         mix()
+
+
+def test_it_passes_for_a_gpu() -> None:
+    """Parameters, outputs and gradients say `is_cuda`, on which code branches."""
+    layer: Any = nn.Linear(3, 2).to(THERE)
+    out = layer(there(2, 3))
+    out.sum().backward()
+    assert all(x.is_cuda for x in (layer.weight, out, layer.weight.grad))
 
 
 def test_a_tensor_that_is_left_behind_is_found() -> None:
