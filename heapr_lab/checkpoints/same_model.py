@@ -6,6 +6,7 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.dtypes import NAMES
 from heapr_lab.models.identity import (
     WEIGHTS_VERSION,
     architecture_identity,
@@ -22,13 +23,21 @@ def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
     and a hash of all its weights are compared.
 
     Raises:
-        SpecError: it was measured on another model, or does not name its model.
+        SpecError: it was measured on another model or in an unknown type, or does not
+            name its model.
         CacheError: the file is damaged or of another kind.
     """
     table = ImportanceTable.read(path)
     record = (table.metadata.get("spec") or {}).get("model") or {}
-    dtype = getattr(torch, record.get("dtype", "float32"))
-    model = open_streamed(source, dtype=dtype, device=torch.device("cpu"))
+    dtype = record.get("dtype", NAMES[0])
+    if dtype not in NAMES:
+        raise SpecError(
+            f"{path} says that it was measured in {dtype!r}, expected one of "
+            f"{', '.join(NAMES)}: make it again with `heapr-lab score`"
+        )
+    model = open_streamed(
+        source, dtype=getattr(torch, dtype), device=torch.device("cpu")
+    )
     _check_identity(record, architecture_identity(model), path=path, name=name)
     if "active" in record:
         raise SpecError(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.lab_model.carved_ffn import CarvedFfn, dense_ffns, load_shares
 from heapr_lab.lab_model.carving import carve
@@ -28,7 +29,12 @@ from heapr_lab.pretrained.smollm2 import WHEEL, smollm2_folder
 from heapr_lab.progress import progress_bar
 from heapr_lab.storage import cache
 from heapr_lab.storage.files import read_json, write_json
-from heapr_lab.text.calibration import load_calibration, load_windows
+from heapr_lab.storage.hashing import digest
+from heapr_lab.text.calibration import (
+    CalibrationSet,
+    load_calibration,
+    load_windows,
+)
 
 SEQ_LEN = 512
 MIXTURE = {
@@ -168,6 +174,7 @@ def build_smolmoe(
     """Choose the layout, heal it, and write its change of the dense model to `out`.
 
     Everything that takes long is kept in `work`, from which an interrupted run goes on.
+    It has a folder for each spec and text, so that none reads what another has left.
 
     Args:
         out: folder for `delta.safetensors` and `training.json`.
@@ -177,24 +184,54 @@ def build_smolmoe(
 
     Raises:
         CorpusError: one of the corpora is not available here.
-        SpecError: the dense model cannot be had, or another run writes to `work`.
+        SpecError: the dense model cannot be had, another run writes to `work`, or `out`
+            has the model of another spec.
     """
     spec = spec or SmolmoeSpec()
+    _check_out(out, spec)
     work.mkdir(parents=True, exist_ok=True)
     with cache.writing(work):
         dense, tokenizer = dense_model()
+        kept = work / _key(tokenizer, spec)[:16]
+        kept.mkdir(exist_ok=True)
         trials = {
-            name: try_layout(name, dense, tokenizer, spec, work)
+            name: try_layout(name, dense, tokenizer, spec, kept)
             for name in spec.layouts
         }
         chosen = layout or min(trials, key=lambda name: _mean_log(trials[name]))
-        record = heal_layout(chosen, dense, tokenizer, spec, work, out)
+        record = heal_layout(chosen, dense, tokenizer, spec, kept, out)
     record |= {"spec": asdict(spec), "trials": trials, "chosen": chosen}
     record |= {"n_judged": N_JUDGED, "torch": torch.__version__}
     path = out / "training.json"
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     write_card(out, shares(), SEQ_LEN)
     return out
+
+
+def _check_out(out: Path, spec: SmolmoeSpec) -> None:
+    """Check that `out` has no model of another spec.
+
+    Raises:
+        SpecError: it has.
+    """
+    path = out / "training.json"
+    asked = asdict(spec)
+    there = read_json(path)["spec"] if path.is_file() else asked
+    others = [name for name in asked if digest(asked[name]) != digest(there.get(name))]
+    if others:
+        raise SpecError(
+            f"{path} is of a smolmoe with another {' and '.join(others)} than asked "
+            "for: give another folder (--out), or delete this one"
+        )
+
+
+def _key(tokenizer: Any, spec: SmolmoeSpec) -> str:
+    """Hash of the spec, of the wheel, and of the corpora by windows of each."""
+    n_windows = spec.healing.n_windows(SEQ_LEN)
+    windows = judged_windows(tokenizer)
+    windows["training"] = training_windows(tokenizer, n_windows, seed=spec.seed)
+    texts = {n: CalibrationSet.from_ids(ids).fingerprint for n, ids in windows.items()}
+    return digest({"spec": asdict(spec), "wheel": WHEEL.sha256, "texts": texts})
 
 
 def heal_layout(

@@ -1,5 +1,6 @@
 """The card of `smolmoe`: what it was made from and how, and how good it is."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from heapr_lab.pretrained.carved import Layout
 from heapr_lab.pretrained.smollm2 import WHEEL
 from heapr_lab.storage import paths
 from heapr_lab.storage.files import read_json
-from heapr_lab.tasks.summary import MEAN, METRICS, task_difference
+from heapr_lab.tasks.summary import MEAN, METRICS, task_difference, task_summary
 
 _CARD = """---
 license: apache-2.0
@@ -42,9 +43,10 @@ parameters {routed:.1%} are in routed experts.
 ## The layout
 
 Carved without training, then healed for {trial:,} tokens. Perplexity on the first
-{n_judged} windows of {seq_len} tokens of each validation split; "captured" is the share
-of the neurons' energy that the experts of a token have. The one that was taken is
-marked.
+{n_judged} windows of {seq_len} tokens of each validation split; "active" is the share
+of the neurons that are run for a token, "captured" the share of all neurons' energy
+that these have. The layout that was taken is marked.
+{varied}
 
 {trials}
 
@@ -67,18 +69,32 @@ on text of the same three kinds.
 {mixture}
 
 ## How good it is
-
-Both models in float32, by `benchmarks/real.py`: the first windows of {seq_len} tokens
-of each test split, and the same items of the paper's seven tasks; ± is one standard
-error.
-
 {tests}
+The accuracy of the carved model before it was healed was not measured.
 
 ## Expert load
 
 Share of the tokens that an expert gets, over its fair share, on the validation windows:
 smallest {smallest}, largest {largest}, over all {n_layers} × {n_experts} experts.
 """
+
+_RESULTS = """
+Both models in float32, by `benchmarks/real.py`: perplexity on {windows} of {seq_len}
+tokens of each test split, and mean accuracy (± one standard error) on the paper's
+seven tasks, {asked}.
+
+{table}
+
+Accuracy of the carved model minus the dense one's, item by item on {n_items} of each
+task: {difference} points.
+"""
+_NOT_MEASURED = """
+Not measured yet: `python benchmarks/real.py` writes what is missing of `real.csv` and
+`real_items.parquet`, with both models.
+"""
+_MODELS = ("smollm2", "smolmoe")
+_CORPORA = ("wikitext2", "ptb", "c4")
+_ITEM = ["task", "item"]
 
 
 def write_card(folder: Path, mixture: dict[str, float], seq_len: int) -> None:
@@ -111,13 +127,14 @@ def write_card(folder: Path, mixture: dict[str, float], seq_len: int) -> None:
         n_judged=record["n_judged"],
         seq_len=seq_len,
         trials=_trials(record),
+        varied=_varied(record),
         stages=_stages(record),
         curve=_curve(record["kl"]),
         mixture=markdown(_shares(mixture)),
         smallest=record["load"][0],
         largest=record["load"][1],
         n_layers=len(record["captured"]),
-        tests=_tests(paths.project_dir() / "benchmarks" / "results"),
+        tests=_tests(paths.project_dir() / "benchmarks" / "results", seq_len),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
 
@@ -129,6 +146,7 @@ def _trials(record: dict[str, Any]) -> str:
         rows.append(
             {
                 "layout": name + chosen,
+                "active": _active(name),
                 "captured": trial["captured"],
                 **{f"{c}, carved": p for c, p in trial["carved"].items()},
                 **{f"{c}, healed": p for c, p in trial["healed"].items()},
@@ -144,51 +162,73 @@ def _stages(record: dict[str, Any]) -> str:
     return markdown(pd.DataFrame(rows))
 
 
-def _tests(results: Path) -> str:
+def _active(layout: str) -> float:
+    """The share of the neurons that a token has."""
+    sizes = Layout.named(layout)
+    routed = sizes.n_experts * sizes.d_inter
+    active = sizes.n_shared + sizes.top_k * sizes.d_inter
+    return round(active / (sizes.n_shared + routed), 4)
+
+
+def _varied(record: dict[str, Any]) -> str:
+    """What the layouts do not differ in, in a sentence; empty where they do."""
+    if len({_active(name) for name in record["trials"]}) > 1:
+        return ""
+    return (
+        "The layouts differ in their shared neurons and in the size of their experts "
+        "alone:\nother shares of active neurons, that is other top-k, were not tried."
+    )
+
+
+def _tests(results: Path, seq_len: int) -> str:
     """Both models, dense and carved, and their difference item by item."""
     table, answers = results / "real.csv", results / "real_items.parquet"
-    if not table.is_file():
-        return "Not measured yet."
+    if not (table.is_file() and answers.is_file()):
+        return _NOT_MEASURED
     rows = pd.read_csv(table)
     rows = rows[rows["method"].eq("dense")].set_index("model")
-    if not {"smollm2", "smolmoe"} <= set(rows.index):
-        return "Not measured yet."
-    shown = [
-        {
-            "model": model,
-            **{
-                corpus: f"{row[f'perplexity {corpus}']:.2f}"
-                for corpus in ("wikitext2", "ptb", "c4")
-            },
-            "accuracy": f"{row['accuracy']:.1%} ± {row['accuracy_stderr']:.1%}",
-            "windows": row["windows"],
-            "items of a task": row["items"],
-        }
-        for model, row in rows.loc[["smollm2", "smolmoe"]].iterrows()
-    ]
-    tests = markdown(pd.DataFrame(shown))
-    return f"{tests}\n\n{_difference(pd.read_parquet(answers))}"
+    if not {*_MODELS} <= {*rows.index}:
+        return _NOT_MEASURED
+    rows, items = rows.loc[[*_MODELS]], pd.read_parquet(answers)
+    dense = items[items["method"].eq("dense")].set_index("model")
+    states = [dense.loc[model, [*_ITEM, *METRICS]] for model in _MODELS]
+    common = states[0][_ITEM].merge(states[1][_ITEM])
+    pair = [common.merge(state) for state in states]
+    shown = {
+        **{c: rows[f"perplexity {c}"].map("{:.2f}".format) for c in _CORPORA},
+        "windows": rows["windows"],
+        "items of a task": [_n_items(state) for state in states],
+        "accuracy [%]": [_mean(task_summary(state)) for state in states],
+    }
+    asked = "on the same items"
+    if any(len(state) > len(common) for state in states):
+        shown[f"on the same {_n_items(common)}"] = [
+            _mean(task_summary(p)) for p in pair
+        ]
+        asked = "first on the items that each was asked, then on those that both were"
+    return _RESULTS.format(
+        windows="all windows" if rows["whole"].all() else "the first windows",
+        seq_len=seq_len,
+        asked=asked,
+        table=markdown(pd.DataFrame(shown).reset_index()),
+        n_items=_n_items(common),
+        difference=_mean(task_difference(*reversed(pair)), "+.1f"),
+    )
 
 
-def _difference(answers: pd.DataFrame) -> str:
-    """How much the mean accuracy of the carved model differs, in a sentence."""
-    dense = answers[answers["method"].eq("dense")]
-    one, other = (
-        dense.loc[dense["model"].eq(name), ["task", "item", *METRICS]]
-        for name in ("smolmoe", "smollm2")
-    )
-    keys = ["task", "item"]
-    common = one[keys].merge(other[keys])
-    pair = task_difference(common.merge(one), common.merge(other)).set_index("task")
-    value, error = pair.loc[MEAN, ["value", "stderr"]]
-    return (
-        f"Mean accuracy of the carved model less the dense one's, item by item: "
-        f"{100 * value:+.1f} ± {100 * error:.1f} points."
-    )
+def _n_items(items: pd.DataFrame) -> int:
+    """The items of each task."""
+    return int(items.groupby("task").size().min())
+
+
+def _mean(table: pd.DataFrame, form: str = ".1f") -> str:
+    """The mean over tasks and its standard error, in per cent."""
+    value, error = 100 * table.set_index("task").loc[MEAN, ["value", "stderr"]]
+    return f"{value:{form}} ± {error:.1f}"
 
 
 def _curve(values: list[float]) -> str:
-    tenth = max(1, len(values) // 10)
+    tenth = math.ceil(len(values) / 10)
     tenths = [values[start : start + tenth] for start in range(0, len(values), tenth)]
     return ", ".join(f"{sum(part) / len(part):.3f}" for part in tenths)
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import read_config, read_tokenizer
 from heapr_lab.models.safetensors_headers import SINGLE
+from heapr_lab.pretrained import one_expert, smollm2
 from heapr_lab.pretrained.carved import Carved, as_glm4_moe
 from heapr_lab.pretrained.smollm2 import WHEEL, smollm2_folder
 from heapr_lab.storage import paths
@@ -20,6 +21,7 @@ from heapr_lab.storage.files import checksum
 
 DELTA = "delta.safetensors"
 """Name of the file with the change."""
+_CARD = "README.md"
 
 VERSION = 1
 """Increased whenever the files change that are made of the same change."""
@@ -40,7 +42,9 @@ def smolmoe_folder() -> Path:
             f"{path} is not there: it comes with the repository; work in a clone (pip "
             "install -e .), or make it: `heapr-lab train-lab-model --recipe smolmoe`"
         )
-    key = {"model": "smolmoe", "delta": checksum(path), "version": VERSION}
+    files = [checksum(file) for file in (path, *source.glob(_CARD))]
+    versions = [VERSION, smollm2.VERSION, one_expert.VERSION]
+    key = {"model": "smolmoe", "files": files, "versions": versions}
     return cached_folder(
         "models", key, lambda folder: write_smolmoe(source, folder), name="smolmoe"
     )
@@ -64,6 +68,5 @@ def write_smolmoe(source: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     read_tokenizer(dense).save_pretrained(folder)
-    card = source / "README.md"
-    if card.is_file():
+    for card in source.glob(_CARD):
         (folder / card.name).write_bytes(card.read_bytes())

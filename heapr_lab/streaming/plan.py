@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from huggingface_hub import snapshot_download
 
-from heapr_lab import hub
+from heapr_lab import hub, registry
 from heapr_lab.errors import LayoutError, SpecError, whole_number
 from heapr_lab.models.dtypes import check_dtype, check_format, format_of
 from heapr_lab.models.named import dense_of, folder_of, what_is_expected
@@ -107,8 +107,9 @@ def plan(
 
     Args:
         model: as `load_model` takes it, or a config.json. The configuration and the
-            headers of the files are read; where there are no files, transformers builds
-            the model without weights, which takes torch and some seconds.
+            headers of the files are read. Where there are no files, transformers builds
+            the model without weights, which takes torch and some seconds, as reading a
+            dense model's configuration does.
         n_sequences: calibration windows.
         seq_len: tokens of each.
         memory: of the device, in bytes or with a unit ("24GB"); by default what is free
@@ -119,7 +120,8 @@ def plan(
     Raises:
         SpecError: there is no such model, type or size, or its weights are in a format
             that cannot be measured.
-        LayoutError: it has no routed experts, or cannot be built.
+        LayoutError: it has no routed experts, cannot be built, or cannot be opened as a
+            MoE.
     """
     check_dtype(dtype)
     length = whole_number(seq_len, name="seq_len", least=2)
@@ -197,9 +199,14 @@ def _read(name: str) -> _Model:
 
     Raises:
         SpecError: its weights are in a format that cannot be measured.
+        LayoutError: it is dense, and `load_model` does not open it as a MoE.
     """
     dense = dense_of(name)
     if dense is not None:  # each MLP is the one expert of its layer
+        from heapr_lab.models.folders import read_config
+
+        check = registry.find("configurations of dense models as MoEs")
+        check(read_config(_folder(dense)))
         model = _read(dense)
         pairs = model.shapes.items()
         shapes = {n.replace(".mlp.", ".mlp.experts.0."): shape for n, shape in pairs}

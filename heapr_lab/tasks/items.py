@@ -18,7 +18,7 @@ from torch import nn
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.inspection.stored import State
 from heapr_lab.models.modes import evaluating
-from heapr_lab.progress import Parts, Progress
+from heapr_lab.progress import Parts, Progress, no_report
 from heapr_lab.tasks.harness import items_fingerprint, load_tasks, quiet
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration import tokenizer_fingerprint
@@ -37,6 +37,7 @@ def task_items(
     *,
     n_items: int | None = 400,
     seed: int = 0,
+    stored: bool = True,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
     """How `model` answers each of some items of each task, one row for each.
@@ -56,7 +57,9 @@ def task_items(
         n_items: items of each task, or all that it has if there are fewer; None for
             all.
         seed: draws the items, whatever the model.
-        progress: called with (items done, items in all).
+        stored: False asks all items, and keeps no answer, as for a model that computes
+            something else than its weights and masks say.
+        progress: called with (items done, items in all), also while items are asked.
 
     Raises:
         CorpusError: the items of a task are not available here.
@@ -70,16 +73,18 @@ def task_items(
     with quiet(), evaluating(model):
         from heapr_lab.tasks.harness_model import PackingHFLM
 
-        lm, state = PackingHFLM(model, tokenizer), State(model)
+        lm = PackingHFLM(model, tokenizer)
+        state = State(model) if stored else None
         read = {"tokenizer": tokenizer_fingerprint(tokenizer)}
         asked = [
             _Asked(name, member, read | items_fingerprint(task), n_items, seed)
             for task in tasks
             for name, member in load_tasks([task])["tasks"].items()
         ]
-        parts = Parts(sum(len(task.drawn) for task in asked), progress)
+        report = progress or no_report
+        parts = Parts(sum(len(task.drawn) for task in asked), report)
         return pd.concat(
-            [task.rows(lm, state, parts) for task in asked], ignore_index=True
+            [task.rows(lm, state, parts, report) for task in asked], ignore_index=True
         )
 
 
@@ -108,16 +113,24 @@ class _Asked:
         self.name, self.task, self.key = name, task, key | {"task": name}
         self.drawn = drawn_items(len(task.eval_docs), n_items, seed=seed)
 
-    def rows(self, lm: Any, state: State, parts: Parts) -> pd.DataFrame:
-        """The rows of the items drawn, from the cache where they are there."""
-        rows = state.rows(
-            "task_items",
-            self.key,
-            self.drawn,
-            lambda items: self._answered(lm, items),
-            at_once=_ITEMS_AT_ONCE,
-            progress=parts,
-        )
+    def rows(
+        self, lm: Any, state: State | None, parts: Parts, report: Progress
+    ) -> pd.DataFrame:
+        """The rows of the items drawn, from the cache of a state where they are there.
+
+        While the model answers, `report` is called with the progress of all `parts`.
+        """
+
+        def answered(items: list[int]) -> pd.DataFrame:
+            begun, in_all = parts.done, parts.total
+            lm.progress = lambda n, of: report(begun + n * len(items) // of, in_all)
+            return self._answered(lm, items)
+
+        if state is None:
+            rows = answered(self.drawn).loc[self.drawn]
+        else:
+            options: dict[str, Any] = {"at_once": _ITEMS_AT_ONCE, "progress": parts}
+            rows = state.rows("task_items", self.key, self.drawn, answered, **options)
         parts.end(len(self.drawn))
         named = rows.rename_axis("item").reset_index()
         named.insert(0, "task", self.name)

@@ -24,15 +24,21 @@ class Profile:
     """Test windows of each corpus; None takes all."""
     n_items: int
     """Items of the continuation task."""
+    n_task_items: int = 50
+    """Items of any other task: of the paper's drawn ones, the same for every model."""
     n_seeds: int = 3
     """Random calibration sets, where error bars are shown."""
+
+    def items_of(self, task: str) -> int:
+        """The number of items of a task."""
+        return self.n_items if task.startswith(CONTINUATION) else self.n_task_items
 
     def _repr_html_(self) -> str:
         test = "all" if self.n_test is None else f"{self.n_test:,}"
         facts = {
             "calibration windows": f"{self.n_sequences:,} of {self.seq_len:,} tokens",
             "test windows of a corpus": test,
-            "items of the continuation task": f"{self.n_items:,}",
+            "items of a task": f"{self.n_task_items} (continuation: {self.n_items})",
             "calibration draws": f"{self.n_seeds}",
         }
         return card_html(f"Profile {self.name}", facts)
@@ -46,7 +52,7 @@ PROFILES = {
     "small": Profile("small", 8, 64, 4, 8, n_seeds=2),
     "lab": Profile("lab", 128, 256, 32, 80),
     "pretrained": Profile("pretrained", 32, 512, 4, 8, n_seeds=2),
-    "paper": Profile("paper", 128, 2048, None, 500),
+    "paper": Profile("paper", 128, 2048, None, 500, 500),
 }
 """`small` for tests, `lab` for the lab model, `pretrained` for models of some hundred
 million parameters on a CPU, `paper` as the paper calibrates."""

@@ -345,8 +345,7 @@ class Workbench:
                 result = evaluate_perplexity(
                     self.model, windows.ids, progress=progress or bar
                 )
-            facts = asdict(result)
-            return {name: facts[name] for name in ("nll", "n_tokens", "windows")}
+            return {n: getattr(result, n) for n in ("nll", "n_tokens", "windows")}
 
         record = self._evaluated(
             "perplexity", keep, windows.fingerprint, compute, stored=down_projs is None
@@ -376,8 +375,11 @@ class Workbench:
         down_projs: ReplacedDownProj | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Accuracy on the profile's number of items of a task: value, stderr, n."""
-        limit = self.profile.n_items
+        """Accuracy on the profile's number of items of a task: value, stderr, n.
+
+        Of the paper's tasks there are also `items`, as in `task_results`.
+        """
+        limit = self.profile.items_of(task)
         rows = self.task_results(
             keep, task, limit=limit, down_projs=down_projs, progress=progress
         )
@@ -394,20 +396,25 @@ class Workbench:
     ) -> list[dict[str, Any]]:
         """Every metric of a task: rows of metric, value, stderr, n (items).
 
+        Rows of the paper's tasks also have `items`, 1 for each that is answered rightly
+        and 0 for each other. Every mask is asked the same ones, so `paired_difference`
+        gives the standard error of a difference.
+
         Args:
             keep: the mask, or None for the dense model.
             task: a task of the harness, or `continuation`: four-way items of a corpus,
                 which is named after a colon, or pydocs.
-            limit: only the first `limit` items; by default all, or the profile's number
-                for `continuation`. Results are cached for exactly these items.
+            limit: so many items, drawn by a fixed seed of the paper's tasks, the first
+                of others; by default all, or the profile's number for `continuation`.
+                Results are cached for exactly these items.
             down_projs: as `perplexity` takes them.
-            progress: called with (requests done, in all) if it is computed.
+            progress: called with (answers done, in all) if it is computed.
         """
         data = digest(self.task_key(task, limit))
 
         def compute() -> list[dict[str, Any]]:
             with self._pruned(keep, down_projs):
-                return self.run_task(task, limit=limit, progress=progress)
+                return self.run_task(task, limit=limit, stored=True, progress=progress)
 
         stored = down_projs is None
         return list(self._evaluated("tasks", keep, data, compute, stored=stored))
@@ -417,19 +424,20 @@ class Workbench:
         task: str,
         *,
         limit: int | None = None,
+        stored: bool = False,
         progress: Progress | None = None,
     ) -> list[dict[str, Any]]:
-        """As `task_results`, for what the model computes now, without the cache."""
-        with progress_bar(task, "choice") as bar:
-            rows: list[dict[str, Any]] = self._asked(task, limit).run(
-                self.model, self.tokenizer, progress=progress or bar
-            )
-        return rows
+        """As `task_results`, for what the model computes now, without the cache.
+
+        With `stored`, answers to items of the paper's tasks are kept there, and read.
+        """
+        run = self._asked(task, limit).run
+        with progress_bar(task, "answer") as bar:
+            return list(run(self.model, self.tokenizer, progress or bar, stored=stored))
 
     def task_key(self, task: str, limit: int | None) -> dict[str, Any]:
         """What determines the items of a task and their tokens, in cache keys."""
-        key: dict[str, Any] = self._asked(task, limit).key()
-        return key | {"tokenizer": self.tokenizer_id}
+        return {**self._asked(task, limit).key(), "tokenizer": self.tokenizer_id}
 
     def _asked(self, task: str, limit: int | None) -> Any:
         """The task, from the wing that runs tasks."""

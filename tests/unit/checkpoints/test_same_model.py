@@ -96,6 +96,20 @@ def test_a_table_of_a_twin_is_refused(
         own_table(table, tmp_path / "twin", name="twin")
 
 
+@pytest.mark.parametrize("dtype", ["float8", "load", None])
+def test_an_unknown_type_is_named(
+    dtype: str | None, source: Path, table: Path, tmp_path: Path
+) -> None:
+    """Also one that is the name of something else in torch."""
+    new = ImportanceTable.read(table)
+    spec = new.metadata["spec"]
+    spec = {**spec, "model": {**spec["model"], "dtype": dtype}}
+    facts = {**new.metadata, "spec": spec, "spec_hash": digest(spec)}
+    ImportanceTable(new.frame, facts).write(tmp_path / "other.parquet")
+    with pytest.raises(SpecError, match=f"measured in {dtype!r}, expected .*float32"):
+        own_table(tmp_path / "other.parquet", source, name="moe")
+
+
 def test_what_was_made_before_is_refused_with_what_to_do(
     source: Path, table: Path, tmp_path: Path
 ) -> None:

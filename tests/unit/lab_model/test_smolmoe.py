@@ -2,14 +2,17 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from carved_models import D_VOCAB, dense_model, one_expert_state
 
-from heapr_lab.lab_model import smolmoe
+from heapr_lab.errors import SpecError
+from heapr_lab.lab_model import smolmoe, smolmoe_card
 from heapr_lab.lab_model.healing import HealSpec
 from heapr_lab.lab_model.smolmoe import SEQ_LEN, SmolmoeSpec, build_smolmoe, shares
 from heapr_lab.lab_model.smolmoe_card import write_card
@@ -85,6 +88,65 @@ def test_what_is_done_is_not_done_again(
     assert steps == [False, True]  # the resumed one and the settling: no trial
     for name in ("delta.safetensors", "training.json", "README.md"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_another_seed_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside what an earlier seed left, and on other text; neither is overwritten."""
+    first = build_smolmoe(tmp_path / "one", tmp_path / "work", _SPEC)
+    other = replace(_SPEC, seed=1)
+    with pytest.raises(SpecError, match="with another seed than asked for") as error:
+        build_smolmoe(first, tmp_path / "work", other)
+    assert "\n" not in str(error.value)
+
+    def check(name: str) -> bytes:
+        folders = [tmp_path / f"{name} {place}" for place in ("beside", "alone")]
+        for folder, work in zip(
+            folders, (tmp_path / "work", tmp_path / name), strict=True
+        ):
+            build_smolmoe(folder, work, other)
+        files = [(f / "delta.safetensors").read_bytes() for f in folders]
+        assert files[0] == files[1]
+        assert read_json(folders[0] / "training.json") == read_json(
+            folders[1] / "training.json"
+        )
+        return files[0]
+
+    seeded = check("seed")
+    monkeypatch.setattr(
+        smolmoe, "training_windows", lambda *a, seed: _windows(*a, seed=seed + 50)
+    )
+    assert check("text") != seeded
+
+
+def test_the_card_calls_items_the_same_where_they_are(tmp_path: Path) -> None:
+    """Where one model was asked more, both are shown on those that both were asked."""
+
+    def written(n_items: dict[str, int]) -> str:
+        rows = [
+            {"model": model, "method": "dense", "task": "a", "item": i, "acc": i % 2}
+            | {"acc_norm": 0.0, "p_right": 0.5}
+            for model, n in n_items.items()
+            for i in range(n)
+        ]
+        pd.DataFrame(rows).to_parquet(tmp_path / "real_items.parquet")
+        return smolmoe_card._tests(tmp_path, 512)
+
+    facts = {"method": "dense", "windows": "5, 5, 5", "whole": True}
+    losses = {f"perplexity {c}": 30.0 for c in ("wikitext2", "ptb", "c4")}
+    models = [{"model": name, **facts, **losses} for name in ("smolmoe", "smollm2")]
+    pd.DataFrame(models).to_csv(tmp_path / "real.csv")
+    assert "Not measured yet" in smolmoe_card._tests(tmp_path, 512)
+    text = written({"smollm2": 3, "smolmoe": 8})
+    assert "on all windows of 512\ntokens" in text
+    assert "| items of a task | accuracy [%] | on the same 3 |" in text
+    assert "| 8 | 50.0 ± 18.9 | 33.3 ± 33.3 |" in text
+    assert "item by item on 3 of each\ntask: +0.0 ± 0.0 points" in text
+    text = written({"smollm2": 8, "smolmoe": 8})
+    assert "seven tasks, on the same items." in text
+    assert "| 8 | 50.0 ± 18.9 |\n" in text
 
 
 # --- what is committed ------------------------------------------------------------

