@@ -4,8 +4,7 @@ Each figure has a data function that returns a tidy frame (`boundary_data`), a p
 function that draws the frame on one Axes and returns it (`plot_boundary`), and a figure
 function that lays out all panels (`figure_boundary`). Each table has a data function
 and a `..._table` function that formats the rows for readers. `save_figure` and
-`write_table` write files; the same input gives the same bytes. A `Display` holds the
-rows of any figure and shows it in a notebook.
+`write_table` write files; the same input gives the same bytes.
 """
 
 from heapr_lab.figures.atom import (
@@ -28,15 +27,12 @@ from heapr_lab.figures.comparisons import (
     plot_scope,
     scope_data,
 )
-from heapr_lab.figures.display import KINDS, Display
 from heapr_lab.figures.files import rows_text, save_figure, write_table
 from heapr_lab.figures.layers import (
     figure_layer_ratios,
     layer_ratios_data,
     plot_layer_ratios,
-    plot_width_cells,
     plot_widths,
-    widths_data,
 )
 from heapr_lab.figures.mask_diff import (
     figure_mask_diff,
@@ -45,7 +41,6 @@ from heapr_lab.figures.mask_diff import (
 )
 from heapr_lab.figures.paper import paper_label, paper_table
 from heapr_lab.figures.scores import (
-    plot_score_bins,
     plot_score_histogram,
     score_histogram_data,
 )

@@ -14,6 +14,7 @@ from heapr_lab.figures.curves import (
     draw_paper_points,
     finish_panel,
     matching,
+    name_models,
     savings_curves,
     sort_curves,
 )
@@ -125,11 +126,13 @@ def plot_boundary(
     column = "relative" if quantity == "accuracy" else "value"
     for dataset in ours["dataset"].drop_duplicates():
         _draw_curve(ax, ours[ours["dataset"].eq(dataset)], column=column)
-    _draw_statements(ax, rows[rows["source"].eq("paper")], column=column)
-    finish_panel(ax, rows, quantity, relative=quantity == "accuracy")
+    statements = rows[rows["source"].eq("paper")]
+    _draw_statements(ax, statements, column=column)
     if quantity != "perplexity":
         ax.set_ylim(bottom=0)
     _draw_model_axis(ax, data)
+    finish_panel(ax, rows, quantity, relative=quantity == "accuracy")
+    name_models(ax, statements, column=column)
     add_legend(ax)
     return ax
 
@@ -161,13 +164,8 @@ def _draw_statements(ax: Axes, statements: pd.DataFrame, *, column: str) -> None
     )
     for row in statements[statements["at_most"]].to_dict("records"):
         # "below 0.4" includes every smaller share: an arrow to the left
-        ax.annotate(
-            "",
-            xy=(row["ratio"] - 0.16, row[column]),
-            xytext=(row["ratio"], row[column]),
-            arrowprops={"arrowstyle": "-|>", "color": PAPER_GREY, "shrinkA": 3.5},
-            zorder=4,
-        )
+        ends = row["ratio"] - np.array([0.13, 0.03])
+        ax.plot(ends, 2 * [row[column]], "<-", color=PAPER_GREY, markevery=2, lw=1)
 
 
 def _draw_model_axis(ax: Axes, data: pd.DataFrame) -> None:
@@ -181,7 +179,7 @@ def _draw_model_axis(ax: Axes, data: pd.DataFrame) -> None:
         ax.text(
             (1 + end) / 2,
             0.5,
-            "out of reach",
+            "out of reach\nof our model",
             transform=ax.get_xaxis_transform(),
             rotation=90,
             ha="center",

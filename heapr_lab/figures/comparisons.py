@@ -13,6 +13,7 @@ from heapr_lab.figures.curves import (
     curves_data,
     draw_curves,
     finish_panel,
+    name_models,
     panel,
     panels_of,
     savings_curves,
@@ -147,8 +148,11 @@ def plot_comparison(
     rows, metric, dataset = panel(data, metric, dataset)
     ax = own_axes(ax)
     relative = metric != "flops_reduction"
-    draw_curves(ax, rows, column="relative" if relative else "value")
+    column = "relative" if relative else "value"
+    draw_curves(ax, rows, column=column)
     finish_panel(ax, rows, metric, relative=relative)
+    paper = rows[rows["source"].eq("paper")].sort_values(["ratio", column])
+    name_models(ax, paper.tail(1), column=column)
     ax.set_title(literal(_title(metric, dataset)))
     add_legend(ax)
     return ax

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from heapr_lab.errors import SpecError
-from heapr_lab.figures.paper import paper_label
+from heapr_lab.figures.paper import paper_label, short_name
 from heapr_lab.figures.style import (
     LABELS,
     PAPER_GREY,
@@ -280,10 +280,7 @@ def draw_paper_points(
 
 
 def finish_panel(ax: Axes, rows: pd.DataFrame, metric: str, *, relative: bool) -> None:
-    """Axis labels, scales, lines of the dense model and of guessing, and whose points.
-
-    The last point that is not ours says so in the panel itself.
-    """
+    """Axis labels, scales, and lines of the dense model and of guessing."""
     key = f"relative {metric}" if relative else metric
     ax.set_xlabel(LABELS["ratio"])
     ax.set_ylabel(LABELS[key])
@@ -296,12 +293,18 @@ def finish_panel(ax: Axes, rows: pd.DataFrame, metric: str, *, relative: bool) -
         _use_log(ax)
     if metric == "accuracy":
         _draw_chance(ax, rows)
-    paper = rows[rows["source"].eq("paper")]
-    if len(paper):
-        last = paper.loc[paper["ratio"].idxmax()]
-        name_points(
-            ax, {"paper": (last["ratio"], last["relative" if relative else "value"])}
-        )
+
+
+def name_models(ax: Axes, points: pd.DataFrame, *, column: str) -> None:
+    """Write beside points of the paper of which model they are, not ours.
+
+    Args:
+        ax: where everything else is drawn already.
+        points: rows of a curve frame.
+        column: "value" or "relative".
+    """
+    for row in points.to_dict("records"):
+        name_points(ax, {short_name(row["model"]): (row["ratio"], row[column])})
 
 
 def _draw_chance(ax: Axes, rows: pd.DataFrame) -> None:

@@ -15,26 +15,6 @@ from heapr_lab.figures.style import styled
 from heapr_lab.storage.files import replacing
 from heapr_lab.storage.hashing import canonical_json
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "↓": r"$\downarrow$",
-    "↑": r"$\uparrow$",
-    "Δ": r"$\Delta$",
-    "÷": r"$\div$",
-    "×": r"$\times$",
-    "±": r"$\pm$",
-    "—": "---",
-}
-
 
 @styled
 def settle(figure: Figure) -> None:
@@ -96,7 +76,7 @@ def draw_files(
         provenance: plain data that says where the numbers come from.
 
     Returns:
-        The paths of figure (png, pdf), rows (csv) and table (csv, md, tex).
+        The paths of figure (png, pdf), rows (csv) and table (csv, md).
     """
     figure, rows = figure_of(data), rows_text(data).encode()
     written = save_figure(figure, stem, provenance=provenance | {"figure": stem.name})
@@ -108,20 +88,16 @@ def draw_files(
 
 
 def write_table(frame: pd.DataFrame, stem: str | Path) -> list[Path]:
-    """Write `frame` as `stem`.csv, `stem`.md and `stem`.tex and return the paths.
+    """Write `frame` as `stem`.csv and `stem`.md and return the paths.
 
-    The CSV file has every digit. The Markdown and LaTeX (booktabs) files are for
-    readers: about four significant digits, a dash for a missing value.
+    The CSV file has every digit. The Markdown file is for readers: about four
+    significant digits, a dash for a missing value.
 
     Args:
         frame: the table; its index is not written.
         stem: path without a suffix; its folder is created.
     """
-    texts = {
-        "csv": rows_text(frame),
-        "md": table_markdown(frame),
-        "tex": table_latex(frame),
-    }
+    texts = {"csv": rows_text(frame), "md": table_markdown(frame)}
     return write_files(stem, {name: text.encode() for name, text in texts.items()})
 
 
@@ -148,43 +124,12 @@ def rows_text(frame: pd.DataFrame) -> str:
 
 def table_markdown(frame: pd.DataFrame) -> str:
     """`frame` as a GitHub table, with numbers right-aligned."""
-    header, rows, numeric = _cells(frame)
+    numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in frame.dtypes]
     rules = ["---:" if right else "---" for right in numeric]
-    lines = [header, rules, *rows]
+    columns = [format_column(frame[column]) for column in frame.columns]
+    lines = [map(str, frame.columns), rules, *zip(*columns, strict=True)]
     escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
-
-
-def table_latex(frame: pd.DataFrame) -> str:
-    """`frame` as a LaTeX tabular with booktabs rules."""
-    header, rows, numeric = _cells(frame)
-    align = "".join("r" if right else "l" for right in numeric)
-    lines = [
-        rf"\begin{{tabular}}{{{align}}}",
-        r"\toprule",
-        _latex_row(header),
-        r"\midrule",
-        *(_latex_row(row) for row in rows),
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _latex_row(cells: list[str]) -> str:
-    return " & ".join(map(latex_text, cells)) + r" \\"
-
-
-def latex_text(text: str) -> str:
-    """`text` as LaTeX shows it."""
-    return "".join(_LATEX.get(letter, letter) for letter in text)
-
-
-def _cells(frame: pd.DataFrame) -> tuple[list[str], list[list[str]], list[bool]]:
-    header = [str(column) for column in frame.columns]
-    numeric = [pd.api.types.is_numeric_dtype(dtype) for dtype in frame.dtypes]
-    columns = [format_column(frame[column]) for column in frame.columns]
-    return header, [list(row) for row in zip(*columns, strict=True)], numeric
 
 
 def format_column(values: pd.Series) -> list[str]:

@@ -103,44 +103,6 @@ def figure_layer_ratios(data: pd.DataFrame) -> Figure:
     return figure_by_ratio(data, plot, title="{:g} % removed globally")
 
 
-def widths_data(
-    widths: pd.DataFrame, tokens: pd.DataFrame | None = None
-) -> pd.DataFrame:
-    """Atomic experts kept in each expert, one row per expert.
-
-    Args:
-        widths: kept atoms, layer × expert, as `KeepMask.widths()` gives them.
-        tokens: routed tokens, layer × expert.
-
-    Returns:
-        Columns layer, expert, kept, and, if given, tokens.
-    """
-    columns = {"kept": widths} | ({} if tokens is None else {"tokens": tokens})
-    long = {
-        name: wide.rename_axis(index="layer", columns="expert").stack()
-        for name, wide in columns.items()
-    }
-    return pd.DataFrame(long).dropna(subset="kept").reset_index()
-
-
-def plot_width_cells(
-    data: pd.DataFrame, *, full_width: int | None = None, ax: Axes | None = None
-) -> Axes:
-    """`plot_widths` of one row per expert.
-
-    Args:
-        data: from `widths_data`.
-        full_width: as `plot_widths`.
-        ax: where to draw; None makes a new figure.
-
-    Returns:
-        The Axes.
-    """
-    wide = data.pivot(index="layer", columns="expert")
-    tokens = wide["tokens"] if "tokens" in data else None
-    return plot_widths(wide["kept"], tokens, full_width=full_width, ax=ax)
-
-
 @styled
 def plot_widths(
     widths: pd.DataFrame,

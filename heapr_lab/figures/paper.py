@@ -47,6 +47,11 @@ def paper_label(model: str, name: str) -> str:
     return f"paper: {name}, {short} (not comparable: other model and data)"
 
 
+def short_name(model: str) -> str:
+    """The family of one of the paper's models, as it stands beside its points."""
+    return model.partition("MoE")[0].removesuffix("-")
+
+
 def paper_dense(model: str) -> pd.Series:
     """The unpruned model's published WikiText-2 perplexity and mean task accuracy.
 

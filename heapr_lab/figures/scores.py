@@ -110,6 +110,7 @@ def score_histogram_data(
     return data
 
 
+@styled
 def plot_score_histogram(
     scores: pd.Series, cut: float | None = None, *, ax: Axes | None = None
 ) -> Axes:
@@ -123,20 +124,7 @@ def plot_score_histogram(
     Returns:
         The Axes.
     """
-    return plot_score_bins(score_histogram_data(scores, cut), ax=ax)
-
-
-@styled
-def plot_score_bins(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """`plot_score_histogram` of scores that are counted already.
-
-    Args:
-        data: from `score_histogram_data`.
-        ax: where to draw; None makes a new figure.
-
-    Returns:
-        The Axes.
-    """
+    data = score_histogram_data(scores, cut)
     picture = ScorePicture(own_axes(ax))
     picture.show(
         np.append(data["left"], data["right"].iloc[-1]),

@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from heapr_lab.importance.estimators import PER_TOKEN
@@ -50,9 +51,11 @@ LABELS = {
 
 _LABEL_WIDTH, _NARROW = 40, 26
 """Letters of a line of a legend below the panels, or in place of one."""
+_BESIDE = 5
+"""Points between a point and its name where they need no line."""
 _SIDES = tuple(
     (x * far, y * far, align, vertical)
-    for far in (5, 13, 21)
+    for far in (_BESIDE, 13, 21, 29)
     for x, y, align, vertical in (
         (1, 0, "left", "center"),
         (-1, 0, "right", "center"),
@@ -61,6 +64,9 @@ _SIDES = tuple(
     )
 )
 """Where the name of a point may stand, in points from it: the nearest that is free."""
+
+_LEADER = {"arrowstyle": "-", "color": "#666666", "linewidth": 0.6, "shrinkB": 4}
+"""The line from a point to a name that is not right beside it."""
 
 REFERENCE_LINE: dict[str, Any] = {
     "color": REFERENCE_GREY,
@@ -293,10 +299,12 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
         names: coordinates of each name's point.
     """
     figure_with(ax).draw_without_rendering()  # which places the Axes
+    inner = ax.bbox.padded(-4)  # a legend below may shrink the Axes later
     lines = [line for line in ax.get_lines() if line.get_transform() == ax.transData]
     points = [np.asarray(line.get_xydata()) for line in lines]
     marks = ax.transData.transform(np.vstack([np.empty((0, 2)), *points]))
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in marks]
+    taken += [text.get_window_extent() for text in ax.texts]
     for name, point in names.items():
         for x, y, align, vertical in _SIDES:
             text = ax.annotate(
@@ -308,9 +316,11 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
                 va=vertical,
                 fontsize=8,
                 color="#666666",
+                arrowprops=_LEADER if abs(x + y) > _BESIDE else None,
             )
-            box = text.get_window_extent()
-            inside = ax.bbox.containsx(box.x0) and ax.bbox.containsx(box.x1)
+            text.get_window_extent()  # which places it
+            box = Text.get_window_extent(text)  # without its line
+            inside = inner.contains(*box.min) and inner.contains(*box.max)
             if inside and not box.count_overlaps(taken):
                 break
             text.remove()
@@ -323,7 +333,8 @@ def add_legend(ax: Axes) -> None:
     """The legend of one Axes, with long labels wrapped; none without labels."""
     entries = _entries([ax])
     if entries:
-        ax.legend(list(entries.values()), list(entries))
+        legend = ax.legend(list(entries.values()), list(entries))
+        legend.set_in_layout(False)  # a wide one would take the place of the curves
 
 
 def _entries(axes: Iterable[Axes], *, width: int = _LABEL_WIDTH) -> dict[str, Any]:

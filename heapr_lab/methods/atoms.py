@@ -8,14 +8,10 @@ number is the smallest that reaches it.
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.ranking import lowest
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj
 from heapr_lab.refinement.compress import fit_compression
@@ -60,25 +56,6 @@ def _random(request: Request) -> AtomCompression:
     )
 
 
-def _minitron(request: Request) -> AtomCompression:
-    """The atoms of each expert with the least mean |h| over the tokens routed to it."""
-    table = request.measured.table(request.progress)
-    keep = {}
-    for layer, scores in mean_activations(table).items():
-        n_removed = int(request.ratio * scores.shape[1])
-        keep[layer] = np.stack([~lowest(row, n_removed) for row in scores])
-    return compression_of(request, KeepMask(keep, request.made.to_dict()))
-
-
-def mean_activations(table: ImportanceTable) -> dict[int, np.ndarray]:
-    """Mean |h| of each atom over the tokens routed to its expert, (E, I), by layer."""
-    frame, scores = table.frame, {}
-    means = frame["sum_abs_h"] / np.maximum(frame["tokens"], 1)
-    for layer, shape in table.shapes().items():
-        scores[layer] = means[frame["layer"] == layer].to_numpy().reshape(shape)
-    return scores
-
-
 def _compress(request: Request) -> AtomCompression:
     """A mask with compensation, or HEAPr's where held-out windows see no gain."""
     compression = fit_compression(
@@ -118,31 +95,6 @@ ATOMS = (
             *_ONE_PASS,
             "Removed experts keep their router rows and return 0, as atoms do; "
             "experts are ranked over all layers.",
-        ),
-    ),
-    Method(
-        "minitron",
-        "Minitron channels: mean |h|, the same width for all experts of a layer",
-        "Muralidharan et al. 2024, Minitron, arXiv:2407.14679",
-        "atoms",
-        _minitron,
-        deviations=(
-            "The mean is over all routed tokens at once; the authors' code takes the "
-            "mean of each batch and the L2 norm over batches, so that its result "
-            "depends on the batch size.",
-            "Only routed experts are pruned: no embedding channels, heads or layers.",
-            "Nothing is trained afterwards.",
-        ),
-    ),
-    Method(
-        "fisher-moe-like",
-        "Fisher information of routed dimensions, ranked over all layers",
-        "Fisher-MoE 2026, arXiv:2606.05538",
-        "atoms",
-        _selecting(estimator="fisher"),
-        deviations=(
-            "Built from the abstract: the Fisher information of a factor on h, "
-            "Σ (h · ∂ℓ/∂h)², with the text's own tokens as labels.",
         ),
     ),
     Method(

@@ -4,7 +4,7 @@ Each projection of an expert e is W_e = A_e + L_e R_e: a dense matrix, and a pro
 two factors, any of which may be absent, or be that of other experts, too. So one module
 runs merged experts (A shared by a group), experts of low rank (L_e R_e alone), a common
 base with differences of low rank (A shared by all), and constants (an output bias
-alone). Beside factors, A_e may have some columns of its inputs only.
+alone).
 
 Shapes: E n_experts, D d_expert, I atoms of an expert.
 """
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.skipping import Thresholds, scaled, skipped
 from heapr_lab.models.ragged_experts import (
     activate,
     normalises,
@@ -27,9 +26,7 @@ from heapr_lab.models.ragged_experts import (
     without_weights,
 )
 
-PARTS = ("dense", "left", "right", "bias", "columns")
-INDEX = torch.int32
-"""The type of `columns`."""
+PARTS = ("dense", "left", "right", "bias")
 ABSENT = -1
 
 # --- what an experts module is made of --------------------------------------------
@@ -73,16 +70,13 @@ class Projection:
     """One projection of all experts of a layer: W_e = dense + left · right."""
 
     dense: Shared = field(default_factory=Shared)
-    """(out, in) each, or (out, k) with `columns`."""
+    """(out, in) each."""
     left: Shared = field(default_factory=Shared)
     """(out, rank) each; the rank may differ."""
     right: Shared = field(default_factory=Shared)
     """(rank, in) each."""
     bias: Shared = field(default_factory=Shared)
     """(out,) each."""
-    columns: Shared = field(default_factory=Shared)
-    """The k inputs that `dense` reads, ascending, of type `INDEX`, (k,) each; only
-    beside factors, which tell how many inputs there are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +89,6 @@ class Composition:
     """W_down (D, I)."""
     gate: Projection | None = None
     """W_gate (I, D), in families with a gate."""
-    skipping: Thresholds = ()
-    """Thresholds below which a token's lesser experts are skipped; empty: none is."""
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -118,7 +110,7 @@ Plan = Mapping[str, Mapping[str, Layout]]
 
 
 def n_parameters(plan: Plan) -> int:
-    """Numbers stored for the experts of a layer, `columns` among them."""
+    """Numbers stored for the experts of a layer."""
     return sum(
         math.prod(shape)
         for parts in plan.values()
@@ -133,7 +125,7 @@ def flops_of(plan: Plan, expert: int) -> int:
         layout.shape_of(expert)
         for parts in plan.values()
         for part, layout in parts.items()
-        if part not in ("bias", "columns")
+        if part != "bias"
     ]
     return sum(2 * math.prod(shape) for shape in shapes if shape is not None)
 
@@ -188,24 +180,16 @@ def _ends(
     """The numbers of outputs and of inputs of one projection of an expert.
 
     Raises:
-        SpecError: it has one factor without the other, or their ranks differ; or some
-            columns without factors, or of another number than its dense matrix.
+        SpecError: it has one factor without the other, or their ranks differ.
     """
-    dense, left, right, bias, some = (parts[part].shape_of(expert) for part in PARTS)
+    dense, left, right, bias = (parts[part].shape_of(expert) for part in PARTS)
     if (left is None) != (right is None) or (left and right and left[1] != right[0]):
         raise SpecError(
             f"{name} of expert {expert} has the factors {left} and {right}, expected "
             "(out, rank) and (rank, in), or neither"
         )
-    if some and (dense is None or right is None or dense[1] != some[0]):
-        raise SpecError(
-            f"{name} of expert {expert} has the columns {some} of the matrix {dense} "
-            f"beside the factors {left} and {right}, expected (k,) of (out, k), and "
-            "factors"
-        )
     out = {shape[0] for shape in (dense, left, bias) if shape is not None}
-    whole = right if some else dense
-    into = {shape[1] for shape in (whole, right) if shape is not None}
+    into = {shape[1] for shape in (dense, right) if shape is not None}
     return out, into
 
 
@@ -225,10 +209,11 @@ def plan_from_dict(plain: Mapping[str, Any]) -> Plan:
     """The plan that `plan_to_dict` described.
 
     Raises:
-        SpecError: it is not one.
+        SpecError: it is not one, or has parts that are unknown.
     """
     try:
-        return {
+        unknown = {part for parts in plain.values() for part in parts} - {*PARTS}
+        plan = {
             name: {part: _layout(parts.get(part)) for part in PARTS}
             for name, parts in plain.items()
         }
@@ -237,6 +222,12 @@ def plan_from_dict(plain: Mapping[str, Any]) -> Plan:
             f"config.json describes composed experts as {str(plain)[:60]}, which "
             "cannot be read: use the config.json that the checkpoint was written with"
         ) from error
+    if unknown:
+        raise SpecError(
+            f"config.json has experts with {', '.join(sorted(unknown))}, expected "
+            f"{', '.join(PARTS)}: fit the method to the dense model again"
+        )
+    return plan
 
 
 def _layout(plain: Mapping[str, Any] | None) -> Layout:
@@ -257,11 +248,7 @@ class ComposedProjection(nn.Module):
         super().__init__()
         self.of = {part: layout.of for part, layout in parts.items()}
         for part, layout in parts.items():
-            dtype = INDEX if part == "columns" else like.dtype
-            tensors = [
-                nn.Parameter(like.new_empty(shape, dtype=dtype), dtype != INDEX)
-                for shape in layout.shapes
-            ]
+            tensors = [nn.Parameter(like.new_empty(shape)) for shape in layout.shapes]
             setattr(self, part, nn.ParameterList(tensors))
 
     def part(self, part: str, expert: int) -> torch.Tensor | None:
@@ -274,9 +261,8 @@ class ComposedProjection(nn.Module):
 
     def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor | None:
         """The projection of x (n, in), (n, out); None for an expert without parts."""
-        dense, left, right, bias, some = (self.part(part, expert) for part in PARTS)
-        read = x if some is None else x[:, some]
-        out = None if dense is None else F.linear(read, dense)
+        dense, left, right, bias = (self.part(part, expert) for part in PARTS)
+        out = None if dense is None else F.linear(x, dense)
         if left is not None and right is not None:
             low = F.linear(F.linear(x, right), left)
             out = low if out is None else out + low
@@ -296,12 +282,11 @@ class ComposedExperts(nn.Module):
     heapr_composed = True
     """The mark by which other code knows them."""
 
-    def __init__(self, module: Any, plan: Plan, skipping: Thresholds = ()) -> None:
+    def __init__(self, module: Any, plan: Plan) -> None:
         """Allocate the tensors of `plan` in place of the weights of `module`."""
         super().__init__()
         like = module.down_proj
-        self.plan, self.skipping = plan, skipping
-        self.n_experts = len(like)
+        self.plan, self.n_experts = plan, len(like)
         # Not a submodule, so that its own submodules keep their names.
         self.__dict__["family"] = without_weights(module)
         for name, child in self.family.named_children():
@@ -315,14 +300,10 @@ class ComposedExperts(nn.Module):
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """The routed experts' weighted sum; experts that are skipped are not run.
+        """The routed experts' weighted sum.
 
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
-        if self.skipping:
-            gone = skipped(top_k_index, top_k_weights, self.skipping)
-            top_k_index = top_k_index.masked_fill(gone, self.n_experts)
-            top_k_weights = scaled(top_k_weights, gone)
         return routed_sum(
             self._expert, self.n_experts, hidden_states, top_k_index, top_k_weights
         )

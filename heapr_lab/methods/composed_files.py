@@ -20,16 +20,13 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.skipping import check_thresholds
 from heapr_lab.models import ragged_experts
 
 if TYPE_CHECKING:
     from heapr_lab.methods.composed_experts import ComposedExperts, Plan
 
 COMPOSED = "heapr_composed"
-FORMAT_VERSION = 2
-_FIRST_VERSION = 1
-"""Version of checkpoints without dynamic skipping."""
+FORMAT_VERSION = 1
 
 
 class ComposedConfig(QuantizationConfigMixin):
@@ -39,20 +36,25 @@ class ComposedConfig(QuantizationConfigMixin):
         self,
         experts: dict[str, Any] | None = None,
         n_kept: dict[str, int] | None = None,
-        skipping: dict[str, list[float]] | None = None,
-        format_version: int | None = None,
-        **_facts: Any,
+        format_version: int = FORMAT_VERSION,
+        **facts: Any,
     ) -> None:
         """The plans of experts modules, and numbers of kept experts, by path.
 
         `n_kept` has the experts modules whose layer has lost experts with their rows of
-        the router, `skipping` the thresholds of those that skip experts.
+        the router.
+
+        Raises:
+            ValueError: the checkpoint is of NAEE's dynamic skipping.
         """
+        if "skipping" in facts:
+            raise ValueError(
+                "the checkpoint has thresholds of dynamic skipping, which heapr_lab no "
+                "longer runs: fit naee to the dense model again and save what it finds"
+            )
         self.quant_method: Any = COMPOSED
         self.experts, self.n_kept = experts or {}, n_kept or {}
-        self.skipping = skipping or {}
-        least = FORMAT_VERSION if self.skipping else _FIRST_VERSION
-        self.format_version = format_version or least
+        self.format_version = format_version
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain data."""
@@ -61,7 +63,6 @@ class ComposedConfig(QuantizationConfigMixin):
             "format_version": self.format_version,
             "experts": self.experts,
             "n_kept": self.n_kept,
-            **({"skipping": self.skipping} if self.skipping else {}),
         }
 
 
@@ -90,7 +91,6 @@ class ComposedQuantizer(HfQuantizer):
             _narrow(model, config.n_kept)
             for path, plain in config.experts.items():
                 put_experts(model, path, plan_from_dict(plain))
-            _skip(model, config.skipping)
         except (SpecError, AttributeError) as error:
             raise ValueError(
                 f"config.json does not fit this {type(model).__name__}: {error}"
@@ -134,25 +134,6 @@ def put_experts(model: nn.Module, path: str, plan: "Plan") -> "ComposedExperts":
     return experts
 
 
-def _skip(model: nn.Module, skipping: Mapping[str, list[float]]) -> None:
-    """Give composed experts their thresholds.
-
-    Raises:
-        SpecError: there are too many or too few, or the experts are not composed.
-    """
-    if not skipping:
-        return
-    from heapr_lab.methods.composed_experts import composed_experts
-    from heapr_lab.models.experts import experts_per_token
-
-    modules = composed_experts(model)
-    for path, thresholds in skipping.items():
-        if path not in modules:
-            raise SpecError(f"{path} skips experts, but has no plan of its experts")
-        check_thresholds(thresholds, experts_per_token(model))
-        modules[path].skipping = tuple(thresholds)
-
-
 def _narrow(model: nn.Module, n_kept: Mapping[str, int]) -> None:
     """Give layers the number of experts that they have in the files."""
     if not n_kept:
@@ -173,8 +154,7 @@ def attach_composed(model: Any, n_kept: Mapping[str, int]) -> None:
 
     modules = composed_experts(model)
     plans = {k: plan_to_dict(m.plan) for k, m in modules.items()}
-    skipping = {k: list(m.skipping) for k, m in modules.items() if m.skipping}
-    quantizer = ComposedQuantizer(ComposedConfig(plans, dict(n_kept), skipping))
+    quantizer = ComposedQuantizer(ComposedConfig(plans, dict(n_kept)))
     model.hf_quantizer = quantizer
     model.config.quantization_config = quantizer.quantization_config
     base: Any = type(model)

@@ -21,9 +21,8 @@ from heapr_lab.methods.composed_experts import (
     check_plan,
 )
 from heapr_lab.methods.dropping import KeptExperts, drop_experts, dropping
-from heapr_lab.methods.skipping import check_thresholds
 from heapr_lab.models.backend import backend_of
-from heapr_lab.models.experts import ExpertsLayer, experts_per_token, find_experts
+from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.modes import copied
 
@@ -140,9 +139,6 @@ def _made(
             f"there are experts for the layers {unknown}, the model's MoE layers are "
             f"{list(layers)}: they were made for another model"
         )
-    for composition in compositions.values():
-        if composition.skipping:
-            check_thresholds(composition.skipping, experts_per_token(model))
     return [(layers[k], experts_of(layers[k], c)) for k, c in compositions.items()]
 
 
@@ -159,9 +155,7 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
     except SpecError as error:
         raise SpecError(f"the experts of layer {layer.layer}: {error}") from error
     if not _is_stock(layer, composition):
-        return ComposedExperts(layer.module, plan, composition.skipping).fill(
-            composition
-        )
+        return ComposedExperts(layer.module, plan).fill(composition)
     module: nn.Module = copy.deepcopy(layer.module)
     twin = ExpertsLayer(layer.layer, layer.name, module)
     for expert in range(layer.n_experts):
@@ -174,6 +168,4 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
 
 def _is_stock(layer: ExpertsLayer, composition: Composition) -> bool:
     """Whether each expert has its own dense matrices, of the family's shapes."""
-    if composition.skipping:
-        return False
     return composition.plan == composition_of(layer).plan

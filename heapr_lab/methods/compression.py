@@ -3,7 +3,7 @@
 import abc
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Savings:
     """Bytes of these parameters, in the dtype in which the model is loaded."""
     routed_flops: tuple[float, float]
     """Operations of the routed experts for a mean token. With fewer experts a token is
-    still routed to as many of them: only removing atoms, or skipping, changes it."""
+    still routed to as many of them: only smaller experts change it."""
 
 
 class Compression(abc.ABC):
@@ -236,9 +236,6 @@ class ExpertComposition(Compression):
     kept: KeptExperts | None = None
     """By layer, the experts that are left, in the order of its composition; None if all
     are, with the whole router."""
-    skipped: Mapping[int, float] = field(default_factory=dict)
-    """The share of its tokens' experts that a layer skips, for layers that do. It is
-    counted on the calibration text, in the same model before anything is skipped."""
 
     def apply(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
         """A context like `composing`: `model` changes in all threads until it ends.
@@ -282,8 +279,7 @@ class ExpertComposition(Compression):
         """Sizes, counted on the model with the other experts.
 
         Operations of experts that are left when others are dropped are for equal
-        shares of the tokens. Of a layer that skips experts, the measured share
-        `skipped` is taken off.
+        shares of the tokens.
         """
         dense = describe(model)
         tokens = None if self.kept is not None else self.made.tokens
@@ -307,7 +303,7 @@ class ExpertComposition(Compression):
             n_experts = len(routing) if self.kept is None else len(self.kept[layer])
             flops = [flops_of(plan, expert) for expert in range(n_experts)]
             mean = np.mean(flops) if self.kept is not None else routing @ flops
-            total += shape.top_k * (1 - self.skipped.get(layer, 0.0)) * float(mean)
+            total += shape.top_k * float(mean)
         return total
 
 

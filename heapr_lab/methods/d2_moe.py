@@ -1,15 +1,13 @@
 """D²-MoE: a common base for the experts of a layer, and differences of low rank.
 
 W_e = B + L_e R_e, where every entry of the base B is the mean of the experts' entries,
-weighted with their Fisher information times their tokens. Of B some columns may be
-removed; the differences are those from all of it.
+weighted with their Fisher information times their tokens.
 
 Shapes: E n_experts; a matrix is (out, in).
 """
 
 import dataclasses
 from collections.abc import Mapping
-from fractions import Fraction
 
 import torch
 
@@ -22,17 +20,14 @@ from heapr_lab.methods.low_rank import (
     composition,
     compression_of,
     factored,
-    largest_columns,
     matrices,
     ranks_of,
     refuse_unmade,
     truncated,
 )
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
-from heapr_lab.pruning.options import exact_ratio
 
 Stacks = dict[str, torch.Tensor]
 """A value of every weight of a layer by projection, (E, out, in) each."""
@@ -70,47 +65,25 @@ def base_of(
 
 
 def _d2_moe(request: Request) -> ExpertComposition:
-    """A compression with the same ranks for all differences of a layer.
-
-    Raises:
-        SpecError: base_ratio is not in [0, 1).
-    """
+    """A compression with the same ranks for all differences of a layer."""
     refuse_unmade(request)
     if not request.ratio:
         return compression_of(request)
-    removed = exact_ratio(request.options["base_ratio"], name="base_ratio")
-    shapes = request.measured.architecture.layers
-    ranks = {
-        k: ranks_of(shape, request.ratio, layer=k, shared=_base_numbers(shape, removed))
-        for k, shape in shapes.items()
-    }
+    ranks = {}
+    for k, shape in request.measured.architecture.layers.items():
+        base = shape.n_matrices * shape.d_inter * shape.d_expert
+        ranks[k] = ranks_of(shape, request.ratio, layer=k, shared=base)
     moments = request.measured.collected(MOMENTS, request.progress)
     fisher = request.measured.once(
         "squared gradients", lambda: squared_gradients(request)
     )
     compositions = {
         moe.layer: _composed(
-            moe, fisher[moe.layer], moments[moe.layer], ranks[moe.layer], removed
+            moe, fisher[moe.layer], moments[moe.layer], ranks[moe.layer]
         )
         for moe in find_experts(request.model)
     }
     return compression_of(request, compositions)
-
-
-def n_columns(n_inputs: int, removed: Fraction) -> int:
-    """The columns of a base that are left, of `n_inputs`."""
-    return n_inputs - int(removed * n_inputs)
-
-
-def _base_numbers(shape: LayerShape, removed: Fraction) -> int:
-    """The size of the base of a layer, with the indices of its columns."""
-    d_expert, d_inter = shape.d_expert, shape.d_inter
-    matrices = [(d_inter, d_expert)] * (shape.n_matrices - 1) + [(d_expert, d_inter)]
-    total = 0
-    for n_outputs, n_inputs in matrices:
-        left = n_columns(n_inputs, removed)
-        total += n_outputs * left + (left if left < n_inputs else 0)
-    return total
 
 
 def _composed(
@@ -118,7 +91,6 @@ def _composed(
     fisher: Stacks,
     moments: Moments,
     ranks: Mapping[str, int],
-    removed: Fraction,
 ) -> Composition:
     """The experts of a layer: a base for each projection, and their differences."""
     projections = {}
@@ -126,27 +98,9 @@ def _composed(
         stack = matrices(layer, name)
         base = base_of(stack, fisher[name], moments.tokens).to(stack.dtype)
         apart = truncated(stack.double() - base.double(), rank, moments.of(name))
-        dense, columns = _thinned(base, moments.of(name), removed)
-        projection, index = factored(layer, apart), (0,) * layer.n_experts
-        shared = {"dense": Shared((dense,), index)}
-        if columns is not None:
-            shared["columns"] = Shared((columns,), index)
-        projections[name] = dataclasses.replace(projection, **shared)
+        shared = Shared((base,), (0,) * layer.n_experts)
+        projections[name] = dataclasses.replace(factored(layer, apart), dense=shared)
     return composition(layer, projections)
-
-
-def _thinned(
-    base: torch.Tensor, moments: torch.Tensor, removed: Fraction
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The base without its least columns, and which are left; None if all are.
-
-    Shapes: base (out, in); moments (E, in, in), of the inputs of each expert.
-    """
-    number = n_columns(base.shape[1], removed)
-    if number == base.shape[1]:
-        return base, None
-    sizes = moments.double().diagonal(dim1=1, dim2=2).sum(0).sqrt()
-    return largest_columns(base, sizes, number)
 
 
 D2_MOE = Method(
@@ -156,12 +110,9 @@ D2_MOE = Method(
     "low rank",
     _d2_moe,
     deviations=(
-        "base_ratio is the share of the base's columns that is removed, those of the "
-        "least ‖W_:j‖ · ‖x_j‖ on the calibration windows. The authors choose a part of "
-        "them anew for each batch of inputs, which saves no stored number and makes a "
-        "token's result depend on the other tokens of its batch.",
-        "base_ratio is 0 by default, where the authors take 0.2, so that all of the "
-        "ratio comes from the ranks of the differences.",
+        "The base keeps all of its columns, so that all of the ratio comes from the "
+        "ranks of the differences; the authors remove a fifth of them, a part chosen "
+        "anew for each batch of inputs.",
         "Ranks fit the parameters that are left, with the base counted.",
         "The Fisher information is the mean over windows of the squared gradient of a "
         "window's loss, for every entry. The authors' code shifts the labels for a "
@@ -171,6 +122,5 @@ D2_MOE = Method(
         "An expert that no calibration token reaches has no weight in the base, and "
         "its difference is decomposed without whitening.",
     ),
-    options={"base_ratio": 0.0},
     collectors=(MOMENTS,),
 )

@@ -179,19 +179,5 @@ EXPERTS = (
         deviations=_ROUTED_TOKENS,
         collectors=(EXPERT_SUMS,),
     ),
-    Method(
-        "seer-like",
-        "SEER-MoE: experts by their summed routing weight (soft count)",
-        "Muzio et al. 2024, SEER-MoE, arXiv:2404.05089",
-        "experts",
-        _by(_column("sum_p")),
-        deviations=(
-            *_ROUTED_TOKENS,
-            "Built from the abstract: the soft count is the sum of the weights of the "
-            "experts that tokens are routed to, without those of other experts.",
-            "An equal number of experts is dropped from each layer.",
-        ),
-        collectors=(EXPERT_SUMS,),
-    ),
 )
 """The methods of this module."""

@@ -21,12 +21,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Collector
-from heapr_lab.methods.composed_experts import (
-    INDEX,
-    Composition,
-    Projection,
-    Shared,
-)
+from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import Compositions, composition_of
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Request
@@ -183,18 +178,6 @@ def matrices(layer: ExpertsLayer, name: str) -> torch.Tensor:
 
 
 # --- compositions -----------------------------------------------------------------
-
-
-def largest_columns(
-    matrix: torch.Tensor, weights: torch.Tensor, number: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columns (out, number) of the largest norms ‖W_:j‖ · weight_j, and which.
-
-    Shapes: matrix (out, in); weights (in,); the indices (number,) are ascending.
-    """
-    norms = matrix.double().norm(dim=0) * weights
-    chosen = norms.sort(descending=True, stable=True).indices[:number].sort().values
-    return matrix[:, chosen], chosen.to(INDEX)
 
 
 def factored(layer: ExpertsLayer, factors: Factors) -> Projection:

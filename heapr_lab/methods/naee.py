@@ -6,30 +6,22 @@ is Z − Z_S = Σ_e c_e f_e, where c = w − w_S has an entry for each expert. S
 Gram matrices F = ⟨f_d, f_e⟩ of each token, computed once, ‖Z − Z_S‖² = Σ cᵀ F c needs
 no further run of an expert, for any S.
 
-With the option `skipping`, tokens then skip experts whose weights are small beside that
-of their best one; `models.skipping` has the rule.
-
 Shapes: T tokens, E n_experts, K experts of each token, D d_expert.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods.composing import dense_composition
-from heapr_lab.methods.compression import Compression, ExpertComposition
-from heapr_lab.methods.dropping import dropping
+from heapr_lab.errors import LayoutError
+from heapr_lab.methods.compression import ExpertDropping
 from heapr_lab.methods.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.methods.experts import dropping_of, n_dropped
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.methods.single_experts import expert_output
-from heapr_lab.methods.skipping import Thresholds, median_ratios, skipped
-from heapr_lab.models.experts import find_experts
 from heapr_lab.models.modes import evaluating
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 
@@ -121,57 +113,13 @@ def best_subset(loss: LayerLoss, n_experts: int, n_gone: int, *, most: int) -> S
     return kept
 
 
-def _naee(request: Request) -> Compression:
-    """The best subsets of experts; with `skipping`, tokens skip some of them.
+def _naee(request: Request) -> ExpertDropping:
+    """The subset of each layer's experts that changes its output least.
 
     Raises:
-        SpecError: too few experts would be left, or there is none to skip.
+        SpecError: too few experts would be left.
         LayoutError: tokens cannot be routed to fewer experts.
     """
-    if not request.options["skipping"]:
-        return dropping_of(request, _best_subsets(request))
-    for layer, shape in request.measured.architecture.layers.items():
-        if shape.top_k < 2:
-            raise SpecError(
-                f"a token has {shape.top_k} expert in layer {layer}, expected at least "
-                "2 for skipping=True, which never skips the best: use skipping=False"
-            )
-    return _with_skipping(request, _best_subsets(request))
-
-
-def _with_skipping(request: Request, kept: Mapping[int, Subset]) -> ExpertComposition:
-    """The experts of `kept`, some of which each token skips."""
-    thresholds, shares = _measured(request, kept)
-    compositions = {}
-    for layer in find_experts(request.model):
-        number = layer.layer
-        experts = dense_composition([layer.expert(e) for e in kept[number]])
-        compositions[number] = replace(experts, skipping=thresholds[number])
-    shapes = request.measured.architecture.layers
-    return ExpertComposition(request.made, compositions, shapes, kept, shares)
-
-
-def _measured(
-    request: Request, kept: Mapping[int, Subset]
-) -> tuple[dict[int, Thresholds], dict[int, float]]:
-    """The thresholds of each layer, and the share of its slots that they skip.
-
-    Measured on all calibration tokens, in the model without the dropped experts.
-    """
-    thresholds, shares = {}, {}
-    with dropping(request.model, kept):
-        for layer, calls in iter_expert_calls(
-            request.model, request.calibration.ids, progress=request.progress
-        ):
-            routing = calls.top_k_index, calls.top_k_weights
-            thresholds[layer.layer] = median_ratios(calls.top_k_weights)
-            gone = skipped(*routing, thresholds[layer.layer])
-            shares[layer.layer] = float(gone.double().mean())
-    return thresholds, shares
-
-
-def _best_subsets(request: Request) -> dict[int, Subset]:
-    """The subset of each layer's experts that changes its output least."""
     axes = {axis.layer.layer: axis for axis in find_expert_axes(request.model)}
     layers = request.measured.architecture.layers
     gone = {k: n_dropped(s, request.ratio, layer=k) for k, s in layers.items()}
@@ -191,7 +139,7 @@ def _best_subsets(request: Request) -> dict[int, Subset]:
                     gone[number],
                     most=request.options["most_subsets"],
                 )
-    return kept
+    return dropping_of(request, kept)
 
 
 def positions(request: Request, n_experts: int) -> torch.Tensor:
@@ -216,10 +164,8 @@ NAEE = Method(
         "About most_tokens tokens are measured on, as many in every window and evenly "
         "spaced, and fewer where their Gram matrices would exceed 256 MB.",
         "The layer-wise variant: each layer is measured on the dense model's inputs.",
-        "Dynamic skipping is the option skipping. Each expert of a token but the best "
-        "is compared to the best with the median of its own rank, and the weights of "
-        "those left are scaled so that their sum stays the same; the paper has two "
-        "experts of a token, whose weights sum to 1.",
+        "Dynamic skipping, by which a token does not use an expert whose weight is far "
+        "below that of its best one, is left out.",
     ),
-    options={"most_subsets": 2000, "most_tokens": 4096, "skipping": False},
+    options={"most_subsets": 2000, "most_tokens": 4096},
 )

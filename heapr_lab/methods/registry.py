@@ -21,7 +21,6 @@ from heapr_lab.methods.mone import MONE
 from heapr_lab.methods.naee import NAEE
 from heapr_lab.methods.random_groups import RANDOM_GROUPS
 from heapr_lab.methods.ream import REAM
-from heapr_lab.methods.slimming import SLIMMING
 from heapr_lab.methods.sub_moe import SUB_MOE
 from heapr_lab.methods.svd import SVD
 from heapr_lab.methods.tenp import TENP
@@ -32,7 +31,6 @@ _OURS = (
     *ATOMS,
     *INTDIM,
     CAMERA,
-    SLIMMING,
     TENP,
     *EXPERTS,
     NAEE,

@@ -31,8 +31,6 @@ _STOCK = """It is an ordinary checkpoint of its architecture: transformers and e
 load it as such."""
 _COMPOSED = """It loads with heapr_lab installed: `import heapr_lab`, then transformers'
 `AutoModelForCausalLM.from_pretrained`."""
-_SKIPS = """ A token's lesser experts are skipped where the routing weights are
-small beside that of its best one."""
 
 
 def save_compressed(
@@ -73,8 +71,7 @@ def save_compressed(
     kept = _kept_by(model)
     in_config = kept is None or getattr(model, "heapr_experts_in_config", False)
     n_kept = {} if in_config else model.heapr_n_experts
-    composed = composed_experts(model)
-    stock = in_config and not composed
+    stock = in_config and not composed_experts(model)
     if not stock:
         attach_composed(model, n_kept)
     model = in_dtype(model, stored_dtype(model))
@@ -87,7 +84,6 @@ def save_compressed(
             "architecture": (model.config.architectures or [None])[0],
             "stock": stock,
             "experts_kept": None if kept is None else _plain(kept),
-            "skips_experts": any(experts.skipping for experts in composed.values()),
             "tokenizer": save_tokenizer(partial, tokenizer, base=base),
             **dict(facts or {}),
             "sha256": checksums_in(partial),
@@ -131,7 +127,7 @@ def _card(manifest: Mapping[str, Any], source: Path) -> str:
         header=header.to_yaml(),
         base=name or "a model without a name",
         by=f" by the method `{method}`" if method else "",
-        what=_what(manifest) + _SKIPS * manifest["skips_experts"],
+        what=_what(manifest),
         loading=_STOCK if manifest["stock"] else _COMPOSED,
     )
     return str(ModelCard(text))

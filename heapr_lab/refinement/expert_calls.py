@@ -9,7 +9,7 @@ Shapes: T tokens of all windows, K experts of each, D d_expert.
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,17 +86,6 @@ class _Recorder:
                 f"{self._layer.name} was called with {seen} tokens, expected {n_tokens}"
             )
         return ExpertCalls(*fields)
-
-
-@contextlib.contextmanager
-def recorded(layer: ExpertsLayer, n_tokens: int) -> Iterator[Callable[[], ExpertCalls]]:
-    """A context in which the layer is called with `n_tokens` tokens in all.
-
-    What it gives returns the calls, once they are made.
-    """
-    recorder = _Recorder(layer)
-    with recorder.recording():
-        yield lambda: recorder.calls(n_tokens)
 
 
 def iter_expert_calls(

@@ -31,11 +31,9 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from heapr_lab import methods
-from heapr_lab.errors import SpecError
 from heapr_lab.methods import mc_smoe, ream
 from heapr_lab.methods.collectors import Measurements, collect
 from heapr_lab.methods.composed_experts import composed_experts
-from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.dropping import drop_experts
 from heapr_lab.methods.method import Request
 from heapr_lab.models.experts import find_experts
@@ -103,81 +101,12 @@ def test_mc_smoe_by_hand(family: str) -> None:
     assert compression.achieved_ratio == pytest.approx(5 / 12)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_mc_smoe_of_low_rank_by_hand(family: str) -> None:
-    """Eight experts of 3 · 4 · (8 + 16) numbers are half of twelve of 3 · 8 · 16."""
-    model = tiny_model(family, **SIX)
-    merged = fitted("mc-smoe", model, 0.34).materialise(model)
-    new = {}
-    for layer, moe in zip(
-        find_experts(model), composed_experts(merged).values(), strict=True
-    ):
-        for e in range(6):
-            new[layer.layer, e] = {
-                name: of_rank(moe.get_submodule(f"composed_{name}").part("dense", e), 4)
-                for name in ("gate", "up", "down")
-            }
-    compression = fitted("mc-smoe", model, 0.5, rank=0.5)
-    check(compression, model, replaced(model, new))
-    assert compression.achieved_ratio == 0.5
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_mc_smoe_of_low_rank_and_columns_by_hand(family: str) -> None:
-    """Ten experts of 3 · 2 · 24 numbers, 8 columns of 9 numbers and 2 of 17: 250."""
-    model = tiny_model(family, **SIX)
-    compression = fitted("mc-smoe", model, 0.5, rank=0.25, sparse=0.25)
-    assert compression.achieved_ratio == 1 - 10 * 250 / (12 * 384)
-    merged = fitted("mc-smoe", model, 0.17).compositions  # 2 of 12 go
-    new: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-    for layer in find_experts(model):
-        composition = merged.get(layer.layer) or composition_of(layer)
-        for name, part in composition.projections.items():
-            for e, place in enumerate(part.dense.of):
-                matrices = new.setdefault((layer.layer, e), {})
-                matrices[name] = with_columns(part.dense.tensors[place])
-    check(compression, model, replaced(model, new))
-
-
-def with_columns(matrix: Any) -> torch.Tensor:
-    """Rank 2, and of the rest the quarter of the columns with the largest norms."""
-    low = of_rank(matrix, 2)
-    rest = matrix.detach() - low
-    sizes = [float(rest[:, j].norm()) for j in range(rest.shape[1])]
-    for j in sorted(range(len(sizes)), key=sizes.__getitem__)[-(len(sizes) // 4) :]:
-        low[:, j] += rest[:, j]
-    return low
-
-
-def of_rank(matrix: Any, rank: int) -> torch.Tensor:
-    """The nearest matrix of a rank, by the eigenvectors of Wᵀ W."""
-    wide = matrix.detach()
-    vectors = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -rank:]
-    return wide @ vectors @ vectors.T
-
-
 def test_dominant_experts_by_hand() -> None:
     """The most used of each layer, though rarely used, then the largest shares."""
     rows = [(0, 2, 0.5), (0, 1, 0.3), (0, 0, 0.2), (1, 0, 0.1), (1, 1, 0.05)]
     frame = pd.DataFrame(rows, columns=["layer", "expert", "share"])
     assert mc_smoe.dominant(frame, 2) == {0: [2], 1: [0]}
     assert mc_smoe.dominant(frame, 4) == {0: [2, 1, 0], 1: [0]}
-
-
-def test_ranks_that_cannot_be_are_refused() -> None:
-    """They would store more than whole matrices, or too little for the ratio."""
-    model = tiny_model("qwen2_moe", **SIX)
-    with pytest.raises(SpecError, match="store 504 numbers in place of 384"):
-        fitted("mc-smoe", model, 0.5, rank=0.9)
-    with pytest.raises(SpecError, match=r"rank 0\.25 alone removes 0\.6250"):
-        fitted("mc-smoe", model, 0.5, rank=0.25)
-    assert fitted("mc-smoe", model, 0.7, rank=0.25).achieved_ratio == 0.6875
-    with pytest.raises(SpecError, match="if there are any"):
-        fitted("mc-smoe", model, 0.5, sparse=0.25)
-    with pytest.raises(SpecError, match="rank -1: expected shares"):
-        fitted("mc-smoe", model, 0.5, rank=-1)
-    with pytest.raises(SpecError, match=r"sparse 0\.9, with which"):
-        fitted("mc-smoe", model, 0.5, rank=0.5, sparse=0.9)
 
 
 @pytest.mark.parametrize("name", ["mc-smoe", "ream"])

@@ -1,6 +1,6 @@
 """Composed experts against matrices multiplied out, in memory and from files."""
 
-import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.methods.composed_experts import (
-    INDEX,
     ComposedExperts,
-    ComposedProjection,
     Composition,
     Projection,
     Shared,
@@ -37,6 +35,7 @@ from heapr_lab.methods.composing import (
 from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.models.loading import load_model
+from heapr_lab.storage.files import read_json
 
 pytestmark = pytest.mark.oracle
 
@@ -99,25 +98,9 @@ def constant(layer: ExpertsLayer) -> Composition:
     return Composition(projection(stock.up, shortened(stock.up)), down, gate)
 
 
-def some_columns(layer: ExpertsLayer) -> Composition:
-    """As `factored`, but of the base every input but the first and the fourth."""
-    projections = {}
-    for name, projection in factored(layer).projections.items():
-        (base,) = projection.dense.tensors
-        columns = torch.tensor([i for i in range(base.shape[1]) if i not in (0, 3)])
-        every = projection.dense.of
-        projections[name] = dataclasses.replace(
-            projection,
-            dense=Shared((base[:, columns],), every),
-            columns=Shared((columns.to(INDEX),), every),
-        )
-    return Composition(**projections)
-
-
 KINDS: dict[str, Callable[[ExpertsLayer], Composition]] = {
     "merged": merged,
     "factored": factored,
-    "some columns": some_columns,
     "constant": constant,
 }
 
@@ -152,12 +135,8 @@ def multiplied(
         bias = part(projection.bias)
         return torch.zeros_like(like) if bias is None else bias
     total = torch.zeros_like(like)
-    dense, columns = part(projection.dense), part(projection.columns)
-    if dense is not None and columns is None:
-        total = total + dense
-    if dense is not None and columns is not None:
-        for place, column in enumerate(columns.tolist()):
-            total[:, column] += dense[:, place]
+    if part(projection.dense) is not None:
+        total = total + part(projection.dense)
     if part(projection.left) is not None:
         total = total + part(projection.left) @ part(projection.right)
     return total
@@ -169,7 +148,7 @@ def made_of(model: nn.Module, kind: str) -> dict[int, Composition]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["merged", "factored", "some columns"])
+@pytest.mark.parametrize("kind", ["merged", "factored"])
 def test_composed_is_multiplied_out(kind: str, family: str, tmp_path: Path) -> None:
     """Applied, materialised and reloaded; counted on the tensors of the files."""
     model = tiny_model(family, **SIX)
@@ -282,6 +261,26 @@ def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder)
 
 
+def test_folders_of_removed_options_are_refused(tmp_path: Path) -> None:
+    """Thresholds of dynamic skipping, and bases with some columns, by their names."""
+    model = tiny_model("mixtral")
+    experts = made_of(model, "factored")
+    folder = compression(model, experts).save(model, tmp_path / "out", base="")
+    whole = read_json(folder / "config.json")
+    settings = whole["quantization_config"]
+    path, plan = next(iter(settings["experts"].items()))
+    columns = {**plan, "up": {**plan["up"], "columns": plan["up"]["dense"]}}
+    for change, message in (
+        ({"format_version": 2, "skipping": {path: [0.5]}}, "^[^\n]*dynamic skipping"),
+        ({"experts": {path: columns}}, "^[^\n]*experts with columns, expected dense"),
+        ({"format_version": "3"}, "format version '3', .* up to 1: upgrade"),
+    ):
+        edited = whole | {"quantization_config": settings | change}
+        (folder / "config.json").write_text(json.dumps(edited))
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(folder)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     """Shapes, ranks and numbers of experts, with the layer and expert named."""
     model = tiny_model("qwen3_moe")
@@ -293,14 +292,6 @@ def test_what_does_not_fit_is_refused() -> None:
     half = Projection(left=Shared.own([torch.ones(4, 2)] * 4))
     with pytest.raises(SpecError, match="or neither"):
         compose_experts(model, {0: Composition(half, stock.down, stock.gate)})
-    some = some_columns(layer).up
-    for wrong in (
-        dataclasses.replace(some, left=Shared(), right=Shared()),
-        dataclasses.replace(some, dense=Shared()),
-        dataclasses.replace(some, columns=Shared((torch.arange(3),), (0,) * 4)),
-    ):
-        with pytest.raises(SpecError, match=r"expected \(k,\) of \(out, k\), and fac"):
-            compose_experts(model, {0: Composition(wrong, stock.down, stock.gate)})
     with pytest.raises(SpecError, match="inner widths"):
         compose_experts(model, {0: Composition(stock.down, stock.up, stock.gate)})
     with pytest.raises(SpecError, match="another model"):
@@ -320,32 +311,6 @@ def test_counts_by_hand() -> None:
     assert flops_of(plan, 0) == 2 * (12 + 3 + 4 + 12)
     assert flops_of(plan, 1) == 2 * (12 + 3 + 4)
     assert plan_from_dict(plan_to_dict(plan)) == plan
-
-
-def test_columns_are_whole_numbers_in_every_type(tmp_path: Path) -> None:
-    """Operations and numbers by hand; indices are not cast with the weights."""
-    base, left, right = torch.ones(3, 2), torch.ones(3, 1), torch.ones(1, 300)
-    columns = torch.tensor([256, 299], dtype=INDEX)  # 299 is 300 in bfloat16
-    place = (0,)
-    parts = [Shared((tensor,), place) for tensor in (base, left, right)]
-    up = Projection(*parts, columns=Shared((columns,), place))
-    plan = Composition(up, Projection(Shared((torch.ones(300, 3),), place))).plan
-    assert n_parameters(plan) == 6 + 2 + 3 + 300 + 900
-    assert flops_of(plan, 0) == 2 * (6 + 3 + 300 + 900)
-    model = tiny_model("qwen3_moe")
-    experts = made_of(model, "some columns")
-    half = compose_experts(model, experts).bfloat16()
-    half.save_pretrained(tmp_path)
-    tensors = tensors_in(tmp_path)
-    kinds = {tensor.dtype for name, tensor in tensors.items() if "columns" in name}
-    assert kinds == {INDEX}
-    x = torch.arange(300.0)[None]
-    module = ComposedProjection(plan["up"], base)
-    for part, value in zip(
-        ("dense", "left", "right", "columns"), (base, left, right, columns), strict=True
-    ):
-        getattr(module, part)[0].data = value
-    assert module(x, 0).tolist() == [[256 + 299 + sum(range(300))] * 3]
 
 
 def test_the_package_loads_it(tmp_path: Path) -> None:

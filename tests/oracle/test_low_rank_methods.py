@@ -83,11 +83,7 @@ def product(proj: Projection, expert: int) -> torch.Tensor:
         left = proj.left.tensors[proj.left.of[expert]]
         total = left @ proj.right.tensors[proj.right.of[expert]]
     if proj.dense.of and proj.dense.of[expert] >= 0:
-        dense = proj.dense.tensors[proj.dense.of[expert]]
-        if not proj.columns.of:
-            return (total + dense).double()
-        for place, column in enumerate(proj.columns.tensors[0].tolist()):
-            total[:, column] += dense[:, place]
+        total = total + proj.dense.tensors[proj.dense.of[expert]]
     return total.double()
 
 
@@ -238,16 +234,12 @@ def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]
     return fisher
 
 
-@pytest.mark.parametrize("base_ratio", [0.0, 0.3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_d2_moe(family: str, base_ratio: float) -> None:
-    """The base is the weighted mean; differences are those of the whitened SVD.
-
-    In the base, the columns with the least norm times that of their inputs are 0.
-    """
+def test_d2_moe(family: str) -> None:
+    """The base is the weighted mean; differences are those of the whitened SVD."""
     model = tiny_model(family, **SIX)
     fisher, inputs = fisher_by_hand(model), inputs_by_hand(model)
-    compression = fitted("d2-moe", model, 0.4, base_ratio=base_ratio)
+    compression = fitted("d2-moe", model, 0.4)
     for layer, expert, name, matrix, new in every_matrix(model, compression):
         number = layer.layer
         top = bottom = torch.zeros_like(matrix)
@@ -257,28 +249,11 @@ def test_d2_moe(family: str, base_ratio: float) -> None:
             bottom = bottom + weight
         base = top / bottom
         proj = compression.compositions[number].projections[name]
-        gone = least_columns(base, number, name, inputs, base_ratio)
-        left = [column for column in range(matrix.shape[1]) if column not in gone]
-        assert [index.tolist() for index in proj.columns.tensors] == [left] * bool(gone)
-        torch.testing.assert_close(proj.dense.tensors, (base[:, left],), **IN_SINGLE)
+        torch.testing.assert_close(proj.dense.tensors, (base,), **IN_SINGLE)
         second = moment(inputs[number, expert], name, d_in=matrix.shape[1])
         rank = len(proj.right.tensors[expert])
-        thinned = base.clone()
-        thinned[:, gone] = 0
-        expected = thinned + whitened(matrix - base, rank, second)
+        expected = base + whitened(matrix - base, rank, second)
         torch.testing.assert_close(new, expected, **IN_SINGLE)
-
-
-def least_columns(
-    base: torch.Tensor, layer: int, name: str, inputs: Inputs, share: float
-) -> list[int]:
-    """The columns of least ‖W_:j‖ · ‖x_j‖, one token after the other."""
-    squares = torch.zeros(base.shape[1], dtype=torch.float64)
-    for e in range(6):
-        for x, h, _ in inputs[layer, e]:
-            squares += (h if name == "down" else x).double().square()
-    sizes = base.norm(dim=0) * squares.sqrt()
-    return sorted(sizes.argsort()[: int(share * base.shape[1])].tolist())
 
 
 def test_the_base_where_nothing_is_known() -> None:
@@ -297,14 +272,11 @@ def test_d2_moe_has_room_for_its_base() -> None:
     assert fitted("d2-moe", model, float(most)).achieved_ratio == float(most)
     with pytest.raises(SpecError, match=r"largest possible ratio is 0\.5625"):
         fitted("d2-moe", model, float(most) + 0.01)
-    for share in (0.25, 0.5):
-        compression = fitted("d2-moe", model, 0.5, base_ratio=share)
-        files = sum(n_parameters(c.plan) for c in compression.compositions.values())
-        dense = sum(s.n_atoms * s.atom_parameters for s in compression.shapes.values())
-        assert compression.achieved_ratio == 1 - files / dense
-        assert 0.5 <= compression.achieved_ratio < 0.5 + 4 * 2 * 24 / dense
-    with pytest.raises(SpecError, match="base_ratio must be in"):
-        fitted("d2-moe", model, 0.5, base_ratio=1.0)
+    compression = fitted("d2-moe", model, 0.5)
+    files = sum(n_parameters(c.plan) for c in compression.compositions.values())
+    dense = sum(s.n_atoms * s.atom_parameters for s in compression.shapes.values())
+    assert compression.achieved_ratio == 1 - files / dense
+    assert 0.5 <= compression.achieved_ratio < 0.5 + 4 * 2 * 24 / dense
 
 
 # --- MoE-SVD ----------------------------------------------------------------------

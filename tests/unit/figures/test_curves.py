@@ -61,6 +61,10 @@ def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
     label = "paper: HEAPr, DeepSeekMoE-16B (not comparable: other model and data)"
     points = lines_of(ax)[label]
     assert points == pytest.approx(np.array([[0.4 / 0.75, 0.2], [1.2, 0.55]]))
+    band, *names = ax.texts
+    assert band.get_text() == "out of reach\nof our model"
+    assert [name.get_text() for name in names] == 2 * ["DeepSeek"]
+    assert np.array([name.xy for name in names]) == pytest.approx(points)
     (top,) = ax.child_axes
     assert top.get_xlabel() == "of the whole model [%]"
     ax.figure.canvas.draw()
@@ -120,7 +124,7 @@ def test_granularity_compares_atoms_with_experts(
         "paper: atomic experts",
         "paper: whole experts",
     }
-    assert [text.get_text() for text in ax.texts] == ["paper"]
+    assert [text.get_text() for text in ax.texts] == ["DeepSeek"]
     assert ax.get_ylabel() == "perplexity ÷ dense [×] ↓"
     flops = figures.plot_granularity(data, metric="flops_reduction")
     assert lines_of(flops)["atomic experts"][:, 1] == pytest.approx([0, 0.08, 0.2])

@@ -10,7 +10,7 @@ import pandas as pd
 from figure_rows import Keep
 
 from heapr_lab import figures
-from heapr_lab.figures.files import format_column, table_latex, table_markdown
+from heapr_lab.figures.files import format_column, table_markdown
 
 
 def test_the_same_figure_is_the_same_bytes(tmp_path: Path) -> None:
@@ -49,8 +49,9 @@ if of_system:  # the list may have fonts of the system, and not those of matplot
         font["head"].created += 1
         font.save(changed)
 from heapr_lab import figures
-picture = figures.Display.from_results("atomic_expert")
-picture.save(folder / picture.kind, provenance={"b": 1, "a": {}})
+from heapr_lab.figures.files import draw_files
+data, figure_of = figures.atomic_expert_data(), figures.figure_atomic_expert
+draw_files(data, figure_of, folder / "atomic", provenance={"b": 1, "a": {}})
 """
 
 
@@ -64,9 +65,9 @@ def test_bytes_do_not_depend_on_the_machine(tmp_path: Path) -> None:
         command = [sys.executable, "-c", _DRAW, str(folder), *of_system]
         subprocess.run(command, check=True, cwd=folder, env=os.environ | env)
         folders.append(folder)
-    for suffix in ("png", "pdf", "csv"):
-        first, second = (folder / f"atomic_expert.{suffix}" for folder in folders)
-        assert first.read_bytes() == second.read_bytes(), suffix
+    for name in ("atomic.png", "atomic.pdf", "data/atomic.csv"):
+        first, second = (folder / name for folder in folders)
+        assert first.read_bytes() == second.read_bytes(), name
 
 
 def test_files_carry_the_provenance_and_no_date(tmp_path: Path) -> None:
@@ -81,10 +82,10 @@ def test_files_carry_the_provenance_and_no_date(tmp_path: Path) -> None:
     assert b"/FontFile2" in pdf.read_bytes()  # TrueType (42), not Type 3
 
 
-def test_tables_are_written_in_three_forms(tmp_path: Path) -> None:
-    """CSV keeps every digit; Markdown and LaTeX are rounded and escaped."""
+def test_tables_are_written_for_programs_and_readers(tmp_path: Path) -> None:
+    """CSV keeps every digit; Markdown is rounded and escaped."""
     table = pd.DataFrame({"a_b [%] ↓": [28.31494, math.nan], "name": ["x|y", "50 %"]})
-    csv, md, tex = figures.write_table(table, tmp_path / "t")
+    csv, md = figures.write_table(table, tmp_path / "t")
     pd.testing.assert_frame_equal(pd.read_csv(csv), table)
     assert md.read_text(encoding="utf-8").splitlines() == [
         "| a_b [%] ↓ | name |",
@@ -92,13 +93,7 @@ def test_tables_are_written_in_three_forms(tmp_path: Path) -> None:
         r"| 28.31 | x\|y |",
         "| — | 50 % |",
     ]
-    latex = tex.read_text(encoding="utf-8")
-    assert r"a\_b [\%] $\downarrow$ & name \\" in latex
-    assert r"--- & 50 \% \\" in latex
-    for rule in (r"\toprule", r"\midrule", r"\bottomrule"):
-        assert rule in latex
     assert table_markdown(table) == md.read_text(encoding="utf-8")
-    assert latex == table_latex(table)
 
 
 def test_a_column_has_one_number_of_decimals() -> None:

@@ -86,8 +86,7 @@ def test_score_histogram_of_equal_scores_has_them_all() -> None:
 def test_a_picture_that_was_changed_is_the_one_drawn_anew() -> None:
     """Whatever was shown before, and outside of the house style too."""
     scores = pd.Series([0.0, *lognormal(200)], name="fisher")
-    data = figures.score_histogram_data(scores, 2.0)
-    anew = figures.plot_score_bins(data)
+    anew = figures.plot_score_histogram(scores, 2.0)
     picture = figures.styled(lambda: ScorePicture(plt.subplots()[1]))()
     picture.show(np.array([1.0, 2.0]), np.ones(1), name="score", hidden=0)
     binned = bin_scores(scores.to_numpy(), edge=2.0)

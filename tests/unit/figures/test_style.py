@@ -4,6 +4,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pandas as pd
 from figure_rows import Keep
+from matplotlib.text import Text
 
 from heapr_lab import figures
 from heapr_lab.figures import style
@@ -70,6 +71,21 @@ def test_names_of_near_points_do_not_overlap() -> None:
     ax.plot(*zip(*points.values(), strict=True), "o")
     ax.set(xlim=(0, 1), ylim=(0, 1))
     style.name_points(ax, points)
-    boxes = [text.get_window_extent() for text in ax.texts]
+    ax.figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in ax.texts]
     assert [text.get_text() for text in ax.texts] == list(points)
     assert not any(box.count_overlaps(boxes[:n]) for n, box in enumerate(boxes))
+    far = [max(map(abs, text.xyann)) > 5 for text in ax.texts]
+    assert [text.arrow_patch is not None for text in ax.texts] == far
+
+
+def test_a_name_stays_inside_the_axes() -> None:
+    """Beside a point in the upper right corner it is to the left, below the edge."""
+    ax = style.own_axes(None)
+    ax.plot([1], [1], "o")
+    ax.set(xlim=(0, 1), ylim=(0, 1.1))
+    style.name_points(ax, {"of another model": (1, 1)})
+    (name,) = ax.texts
+    box = Text.get_window_extent(name)
+    assert ax.bbox.contains(*box.min)
+    assert ax.bbox.contains(*box.max)

@@ -81,9 +81,9 @@ def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
         ("naee", {"ratio": 0.2, "most_tokens": "all"}, "is 'all', expected int"),
         ("naee", {"ratio": 0.2, "most_tokens": True}, "is True, expected int"),
         ("naee", {"ratio": 0.2, "most_tokens": 0}, "is 0, expected int from 1"),
-        ("mc-smoe", {"ratio": 0.2, "rank": float("nan")}, "is nan, expected float"),
-        ("mc-smoe", {"ratio": 0.2, "rank": False}, "is False, expected float"),
-        ("mc-smoe", {"ratio": 0.2, "rank": float("inf")}, "is inf, expected float"),
+        ("camera-p", {"ratio": 0.2, "alpha": float("nan")}, "is nan, expected float"),
+        ("camera-p", {"ratio": 0.2, "alpha": False}, "is False, expected float"),
+        ("camera-p", {"ratio": 0.2, "alpha": float("inf")}, "is inf, expected float"),
         ("camera-p", {"ratio": 0.2, "alpha": 2.0}, "alpha 2.0, expected one of code"),
         ("camera-p", {"ratio": 0.2, "formula": "x"}, "formula is 'x'"),
         ("reap", {"ratio": 0.75}, "leave layer 0 1 of 4 .* possible ratio is 0.5"),
@@ -198,7 +198,7 @@ def test_only_models_without_experts_are_saved(
 
 def test_savings_are_counted_where_they_are(model: nn.Module) -> None:
     """Atoms save operations, experts save none: a token uses as many as before."""
-    atoms = methods.get("minitron").fit(model, WINDOWS, ratio=0.5).savings(model)
+    atoms = methods.get("intdim-e").fit(model, WINDOWS, ratio=0.5).savings(model)
     whole = methods.get("frequency").fit(model, WINDOWS, ratio=0.5).savings(model)
     assert atoms.routed_flops[1] == pytest.approx(atoms.routed_flops[0] / 2)
     assert whole.routed_flops[1] == pytest.approx(whole.routed_flops[0])

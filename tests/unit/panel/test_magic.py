@@ -1,0 +1,86 @@
+"""`%load_ext heapr_lab`: a kernel shows figures, and `%heapr` opens the panel."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import pandas as pd
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel import magic
+
+_KERNEL = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+
+class Kernel(InteractiveShell):
+    kernel = object()
+    def enable_gui(self, gui=None):
+        pass
+
+shell = Kernel()
+shell.run_line_magic("load_ext", "heapr_lab")
+import matplotlib.figure
+figure = matplotlib.figure.Figure()
+figure.add_subplot()
+data, _ = shell.display_formatter.format(figure)
+print("torch" in sys.modules, "image/png" in data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "shown"),
+    [("", True), ("module://matplotlib_inline.backend_inline", True), ("Agg", False)],
+)
+def test_a_kernel_shows_figures_unless_told_otherwise(
+    backend: str, shown: bool, tmp_path: Path
+) -> None:
+    """Where nothing or inline was chosen a figure is a PNG; torch is not imported."""
+    env = {"IPYTHONDIR": str(tmp_path), "MPLBACKEND": backend}
+    process = subprocess.run(
+        [sys.executable, "-c", _KERNEL],
+        check=True,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+    )
+    assert process.stdout.split() == ["False", str(shown)]
+
+
+def test_the_extension_adds_a_magic_and_takes_it_away() -> None:
+    """`%load_ext`, `%unload_ext`; in a terminal the backend stays undecided."""
+    shell = InteractiveShell()
+    before = mpl.get_backend(auto_select=False)
+    shell.run_line_magic("load_ext", "heapr_lab")
+    assert shell.find_line_magic("heapr") is not None
+    assert mpl.get_backend(auto_select=False) == before
+    shell.run_line_magic("unload_ext", "heapr_lab")
+    assert shell.find_line_magic("heapr") is None
+
+
+def test_the_magic_takes_a_variable_or_a_name() -> None:
+    """A variable of the notebook is meant where there is one, else a model or file."""
+    frame = pd.DataFrame()
+    variables = {"table": frame}
+    assert magic.source_of(" table ", variables) is frame
+    assert magic.source_of("lab", variables) == "lab"
+    assert magic.source_of('"my table.parquet"', variables) == "my table.parquet"
+    with pytest.raises(SpecError, match=r"needs an argument.*%heapr lab"):
+        magic.source_of("  ", variables)
+
+
+def test_the_magic_explores_what_it_is_given() -> None:
+    """`%heapr table` is the panel of that table."""
+    columns = ["sum_h2", "sum_g2", "sum_hg2", "tokens"]
+    numbers = pd.DataFrame(1.0, index=range(4), columns=columns)
+    keys = {"layer": 0, "expert": [0, 0, 1, 1], "atom": [0, 1, 0, 1]}
+    shell = InteractiveShell()
+    shell.user_ns["table"] = ImportanceTable.from_frame(numbers.assign(**keys), N=2)
+    shell.run_line_magic("load_ext", "heapr_lab")
+    panel = shell.run_line_magic("heapr", "table")
+    assert type(panel).__name__ == "Explorer"
