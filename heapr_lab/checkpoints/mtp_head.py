@@ -11,35 +11,46 @@ Shapes: L tokens in a window; D d_model; E n_experts, I d_inter.
 import copy
 import logging
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from heapr_lab.checkpoints.predicting import (
+    Block,
     Further,
-    are_floats,
+    Heads,
+    are_readable,
     can_be_sliced,
     check_experts,
+    conversions_of,
+    floats_of,
+    has_experts,
     predicting_heads,
     said_of,
 )
-from heapr_lab.errors import LayoutError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.folders import read_mtp
 from heapr_lab.models.likelihood import input_device, states_of_all
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.safetensors_headers import SINGLE, Stored
+from heapr_lab.models.sources import read_source
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
+from heapr_lab.streaming.fp8 import SCALES
+from heapr_lab.streaming.weights_on_disk import check_whole, differs, find_tensors
 from heapr_lab.text.calibration import CalibrationSet
 
-_STEM = re.compile(r".*?(layers\.\d+|mtp)\.")
+_STEM = re.compile(r".*?(layers\.\d+|mtp\w*)\.")
 
 logger = logging.getLogger(__name__)
 
@@ -75,20 +86,42 @@ def further_layers(
     Raises:
         LayoutError: a part of such a layer is missing.
     """
-    heads = predicting_heads(skeleton, base)
-    check_experts(heads)
-    if width is None and are_floats(heads):
-        return Further(heads, said_of(heads, "kept", ", not pruned"))
+    heads = whole_heads(skeleton, base)
+    if not heads:
+        return Further((), {})
+    block = read_source(heads[0].file.parent).block
     dropped = Further((), said_of(heads, "dropped"))
-    if calibration is None or width is None or not can_be_sliced(heads):
+    if not are_readable(heads, block):
         return dropped
-    layer = open_head(model, heads[0].file.parent, name=heads[0].name)
+    if width is None or not has_experts(heads):
+        return Further(heads, said_of(heads, "kept", ", not pruned"), block=block)
+    if calibration is None or not can_be_sliced(heads):
+        return dropped
+    layer = open_head(model, heads, block)
     if layer is None:
         return dropped
     table = head_table(model, layer, calibration)
     how = f", to the width of all others, by its own loss on {calibration.label}"
     facts = said_of(heads, "also pruned", how)
-    return Further(heads, facts, highest(table, width))
+    return Further(heads, facts, highest(table, width), block)
+
+
+def whole_heads(skeleton: Any, base: str) -> Heads:
+    """`predicting_heads`, checked to be whole as far as their form is known.
+
+    Raises:
+        LayoutError: a part is missing.
+    """
+    heads = predicting_heads(skeleton, base)
+    check_experts(heads)
+    if heads:
+        try:
+            _trunk_with_one(skeleton, heads)
+        except LayoutError:
+            raise
+        except _OTHER_FORMS:
+            pass  # so what it has to have is not known
+    return heads
 
 
 class MtpHead(nn.Module):
@@ -144,46 +177,41 @@ def _key(window: torch.Tensor) -> bytes:
     return window.cpu().numpy().tobytes()
 
 
-def open_head(model: Any, folder: Path, *, name: str) -> Any:
-    """The layer in `folder` that predicts a further token; None if it cannot be run.
+def open_head(model: Any, heads: Heads, block: Block = None) -> Any:
+    """The layer that predicts a further token; None if it cannot be run.
 
     Args:
         model: the trunk, dense or pruned, whose embeddings are used.
-        folder: the files of the dense model.
-        name: the name of a tensor of the layer.
+        heads: the tensors of the layer.
+        block: as in `are_readable`.
 
     Raises:
         LayoutError: a part of it is missing.
     """
-    place = _STEM.match(name)
-    assert place is not None
-    try:
-        from transformers.modeling_layers import MtpModel  # not in every version
-
-        trunk = _trunk_with_one(model, folder, stem=place[0])
-        with torch.device("meta"):
-            MtpModel(trunk, 1)
-    except _OTHER_FORMS as error:
-        _say_not_run(place[0], error)
-        return None
     device = input_device(model)
     try:
-        layer = read_mtp(trunk, device).eval()
-    except RuntimeError as error:
-        raise LayoutError(
-            f"the layer {place[0]}* of {folder}, which predicts a further token, is "
-            f"not whole ({error}): download the files again"
-        ) from error
-    layer.embed_tokens = _in_memory(layer.embed_tokens)
-    layer.shared_head = _in_memory(layer.shared_head)
-    layer.set_experts_implementation("eager")  # runs in any type
-    try:
+        trunk = _trunk_with_one(model, heads)
+        with tempfile.TemporaryDirectory() as place:
+            if block is not None:
+                save_file(floats_of(heads, block), Path(place) / SINGLE)
+                trunk.config.name_or_path = place
+            layer = read_mtp(trunk, device).eval()
+        layer.embed_tokens = _in_memory(layer.embed_tokens)
+        layer.shared_head = _in_memory(layer.shared_head)
+        layer.set_experts_implementation("eager")  # runs in any type
         with evaluating(layer):
             _run(layer, torch.zeros(1, 2, dtype=torch.long), None)
+    except LayoutError:
+        raise
     except _OTHER_FORMS as error:
-        _say_not_run(place[0], error)
+        logger.warning("transformers cannot run %s*: %s", _stem_of(heads), error)
         return None
     return layer
+
+
+def _stem_of(heads: Heads) -> str:
+    place = _STEM.match(heads[0].name)
+    return place[0] if place else heads[0].name
 
 
 def _in_memory(module: Any) -> Any:
@@ -200,15 +228,16 @@ def _in_memory(module: Any) -> Any:
     return clone
 
 
-def _say_not_run(stem: str, error: Exception) -> None:
-    logger.warning("transformers cannot run %s*: %s", stem, error)
+def _trunk_with_one(model: Any, heads: Heads) -> Any:
+    """The same modules, with a configuration that has one such layer, where it is.
 
-
-def _trunk_with_one(model: Any, folder: Path, *, stem: str) -> Any:
-    """The same modules, with a configuration that has one such layer, in `folder`."""
-    trunk = copy.copy(model)
+    Raises:
+        LayoutError: a part of the layer is missing.
+        ValueError: it has another form than transformers knows, as do other errors.
+    """
+    trunk, stem = copy.copy(model), _stem_of(heads)
     trunk.config = copy.deepcopy(model.config)
-    trunk.config.name_or_path = str(folder)
+    trunk.config.name_or_path = str(heads[0].file.parent)
     trunk.config.dtype = model.get_input_embeddings().weight.dtype
     config = trunk.config.get_text_config()
     config.num_mtp_layers = 1
@@ -216,9 +245,46 @@ def _trunk_with_one(model: Any, folder: Path, *, stem: str) -> Any:
     for types, kind in kinds.items():
         if getattr(config, types, None) and not getattr(config, f"mtp_{types}", None):
             setattr(config, f"mtp_{types}", [kind])
+    trunk._weight_conversions = conversions_of(model)
     # The class has the number of the layer in the largest published model.
     trunk._keys_to_ignore_on_load_unexpected = [f"^{re.escape(stem)}"]
+    _check_parts(trunk, heads)
     return trunk
+
+
+def _check_parts(trunk: Any, heads: Heads) -> None:
+    """Check, by names and shapes, that a layer is one that transformers reads.
+
+    Raises:
+        LayoutError: what is there is of such a layer, and a part is missing.
+        ValueError: it is another.
+    """
+    from transformers.modeling_layers import MtpModel  # not in every version
+
+    with torch.device("meta"):
+        layer: Any = MtpModel(trunk, 1)
+    stored: Stored = {}
+    for head in heads:
+        if not head.name.endswith(SCALES):
+            stored.setdefault(head.file, {})[head.name] = head.tensor
+    shared = re.compile("|".join(layer._keys_to_ignore_on_load_unexpected))
+    known = layer.state_dict()
+    conversions = layer.get_weight_conversions(trunk)
+    every = [
+        entry
+        for entry in find_tensors(layer, conversions, stored)
+        if not shared.search(entry.parameter)
+    ]
+    for entry in every:
+        if entry.parameter not in known or differs(entry, known):
+            raise ValueError(f"it has no place for {entry}")
+    try:
+        check_whole(layer, every)
+    except LayoutError as error:
+        stem = _stem_of(heads)
+        raise LayoutError(
+            f"{stem}*, which predicts a further token: {error}"
+        ) from error
 
 
 def _run(layer: Any, ids: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
@@ -241,10 +307,16 @@ def head_table(model: Any, layer: Any, calibration: CalibrationSet) -> Importanc
         calibration: the windows to measure on.
 
     Raises:
-        SpecError: a token is not in the vocabulary.
+        SpecError: a token is not in the vocabulary, or two windows differ in the first
+            one alone.
         LayoutError: the experts of the layer cannot be measured.
     """
     windows = calibration.ids
+    if len(windows.unique(dim=0)) > len(windows[:, 1:].unique(dim=0)):
+        raise SpecError(
+            "two windows of the calibration text differ in their first token alone: "
+            "leave one of them out"
+        )
     with evaluating(model):
         states = states_of_all(model, windows.split(1))
     by_window = {

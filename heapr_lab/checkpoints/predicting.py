@@ -3,7 +3,7 @@
 Transformers leaves them out of a causal language model, so that they are copied from
 file to file, as wide as they are. A stock configuration has one width for all layers:
 in a `uniform` checkpoint they are pruned to it where they can be scored; else they are
-dropped, and the configuration says that there are none.
+dropped, and the configuration says that there are none. Without experts they are kept.
 """
 
 import re
@@ -18,11 +18,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from heapr_lab.checkpoints.fp8_files import Fp8Files
 from heapr_lab.checkpoints.shared_experts import Shapes, fit
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_headers
+from heapr_lab.models.wrapped import is_wrapper
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
+from heapr_lab.streaming.blocks import dequantised
+from heapr_lab.streaming.fp8 import SCALES, check_grid
 from heapr_lab.streaming.shards import index_of
 from heapr_lab.streaming.sizes import PREDICTING
 from heapr_lab.streaming.weights_on_disk import FoundTensor, find_tensors
@@ -37,6 +41,8 @@ _FIRST = "model-00001-of-00001.safetensors"
 
 Heads = Sequence[FoundTensor]
 """The tensors of such layers, in their files."""
+Block = tuple[int, int] | None
+"""Rows and columns of a block of weights in FP8, if they are in blocks."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Further:
     """What manifest and card say of them."""
     keep: KeepMask | None = None
     """The kept atoms of the layer that is pruned, if one is."""
+    block: Block = None
+    """As in `are_readable`."""
 
 
 def predicting_heads(skeleton: Any, base: str) -> Heads:
@@ -77,8 +85,14 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
         further = place is not None and int(place[2]) >= depths.get(place[1], 10**9)
         return name not in known and (further or PREDICTING.search(name) is not None)
 
-    every = find_tensors(skeleton, get_model_conversion_mapping(skeleton), stored)
+    every = find_tensors(skeleton, conversions_of(skeleton), stored)
     return [tensor for tensor in every if is_one(tensor.parameter)]
+
+
+def conversions_of(model: Any) -> list[Any]:
+    """What transformers makes of tensors, those beside a wrapper's inner model too."""
+    inside = [model.get_decoder()] if is_wrapper(model.config) else []
+    return [c for part in (model, *inside) for c in get_model_conversion_mapping(part)]
 
 
 def check_experts(heads: Heads) -> None:
@@ -100,22 +114,56 @@ def check_experts(heads: Heads) -> None:
             )
 
 
-def are_floats(heads: Heads) -> bool:
-    """Whether they can stand in a checkpoint that says nothing of quantised weights."""
-    return all(head.tensor.dtype in FLOATS for head in heads)
+def are_readable(heads: Heads, block: Block) -> bool:
+    """Whether they are in floating point, or in blocks of FP8 with a scale for each.
+
+    Raises:
+        LayoutError: the scales are of other blocks.
+    """
+    tensors = {head.name: head.tensor for head in heads}
+    for name, tensor in tensors.items():
+        scale = tensors.get(f"{name}{SCALES}")
+        if tensor.dtype in FLOATS:
+            continue
+        if block is None or scale is None or tensor.dtype != "F8_E4M3":
+            return False
+        try:
+            check_grid(tensor.shape, scale.shape, block)
+        except ValueError as error:
+            raise LayoutError(f"{name}: {error}") from error
+    return True
+
+
+def floats_of(heads: Heads, block: Block) -> dict[str, torch.Tensor]:
+    """Their tensors, with FP8 dequantised to bfloat16."""
+    tensors = {}
+    for head in heads:
+        with safe_open(head.file, framework="pt") as opened:
+            tensors[head.name] = opened.get_tensor(head.name)
+    if block is None:
+        return tensors
+    for name in [name for name in tensors if name.endswith(SCALES)]:
+        scale, weight = tensors.pop(name), name.removesuffix(SCALES)
+        floats = dequantised(tensors[weight], scale, block)
+        tensors[weight] = floats.to(torch.bfloat16)
+    return tensors
+
+
+def has_experts(heads: Heads) -> bool:
+    """Whether a routed expert is in them."""
+    return any(".experts." in head.name for head in heads)
 
 
 def can_be_sliced(heads: Heads) -> bool:
-    """Whether it is one layer, in floating point, with a tensor for each matrix."""
+    """Whether it is one layer, with a tensor for each matrix of an expert."""
     layers = {place[0] for head in heads if (place := _LAYER.match(head.name))}
     fused = [head.name for head in heads if ".experts." in head.name]
-    apart = all(map(_EXPERT.match, fused))
-    return len(layers) == 1 and apart and bool(fused) and are_floats(heads)
+    return len(layers) == 1 and all(map(_EXPERT.match, fused))
 
 
 def said_of(heads: Heads, verb: str, how: str = "") -> dict[str, str]:
     """What manifest and card say of such layers; nothing if there are none."""
-    names = sorted(head.name for head in heads)
+    names = sorted(h.name for h in heads if not h.name.endswith(SCALES))
     if not names:
         return {}
     text = f"{len(names)} tensors of layers that predict further tokens (MTP), from "
@@ -130,13 +178,16 @@ def without_predicting(config: Any) -> None:
                 setattr(settings, name, 0)
 
 
-def add_heads(folder: Path, further: Further, model: Any) -> dict[str, str]:
+def add_heads(
+    folder: Path, further: Further, model: Any, packing: Fp8Files | None
+) -> dict[str, str]:
     """Write such layers to the checkpoint in `folder`.
 
     Args:
         folder: the checkpoint, complete but for them.
         further: the layers.
         model: the model in `folder`, whose shared experts may be wider than before.
+        packing: how its weights are quantised, if they are.
 
     Returns:
         The SHA-256 of the file that they are in; the weights beside it are
@@ -147,13 +198,14 @@ def add_heads(folder: Path, further: Further, model: Any) -> dict[str, str]:
         for name, tensor in model.state_dict().items()
         if "shared_expert" in name and (place := _LAYER.match(name))
     }
-    tensors: dict[str, Any] = {}
-    for head in further.heads:
-        with safe_open(head.file, framework="pt") as opened:
-            tensor = opened.get_tensor(head.name)
-        if further.keep is not None:
-            tensor = _sliced(head, tensor, further.keep, shared)
-        tensors[head.name] = tensor
+    tensors = floats_of(further.heads, further.block)
+    if further.keep is not None:
+        for head in further.heads:
+            if head.name in tensors:
+                sliced = _sliced(head, tensors[head.name], further.keep, shared)
+                tensors[head.name] = sliced
+    if packing is not None:
+        tensors = packing.written(tensors)
     save_file(tensors, folder / _OWN_FILE, metadata={"format": "pt"})
     if (folder / SINGLE).is_file():
         (folder / SINGLE).rename(folder / _FIRST)

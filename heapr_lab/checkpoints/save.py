@@ -331,7 +331,7 @@ def write_weights(
     )
     if packing is not None:
         packing.settle(folder, floats=stream is None)
-    added = add_heads(folder, further, model) if further.heads else {}
+    added = add_heads(folder, further, model, packing) if further.heads else {}
     return known | added if known else checksums_in(folder)
 
 

@@ -79,8 +79,8 @@ def stock_config(config: Any, width: int) -> Stock:
     raise SpecError(
         f"{type(config).__name__} cannot give routed experts the width {width} and "
         f"leave all else unchanged (tried {'; '.join(tried)}): shared experts or "
-        "dense layers depend on the same number. Choose another width (--multiple), or "
-        "the structure per_layer, aligned or ragged"
+        "dense layers depend on the same number, and no width fits. Choose the "
+        "structure per_layer, aligned or ragged"
     )
 
 

@@ -27,7 +27,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from heapr_lab import registry
 from heapr_lab.errors import SpecError
-from heapr_lab.models.dtypes import FP8, NVFP4, check_format, format_of
+from heapr_lab.models.dtypes import FP8, NVFP4, check_format, format_of, stays_float32
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import check_no_missing_weights
@@ -80,6 +80,10 @@ def read_config(source: str | Path) -> Any:
     if inner is not config and getattr(inner, "quantization_config", None) is not None:
         config.quantization_config = inner.quantization_config  # of a wrapper
         del inner.quantization_config
+    beside = folder / "hf_quant_config.json"
+    if getattr(config, "quantization_config", None) is None and beside.is_file():
+        settings = _read_object(beside).get("quantization") or {}
+        config.quantization_config = {"quant_method": "modelopt", **settings}
     if hasattr(config, "less_is_moe"):
         raise SpecError(
             f"{source} is written in Less-is-MoE's format, which heapr-lab 0.1 of "
@@ -262,6 +266,9 @@ def read_weights(source: str | Path, **options: Any) -> Any:
             **options,
         )
     model, info = loaded
+    for name, weight in model.named_parameters() if kind in (FP8, NVFP4) else ():
+        if not stays_float32(model, name):  # transformers leaves some in their own type
+            weight.data = weight.data.to(model.config.dtype)
     if kind is not None and not hasattr(model, "hf_quantizer"):
         model._weight_conversions = None  # with which it would be quantised when saved
     try:

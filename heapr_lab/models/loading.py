@@ -45,8 +45,8 @@ def load_model(
     """A causal language model in eval mode, and its tokenizer.
 
     Args:
-        name_or_path: a hub id, a local folder in the hub's layout, `lab`, `smollm2`, or
-            a name in `heapr_lab.models.paper_models`. Remote code is never run.
+        name_or_path: a hub id, a local folder, `lab`, `smollm2`, `smolmoe`, or a name
+            in `heapr_lab.models.paper_models`. Remote code is never run.
         device: `cpu`, `cuda`, `cuda:1`, ...; `auto` spreads the model over all GPUs
             (accelerate's device map), or uses the CPU if there is none.
         dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else

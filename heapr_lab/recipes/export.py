@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from heapr_lab.checkpoints.mtp_head import whole_heads
 from heapr_lab.checkpoints.save import (
     packing_of,
     prune_folder,
@@ -16,9 +17,11 @@ from heapr_lab.checkpoints.save import (
     structure_of,
 )
 from heapr_lab.checkpoints.stored_type import round_experts, stored_dtype
+from heapr_lab.checkpoints.uniform import stock_config
 from heapr_lab.errors import CorpusError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.models.sources import (
     Source,
     dtype_name,
@@ -26,6 +29,7 @@ from heapr_lab.models.sources import (
 )
 from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.making import (
@@ -59,14 +63,7 @@ def savings(
         written: folder of the pruned checkpoint, if it was written; `bytes_after` is
             then the size of its files. `bytes_after_is` names the source.
     """
-    each = kept = None
-    if source is not None:
-        n_parameters = table.architecture.n_parameters
-        each = source.bytes_per_parameter(n_parameters)
-        kept = source.bytes_per_kept(n_parameters, keep.one_width)
-    row = savings_of(
-        keep, table, seq_len=seq_len, bytes_per_parameter=each, bytes_per_kept=kept
-    ).iloc[0]
+    row = savings_of(keep, table, seq_len=seq_len, source=source).iloc[0]
     whole = ("parameters_before", "parameters_after", "bytes_before", "bytes_after")
     numbers = {str(name): float(value) for name, value in row.items()}
     numbers |= {name: round(numbers[name]) for name in (*whole, "seq_len")}
@@ -163,6 +160,23 @@ def text_of_heads(
 
 
 # --- writing -------------------------------------------------------------------------
+
+
+def check_checkpoint(source: Path, selection: Selection) -> None:
+    """Check, before anything is measured, that a checkpoint can be written.
+
+    Args:
+        source: the folder of the dense model, whose headers are read.
+        selection: its structure and multiple.
+
+    Raises:
+        LayoutError: a part of a layer that predicts further tokens is missing.
+        SpecError: the family has no configuration with experts of one other width.
+    """
+    config = read_config(source)
+    whole_heads(skeleton_of(config), str(source))
+    if selection.structure == "uniform":
+        stock_config(config, selection.multiple or 1)
 
 
 def slice_checkpoint(

@@ -2,8 +2,8 @@
 
 The loss of a token is its own, -log q, and KL(p ‖ q) of the whole prediction, with p
 that of the dense model. Kept experts, routers and norms are trained by AdamW, on each
-window once. On held-out windows the weights are judged before, after every quarter of
-the text and at the end; those that lose least are taken.
+window once. On held-out windows the weights are judged before, and after every quarter
+of the text; those that lose least are taken. Two rises in a row end the training.
 
 Source: this project; as other papers fine-tune what they pruned.
 
@@ -63,7 +63,7 @@ def heal(
     """Train a pruned model, in place, to predict text, and to predict as the dense one.
 
     The cost is a forward and backward pass of the pruned model and a forward pass of
-    the dense one on the text, and four to five on the held-out windows. Both models are
+    the dense one on the text, and up to five on the held-out windows. Both models are
     in memory, and so are a gradient, two moments and the best value of every trained
     weight.
 
@@ -113,7 +113,7 @@ def heal(
         key="" if state is None else _key(pruned, text, learning_rate),
     )
     run.train(progress or no_report)
-    n_tokens = text.ids[n_held_out:].numel()
+    n_tokens = int(run.rows[-1]["tokens"])
     weights = getattr(pruned, "heapr_weights", "sliced")
     healed = f"{weights}; then healed on {n_tokens:,} tokens of {text.label}"
     pruned.__dict__["heapr_weights"] = healed
@@ -198,7 +198,7 @@ class _Run:
     best: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def train(self, report: Progress) -> None:
-        """Go on to the end of the text, and take the best weights."""
+        """Go on until two rises, or the end of the text, and take the best weights."""
         n_steps = len(self.batches)
         judged = {round(n_steps * (part + 1) / _PARTS) for part in range(_PARTS)}
         with differentiating(self.pruned, [*self.trained.values()]):
@@ -206,9 +206,9 @@ class _Run:
             saved_at = time.monotonic()
             for step in range(len(self.losses), n_steps):
                 self._step(step)
-                if step + 1 in judged:
-                    self._judge()
                 report(step + 1, n_steps)
+                if step + 1 in judged and self._judge():
+                    break
                 if time.monotonic() - saved_at > _SAVE_SECONDS:
                     self._save()
                     saved_at = time.monotonic()
@@ -239,8 +239,12 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(loss)
 
-    def _judge(self) -> None:
-        """Judge the held-out windows, and keep the weights if none were better."""
+    def _judge(self) -> bool:
+        """Judge the held-out windows, and keep the weights if none were better.
+
+        Returns:
+            Whether they lost more than before for the second time in a row.
+        """
         now = evaluate_perplexity(self.pruned, self.held_out).nll
         before = min((row["held_out"] for row in self.rows), default=float("inf"))
         if now < before:
@@ -248,6 +252,8 @@ class _Run:
         n_tokens = sum(batch.numel() for batch in self.batches[: len(self.losses)])
         loss = pd.Series(self.losses, dtype=float).mean()
         self.rows.append({"tokens": n_tokens, "loss": loss, "held_out": now})
+        last = [row["held_out"] for row in self.rows[-3:]]
+        return len(last) == 3 and last[0] < last[1] < last[2]
 
     def _save(self) -> None:
         if self.state is None:

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.safetensors_headers import read_headers
-from heapr_lab.streaming.fp8 import Fp8Quantizer, check_grid
+from heapr_lab.streaming.fp8 import BLOCK_OF_FP4, Fp8Quantizer, check_grid
 from heapr_lab.streaming.nvfp4 import BLOCK, Nvfp4Quantizer
 from heapr_lab.streaming.weights_on_disk import (
     FoundTensor,
@@ -66,7 +66,9 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
         if not there or there[0] is None:
             continue
         (*rows, columns), block = entry.tensor.shape, None
-        if isinstance(quantizer, Fp8Quantizer):
+        if entry.tensor.dtype == "I8":
+            columns, block = 2 * columns, BLOCK_OF_FP4
+        elif isinstance(quantizer, Fp8Quantizer):
             block = quantizer.quantization_config.weight_block_size
         elif isinstance(quantizer, Nvfp4Quantizer):
             columns, block = 2 * columns, BLOCK
@@ -85,6 +87,8 @@ def _scales_of(entry: FoundTensor) -> list[list[str]]:
         return [[f"{entry.name.removesuffix('_blocks')}_scales"]]
     if leaf == "weight" and entry.tensor.dtype.startswith("F8_E"):
         return [[f"{entry.name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"]]
+    if leaf == "weight" and entry.tensor.dtype == "I8":
+        return [[f"{stem}.scale", f"{entry.name}_scale_inv"]]
     if leaf in ("weight", "weight_packed") and entry.tensor.dtype == "U8":
         second = ("_scale_2", "_global_scale")[leaf == "weight_packed"]
         return [[f"{stem}.weight{end}"] for end in ("_scale", second)]

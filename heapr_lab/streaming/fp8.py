@@ -23,6 +23,8 @@ from heapr_lab.models.dtypes import FP8
 
 SCALES = "_scale_inv"
 """What is added to the name of a weight in that of its scales."""
+BLOCK_OF_FP4 = 1, 32
+"""Rows and columns of a block of four-bit numbers, of which each byte has two."""
 _OURS = "heapr_fp8"
 """The format under which transformers finds the classes below."""
 _EIGHT_BITS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -65,6 +67,9 @@ class BlockDequantize(Fp8Dequantize):
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, *args: Any, **options: Any
     ) -> torch.Tensor:
+        if quantized.dtype == torch.int8:
+            rows, columns = quantized.shape[-2:]
+            check_grid((rows, 2 * columns), scales.shape, BLOCK_OF_FP4)
         if quantized.dtype not in _EIGHT_BITS or scales.dim() < 2:
             return super()._dequantize_one(quantized, scales, *args, **options)
         block = self.hf_quantizer.quantization_config.weight_block_size

@@ -191,14 +191,16 @@ def shapes_in(stored: Stored) -> dict[str, tuple[int, ...]]:
     """Shapes of weights in files, without scales; a byte of 4-bit numbers has two."""
     return {
         name.replace(".weight_packed", ".weight"): (*t.shape[:-1], 2 * t.shape[-1])
-        if name.endswith(("_blocks", ".weight", ".weight_packed")) and t.dtype == "U8"
+        if t.dtype in ("U8", "I8") and name.endswith(_PACKED)
         else t.shape
         for tensors in stored.values()
         for name, t in tensors.items()
-        if not name.endswith(_NO_WEIGHTS)
+        if not name.endswith(_NO_WEIGHTS) and t.dtype != "F8_E8M0"  # exponents
     }
 
 
+_PACKED = ("_blocks", ".weight", ".weight_packed")
+"""Ends of the names of weights that may be in four bits."""
 _NO_WEIGHTS = (
     "_scale_inv",
     "_scales",

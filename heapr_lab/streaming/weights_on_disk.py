@@ -88,7 +88,7 @@ def check_whole(skeleton: Any, every: list[FoundTensor]) -> None:
         check_no_missing_weights(
             skeleton,
             missing=keys.missing_keys,
-            mismatched=[f.parameter for f in every if _differs(f, known)],
+            mismatched=[f.parameter for f in every if differs(f, known)],
             unexpected=keys.unexpected_keys,
         )
     except ValueError as error:
@@ -128,7 +128,7 @@ def _needed(converter: Any) -> set[int]:
     return {number for number, name in patterns if not _COMPANIONS.search(name)}
 
 
-def _differs(entry: FoundTensor, known: dict[str, torch.Tensor]) -> bool:
+def differs(entry: FoundTensor, known: dict[str, torch.Tensor]) -> bool:
     """Whether a tensor that is loaded unchanged differs from its parameter in shape."""
     if entry.converter is not None or entry.parameter not in known:
         return False

@@ -12,12 +12,9 @@ from methods_by_hand import removed
 from oracles.token_by_token import atom_activations, matrices
 from text_models import experts_calls
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import slimming
-from heapr_lab.methods.collectors import Measurements
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -77,156 +74,6 @@ def test_intdim_by_loops(family: str) -> None:
             members = {k: s for k, s in scores.items() if k[:scope] == group}
             expected |= without(members, 0.3)
         assert removed(fitted(name, model, 0.3)) == expected
-
-
-# --- MoE-Slimming -----------------------------------------------------------------
-
-
-def scaled_by_token(
-    module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
-) -> torch.Tensor:
-    """The experts with α = 0.9 times their outputs, which keep their gradients."""
-    rows = []
-    for x, experts, weights in zip(
-        hidden_states, top_k_index, top_k_weights, strict=True
-    ):
-        total = torch.zeros_like(x)
-        for expert, p in zip(experts.tolist(), weights, strict=True):
-            w = matrices(module, expert)
-            h = atom_activations(module, x, w)
-            z = (w["W_down"] @ h).requires_grad_()
-            z.retain_grad()
-            acts = [F.linear(x, w["W_gate"]), F.linear(x, w["W_up"]), h]
-            module.seen.append((expert, z, torch.stack(acts)))
-            total = total + p * 0.9 * z
-        rows.append(total)
-    return torch.stack(rows)
-
-
-ALL_EXPERTS_FUNCTIONS.register("scaled_by_token", scaled_by_token)
-
-
-def slimming_by_hand(
-    model: Any, layer: Any
-) -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """Saliency (E, I), attribution (E,) and losses, by autograd through the layer."""
-    model.requires_grad_(False)
-    block = model.get_submodule(layer.name.rpartition(".mlp")[0])
-    saliency = [[] for _ in range(layer.n_experts)]  # type: ignore[var-annotated]
-    attribution = [[] for _ in range(layer.n_experts)]  # type: ignore[var-annotated]
-    losses = []
-    for ids in IDS:
-        calls: list[Any] = []
-        hook = block.register_forward_hook(
-            lambda _m, args, options, out, calls=calls: calls.append(
-                (args, options, out)
-            ),
-            with_kwargs=True,
-        )
-        model(ids[None])
-        hook.remove()
-        args, options, dense = calls[0]
-        layer.module.seen = []
-        model.set_experts_implementation("scaled_by_token")
-        changed = block(*args, **options)
-        model.set_experts_implementation("eager")
-        dense, changed = (
-            out[0] if isinstance(out, tuple) else out for out in (dense, changed)
-        )
-        squares = (changed - dense).square().sum(-1)
-        loss = (squares / (dense.square().sum(-1) + 1e-6)).sum()
-        loss.backward()
-        losses.append(loss.item() / len(ids))
-        for expert in range(layer.n_experts):
-            tokens = [token for token in layer.module.seen if token[0] == expert]
-            if not tokens:
-                continue
-            terms = torch.stack([z.grad * z.detach() for _, z, _ in tokens]).numpy()
-            if len(terms) > 2:
-                limit = np.quantile(np.abs(terms), 0.99, axis=0)
-                terms = np.clip(terms, -limit, limit)
-            share = len(tokens) / len(ids)
-            attribution[expert].append(-terms.mean(0).sum() * share)
-            acts = torch.stack([act.detach() for *_, act in tokens])
-            saliency[expert].append(acts.norm(dim=0).mean(0).numpy())
-        del layer.module.seen
-    return (
-        np.array([np.mean(rows, axis=0) for rows in saliency]),
-        np.array([np.mean(sums) for sums in attribution]),
-        losses,
-    )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_slimming_measures_by_autograd(family: str) -> None:
-    """Saliency, attribution and loss of each layer, token by token."""
-    model = tiny_model(family)
-    shared = Measurements(model, WINDOWS)
-    methods.get("moe-slimming").fit(model, WINDOWS, ratio=0.3, shared=shared)
-    by_layer = shared.once("moe-slimming", lambda: pytest.fail("measured again"))
-    for layer in find_experts(model):
-        saliency, attribution, losses = slimming_by_hand(model, layer)
-        stats = by_layer[layer.layer]
-        np.testing.assert_allclose(stats.saliency, saliency, rtol=1e-6)
-        np.testing.assert_allclose(stats.attribution, attribution, rtol=1e-5, atol=1e-9)
-        assert stats.loss == pytest.approx(np.mean(losses), rel=1e-6)
-        assert (attribution > 0).any()
-
-
-def count_by_bisection(groups: Any, weights: Any, n_kept: int) -> list[int]:
-    """Counts at which coverages are s · weight, with the s that keeps `n_kept`."""
-
-    def counts(s: float) -> list[int]:
-        numbers = []
-        for group, weight in zip(groups, weights, strict=True):
-            goal, covered, count = s * weight * sum(group), 0.0, 0
-            while count < len(group) and covered < goal:
-                covered, count = covered + group[count], count + 1
-            numbers.append(count)
-        return numbers
-
-    low, high = 0.0, 2 / min(weights)
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(counts(middle)) < n_kept else (low, middle)
-    return counts(high)
-
-
-@pytest.mark.parametrize("n_kept", [3, 17, 40, 47])
-def test_budgets_are_those_of_a_bisection(n_kept: int) -> None:
-    """The lowest thresholds are the atoms that the search keeps, for any budget."""
-    draw = np.random.default_rng(n_kept)
-    groups = [np.sort(draw.random(size))[::-1] for size in (12, 20, 16)]
-    weights = [0.5, 1.1, 1.4]
-    counts = slimming.covering(groups, weights, n_kept)
-    assert counts == count_by_bisection(groups, weights, n_kept)
-    assert sum(counts) == n_kept
-
-
-def test_layers_by_smoothed_losses() -> None:
-    """Four roots; the largest of 1, 1 and 16 is each time clipped to mean + spread."""
-    weights = [1.0, 1.0, 16.0]
-    for _ in range(4):
-        weights = [weight**0.5 for weight in weights]
-        limit = np.mean(weights) + np.std(weights, ddof=1)
-        assert weights[2] > limit
-        weights[2] = limit
-    expected = np.array(weights) / np.mean(weights)
-    np.testing.assert_allclose(slimming.smoothed([1.0, 1.0, 16.0]), expected)
-    assert slimming.smoothed([3.0]).tolist() == [1.0]
-
-
-def test_experts_by_the_roots_of_their_attributions() -> None:
-    """Weights 2 : 1, and none for the expert whose attribution is negative."""
-    saliency = np.array([[4.0, 3, 2, 1], [1, 1, 1, 1.5], [9, 8, 7, 6]])
-    layer = slimming.LayerFound(saliency, np.array([4.0, 1.0, -1.0]), 1.0)
-    # Coverage before each atom, over weights of 2/3, 1/3 and 0: 0, .6, 1.05, 1.35;
-    # 0, 1, 1.67, 2.33; 0, and then more than a thousand.
-    kept = slimming.of_experts(layer, 5, least=0)
-    assert kept.tolist() == [[1, 1, 0, 0], [1, 0, 0, 1], [1, 0, 0, 0]]
-    emptied = slimming.of_experts(layer, 5, least=2)  # 1.05 is the next
-    assert emptied.tolist() == [[1, 1, 1, 0], [1, 0, 0, 1], [0, 0, 0, 0]]
-    assert slimming.of_experts(layer, 12, least=5).all()
 
 
 # --- TENP -------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch import nn
 
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
-from heapr_lab.inspection.restoring import n_runs, restored
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.likelihood import token_nll
 from heapr_lab.pruning.masks import KeepMask
@@ -144,79 +143,13 @@ def test_shares_add_up_to_the_change(family: str) -> None:
 
 
 def test_nothing_removed() -> None:
-    """Everything is 0, and two runs are enough to measure it."""
-    model, ids = tiny_model("qwen2_moe"), tiny_ids()
-    keep = full_keep(model)
-    assert attribute_loss(model, keep, ids).total == 0
-    assert n_runs(keep) == 2
-    measured = restored(model, keep, ids)
-    assert not measured.frame[["restored_delta", "alone_delta"]].to_numpy().any()
+    """The attribution is 0."""
+    model = tiny_model("qwen2_moe")
+    assert attribute_loss(model, full_keep(model), tiny_ids()).total == 0
 
 
-# --- measured -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_restored_layers(family: str) -> None:
-    """Losses of copies with zeroed columns, layer after layer, in any batch size."""
-    model, ids = tiny_model(family), tiny_ids()
-    keep = random_keep(model)
-    dense = nll_of(model, ids)
-    losses = restored(model, keep, ids, batch_size=2)
-    assert losses.dense_nll == pytest.approx(dense)
-    assert losses.pruned_nll == pytest.approx(nll_of(zeroed_twin(model, keep), ids))
-    assert losses.frame["layer"].tolist() == list(keep.layers)
-    for row in losses.frame.itertuples():
-        layer, full = {row.layer}, full_keep(model).arrays
-        for kept_whole, value in (
-            (layer, row.restored_delta),
-            (set(keep.layers) - layer, row.alone_delta),
-        ):
-            arrays = {k: (full if k in kept_whole else keep.arrays)[k] for k in full}
-            pruned = zeroed_twin(model, KeepMask(arrays))
-            assert value == pytest.approx(nll_of(pruned, ids) - dense, abs=1e-6)
-        assert row.tokens == ids[:, 1:].numel()
-        assert row.n_removed == (~keep.by_layer(row.layer)).sum()
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_restored_experts(family: str) -> None:
-    """Likewise for the experts of one layer; those that lose nothing change nothing."""
-    model, ids = tiny_model(family), tiny_ids()
-    keep = random_keep(model)
-    layer, dense = keep.layers[-1], nll_of(model, ids)
-    losses = restored(model, keep, ids, layer=layer)
-    assert losses.frame["expert"].tolist() == [0, 1, 2, 3]
-    for row in losses.frame.itertuples():
-        back, alone = dict(keep.arrays), dict(full_keep(model).arrays)
-        back[layer], alone[layer] = back[layer].copy(), alone[layer].copy()
-        back[layer][row.expert] = True
-        alone[layer][row.expert] = keep.by_layer(layer)[row.expert]
-        for arrays, value in ((back, row.restored_delta), (alone, row.alone_delta)):
-            pruned = zeroed_twin(model, KeepMask(arrays))
-            assert value == pytest.approx(nll_of(pruned, ids) - dense, abs=1e-6)
-    whole = losses.frame.iloc[1]  # keeps all its atoms
-    assert whole["restored_delta"] == losses.delta_nll
-    assert whole["alone_delta"] == 0
-    two = restored(model, keep, ids, layer=layer, experts=(3, 0)).frame
-    pd.testing.assert_frame_equal(two, losses.frame.iloc[[3, 0]].reset_index(drop=True))
-
-
-def test_runs_are_said_beforehand() -> None:
-    """The progress counts to what `n_runs` said, over all windows."""
-    model, ids = tiny_model("qwen2_moe"), tiny_ids()
-    keep, steps = random_keep(model), []
-    runs = n_runs(keep, layer=0)
-    assert runs == 2 + 2 * 3  # expert 1 is whole
-    restored(
-        model, keep, ids, layer=0, batch_size=1,
-        progress=lambda *step: steps.append(step),
-    )  # fmt: skip
-    assert steps == [(n, runs * len(ids)) for n in range(1, runs * len(ids) + 1)]
-
-
-def test_both_can_be_ended() -> None:
-    """An exception from progress ends them; the model is as it was."""
+def test_it_can_be_ended() -> None:
+    """An exception from progress ends it; the model is as it was."""
     model, ids = tiny_model("qwen2_moe"), tiny_ids()
     keep, before = random_keep(model), logits_of(model, ids)
     flags = [weight.requires_grad for weight in model.parameters()]
@@ -225,11 +158,10 @@ def test_both_can_be_ended() -> None:
         if done >= 2:
             raise KeyboardInterrupt
 
-    for work in (attribute_loss, restored):
-        with pytest.raises(KeyboardInterrupt):
-            work(model, keep, ids, progress=stop)
-        assert torch.equal(logits_of(model, ids), before)
-        assert [weight.requires_grad for weight in model.parameters()] == flags
+    with pytest.raises(KeyboardInterrupt):
+        attribute_loss(model, keep, ids, progress=stop)
+    assert torch.equal(logits_of(model, ids), before)
+    assert [weight.requires_grad for weight in model.parameters()] == flags
 
 
 def test_masks_around_do_not_matter() -> None:
@@ -243,13 +175,9 @@ def test_masks_around_do_not_matter() -> None:
 
 
 def test_what_is_not_there() -> None:
-    """Layers, experts, positions and steps that do not exist are named."""
+    """Layers, positions and steps that do not exist are named."""
     model, ids = tiny_model("qwen2_moe"), tiny_ids()
     keep = random_keep(model)
-    with pytest.raises(SpecError, match="no layer 7"):
-        restored(model, keep, ids, layer=7)
-    with pytest.raises(SpecError, match="no expert 4, expected 0 to 3"):
-        n_runs(keep, layer=0, experts=(4,))
     with pytest.raises(SpecError, match="steps must be"):
         attribute_loss(model, keep, ids, steps=0)
     with pytest.raises(SpecError, match="position is 9 of 1 windows of 9"):
@@ -259,9 +187,8 @@ def test_what_is_not_there() -> None:
     with pytest.raises(SpecError, match="no layer 5"):
         attribute_token(model, keep, ids[:1], layer=5, position=1)
     other = random_keep(tiny_model("mixtral", num_hidden_layers=3))
-    for work in (attribute_loss, restored):
-        with pytest.raises(SpecError, match="made for another model"):
-            work(model, other, ids)
+    with pytest.raises(SpecError, match="made for another model"):
+        attribute_loss(model, other, ids)
 
 
 def test_passes_that_cannot_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

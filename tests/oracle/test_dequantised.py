@@ -28,6 +28,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.recipes.export import savings
+from heapr_lab.streaming.nvfp4 import unpacked
 from heapr_lab.streaming.plan import plan
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
@@ -252,6 +253,63 @@ def test_scales_of_other_blocks_are_refused(
     with pytest.raises(LayoutError, match=r"expected 4 x 2 for blocks of 4 x 4"):
         prune_folder(tmp_path / "dense", keep, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+@pytest.fixture
+def in_fp4(tmp_path: Path) -> tuple[Path, Path]:
+    """DeepSeek-V4 as it is published, with its experts in four bits, and in floats."""
+    wide = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
+    model = tiny_model("deepseek_v4", dtype=torch.bfloat16, **wide)
+    model.save_pretrained(tmp_path / "fp4")
+    write_tokenizer(tmp_path / "fp4")
+    shutil.copytree(tmp_path / "fp4", tmp_path / "exact")
+    generator, exact = torch.Generator().manual_seed(0), {}
+    with changed_tensors(tmp_path / "fp4") as tensors:
+        for name in [n for n in tensors if ".experts." in n]:
+            packed = torch.randint(0, 256, (32, 16), generator=generator).byte()
+            powers = torch.randint(-6, -1, (32, 1), generator=generator)
+            exact[name] = unpacked(packed) * 2.0**powers
+            tensors[name] = packed.view(torch.int8)
+            scales = (127 + powers).byte().view(torch.float8_e8m0fnu)
+            tensors[name.replace(".weight", ".scale")] = scales
+    with changed_tensors(tmp_path / "exact") as tensors:
+        tensors |= {name: t.to(torch.bfloat16) for name, t in exact.items()}
+    block = {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    configure(tmp_path / "fp4", quant_method="fp8", **block)
+    return tmp_path / "fp4", tmp_path / "exact"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_experts_in_four_bits(in_fp4: tuple[Path, Path], stream: bool) -> None:
+    """They are read, and a plan counts two numbers in a byte, and no scales."""
+    assert plan(in_fp4[0]).n_atoms == plan(in_fp4[1]).n_atoms == 3 * 4 * 32
+    assert plan(in_fp4[0]).n_parameters == plan(in_fp4[1]).n_parameters
+    exact, model = (
+        load_model(folder, device="cpu", dtype="bfloat16", stream=stream)[0]
+        for folder in reversed(in_fp4)
+    )
+    wanted = window_nll(exact, WINDOWS.ids)
+    assert torch.equal(window_nll(model, WINDOWS.ids), wanted)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("damage", ["none", "half"])
+def test_scales_of_four_bits_that_do_not_fit(
+    in_fp4: tuple[Path, Path], damage: str, stream: bool
+) -> None:
+    """They are refused before anything is written, also where they could divide."""
+    with changed_tensors(in_fp4[0]) as tensors:
+        (name,) = (n for n in tensors if "layers.1.ffn.experts.2.w2.scale" in n)
+        scale = tensors.pop(name)
+        if damage == "half":
+            tensors[name] = scale[::2]
+    message = "scale" if damage == "none" else "expected 32 x 1 for blocks of 1 x 32"
+    with pytest.raises(HeaprLabError, match=message):
+        load_model(in_fp4[0], device="cpu", dtype="bfloat16", stream=stream)
+    keep = random_keep(load_model(in_fp4[1], device="cpu", stream=False)[0])
+    with pytest.raises(LayoutError, match=message):
+        prune_folder(in_fp4[0], keep, in_fp4[0].parent / "out")
+    assert sorted(p.name for p in in_fp4[0].parent.iterdir()) == ["exact", "fp4"]
 
 
 def refused(kind: str, folder: Path) -> None:

@@ -57,6 +57,6 @@ def test_merging_leaves_one_expert_less() -> None:
 def test_methods_with_gradients_are_found_by_what_they_do() -> None:
     """HEAPr computes them, and so does a method of the same statistics; REAP not."""
     model = model_of("qwen3_moe")
-    names = ("heapr", "fisher-moe-like", "reap")
+    names = ("heapr", "heapr-l", "reap")
     flags = [method_twins.by_gradients(name, model, WINDOWS) for name in names]
     assert flags == [True, True, False]

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import run, text_of
+from commands import one_line, run, text_of
 from families import D_VOCAB, tiny_ids, tiny_model
 from keeps import widths_keep, zeroed_twin
+from quantised_folder import in_fp8, of_each_weight
 from stored_tensors import changed_tensors, tensors_in
 from tiny_folder import D_VOCAB as TEXT_VOCABULARY
 from tiny_folder import write_text, write_tokenizer
 from torch import nn
+from wrappers import WRAPPERS, tiny_wrapper
 
 from heapr_lab.checkpoints.mtp_head import (
     MtpHead,
@@ -24,8 +26,9 @@ from heapr_lab.checkpoints.mtp_head import (
     highest,
     open_head,
 )
+from heapr_lab.checkpoints.predicting import predicting_heads
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
-from heapr_lab.errors import LayoutError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_weights
 from heapr_lab.pruning.masks import KeepMask
@@ -48,31 +51,36 @@ FAMILIES = {
     "glm4_moe": LAST,
     "qwen3_next": "mtp.layers.0.",
     "qwen3_5_moe_text": "mtp.layers.0.",
+    "qwen3_5_moe": "mtp.layers.0.",
 }
 """Where the layer is in the files of each family, as it is published."""
 WIDTH = 4
 
 
-def source_of(folder: Path, family: str, **sizes: int) -> Path:
+def source_of(folder: Path, family: str, **sizes: Any) -> Path:
     """A tiny model with such a layer, whose tensors are random."""
-    model = tiny_model(family, num_nextn_predict_layers=1, **sizes)
+    make = tiny_wrapper if family in WRAPPERS else tiny_model
+    model = make(family, num_nextn_predict_layers=1, **sizes)
     model.save_pretrained(folder)
-    last, new = model.config.num_hidden_layers - 1, FAMILIES.get(family, LAST)
-    d_model = model.config.hidden_size
+    config, new = model.config.get_text_config(), FAMILIES.get(family, LAST)
+    inside = "language_model." if family in WRAPPERS else ""
+    last = f"model.{inside}layers.{config.num_hidden_layers - 1}."
+    d_model = config.hidden_size
     extra = {"enorm": (d_model,), "hnorm": (d_model,), "shared_head.norm": (d_model,)}
     generator = torch.Generator().manual_seed(5)
     with changed_tensors(folder) as stored:
         shapes = {
-            name.replace(f"model.layers.{last}.", new): tensor.shape
+            name.replace(last, new): tensor.shape
             for name, tensor in stored.items()
-            if name.startswith(f"model.layers.{last}.")
+            if name.startswith(last)
         }
         for name, shape in {**extra, "eh_proj": (d_model, 2 * d_model)}.items():
             place = f"mtp.{UNDER_MTP[name]}" if new.startswith("mtp") else new + name
             shapes[f"{place}.weight"] = torch.Size(shape)
         for name, shape in shapes.items():
             values = torch.randn(shape, generator=generator, dtype=torch.float64)
-            stored[name] = values * (0.4 if values.dim() > 1 else 0.1)
+            values *= 0.4 if values.dim() > 1 else 0.1
+            stored[name] = values.to(model.dtype)
     return folder
 
 
@@ -80,12 +88,7 @@ def opened(folder: Path) -> tuple[Any, Any]:
     """The model in a folder in float64, and its layer."""
     model = read_weights(folder, dtype=torch.float64)
     model.set_experts_implementation("eager")
-    name = next(
-        n
-        for n in tensors_in(folder)
-        if ".".join(n.split(".")[:3]) + "." in FAMILIES.values()
-    )
-    layer = open_head(model, folder, name=name)
+    layer = open_head(model, predicting_heads(model, str(folder)))
     assert layer is not None
     return model, layer
 
@@ -198,18 +201,72 @@ def test_on_the_command_line(tmp_path, method):
     assert shapes == {(WIDTH, 16)}
 
 
-@pytest.mark.parametrize("lost", ["experts.2.up_proj", "eh_proj"])
-def test_half_of_it_is_refused_before_anything_is_written(tmp_path, lost):
-    """The error is one line that names it."""
-    source = source_of(tmp_path / "source", "glm4_moe")
-    keep = widths_keep(read_weights(source), WIDTH, structure="uniform")
+@pytest.mark.parametrize("lost", ["experts.2.up_proj", "eh_proj", "self_attn"])
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_half_of_it_is_refused_before_anything_is_done(tmp_path, lost, structure):
+    """The error is one line that names it, in the command before a text is read."""
+    sizes = {"vocab_size": TEXT_VOCABULARY, "max_position_embeddings": 2048}
+    source = source_of(tmp_path / "source", "glm4_moe", **sizes)
+    write_tokenizer(source)
+    keep = widths_keep(read_weights(source), WIDTH, structure=structure)
     with changed_tensors(source) as stored:
-        (name,) = (n for n in stored if n.startswith(LAST) and lost in n)
-        del stored[name]
+        for name in [n for n in stored if n.startswith(LAST) and lost in n]:
+            del stored[name]
     text = CalibrationSet.from_ids(tiny_ids())
     with pytest.raises(LayoutError, match=r"layers\.3\..*download"):
         prune_folder(source, keep, tmp_path / "out", calibration=text)
+    chosen = ("--ratio", 0.5, "--structure", structure, "--corpus", tmp_path / "none")
+    assert "layers.3." in one_line("prune", source, *chosen, "--out", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("how", ["memory", "files"])
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_in_fp8(tmp_path, structure, how):
+    """Kept, it is dequantised; pruned, it is in FP8 as all others are."""
+    sizes = {"dtype": torch.bfloat16, "moe_intermediate_size": 24}
+    source = source_of(tmp_path / "source", "deepseek_v3", **sizes)
+    exact = in_fp8(source, (4, 4))
+    before = tensors_in(source)
+    keep = widths_keep(
+        tiny_model("deepseek_v3", **sizes), 2 * WIDTH, structure=structure
+    )
+    text = CalibrationSet.from_ids(tiny_ids())
+    if how == "memory":
+        model = read_weights(source, dtype=torch.float32)
+        save_pruned(prune(model, keep), tmp_path / "out", calibration=text)
+    else:
+        prune_folder(source, keep, tmp_path / "out", calibration=text)
+    head = {n: t for n, t in tensors_in(tmp_path / "out").items() if n.startswith(LAST)}
+    names = {name for name in before if name.startswith(LAST)}
+    if structure == "ragged":
+        assert head.keys() == names - {n for n in names if n.endswith("_scale_inv")}
+        for name, tensor in head.items():
+            wanted = exact.get(name, before[name]).to(torch.bfloat16)
+            assert torch.equal(tensor, wanted), name
+        return
+    assert head.keys() == names
+    for name in names:
+        assert head[name].dtype == before[name].dtype
+        assert ".experts." in name or torch.equal(head[name], before[name]), name
+    for name in names & exact.keys():
+        if ".experts." in name and "up_proj" in name:
+            each = of_each_weight(head[f"{name}_scale_inv"], head[name].shape, (4, 4))
+            rows = head[name].float() * each
+            apart = (rows[:, None] - exact[name]).abs().amax(2)
+            assert len(rows) == 2 * WIDTH
+            assert len(set(apart.argmin(1).tolist())) == 2 * WIDTH
+            assert apart.amin(1).max() < exact[name].abs().max() / 15
+
+
+def test_windows_that_differ_in_the_first_token_are_refused(tmp_path):
+    """The layer begins at the second token, and would take the states of the other."""
+    model, layer = opened(source_of(tmp_path, "glm4_moe"))
+    ids = tiny_ids()[[0, 0, 1]]
+    head_table(model, layer, CalibrationSet.from_ids(ids))
+    ids[1, 0] += 1
+    with pytest.raises(SpecError, match="leave one of them out"):
+        head_table(model, layer, CalibrationSet.from_ids(ids))
 
 
 def test_of_another_form_it_is_left_out(tmp_path, caplog):

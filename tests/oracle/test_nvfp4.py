@@ -1,5 +1,6 @@
 """NVFP4 checkpoints in both layouts, against every number read by itself."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from families import tiny_model
 from keeps import random_keep
 from quantised_folder import LAYOUTS, configure, in_nvfp4
-from stored_tensors import changed_tensors, tensors_in
+from stored_tensors import changed_json, changed_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_tokenizer
 
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
@@ -73,6 +74,27 @@ def test_a_pruned_model_is_in_bfloat16(
     assert {tensor.dtype for tensor in tensors_in(folder).values()} == {torch.bfloat16}
     load_model(folder, device="cpu", stream=False)
     assert "dequantised from nvfp4 to bfloat16" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_settings_beside_config_json_are_read(stream: bool, tmp_path: Path) -> None:
+    """Folders of modelopt may have them in a file of their own, with any format."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "vocab_size": D_VOCAB + 2}
+    tiny_model("qwen3_moe", dtype=torch.float32, **sizes).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    numbers = in_nvfp4(tmp_path, "modelopt")
+    with changed_json(tmp_path) as config:
+        del config["quantization_config"]
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    model, _ = load_model(tmp_path, device="cpu", dtype="float32", stream=stream)
+    reader = stream_of(model)
+    weights = model.state_dict() if reader is None else dict(reader.each(torch.clone))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(weights[name], numbers[name].float())
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(SpecError, match=r"modelopt \(FP8\)'.*quantise the result"):
+        load_model(tmp_path, device="cpu", stream=stream)
 
 
 def test_a_plan_counts_numbers(quantised: tuple[Path, Path]) -> None:

@@ -24,6 +24,14 @@ COUNTS = {
 }
 """The key of each family, whose extra tensors are one layer more, or under `mtp.`."""
 
+UNDER_MTP = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+"""Names of what the layer has besides a decoder layer, where it is under `mtp.`."""
+
 
 def source_of(folder: Path, family: str) -> tuple[Any, Path, set[str]]:
     """A tiny model, a folder that has an MTP layer besides, and its tensors' names."""
@@ -37,6 +45,11 @@ def source_of(folder: Path, family: str) -> tuple[Any, Path, set[str]]:
         names = [name for name in stored if name.startswith(old)]
         extra = {name.replace(old, new): stored[name] for name in names}
         assert any("experts.0" in name for name in extra)
+        d_model, under = model.config.hidden_size, new.startswith("mtp")
+        for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj"):
+            shape = (d_model, 2 * d_model) if name == "eh_proj" else (d_model,)
+            place = f"mtp.{UNDER_MTP[name]}" if under else new + name
+            extra[f"{place}.weight"] = torch.ones(shape, dtype=torch.float64)
         stored |= extra
     return model, folder, set(extra)
 
@@ -81,6 +94,27 @@ def test_in_memory_streamed_and_by_files(tmp_path, family, structure):
         again.set_experts_implementation("eager")
         logits = logits_of(again, tiny_ids())
         assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_without_experts_they_are_kept(tmp_path, structure):
+    """As in MiMo: there is nothing to prune, and no width to have in common."""
+    model = tiny_model("mimo_v2_flash")
+    model.save_pretrained(tmp_path / "source")
+    with changed_tensors(tmp_path / "source") as stored:
+        first = {n: t for n, t in stored.items() if n.startswith("model.layers.0.")}
+        assert not any(".experts." in name for name in first)
+        extra = {
+            name.replace("model.layers.0.", f"model.mtp.layers.{layer}."): tensor
+            for name, tensor in first.items()
+            for layer in range(3)
+        }
+        stored |= extra
+    keep = widths_keep(model, 4, structure=structure)
+    out = prune_folder(tmp_path / "source", keep, tmp_path / "out")
+    after = tensors_in(out)
+    assert all(torch.equal(after[name], tensor) for name, tensor in extra.items())
+    assert "kept" in read_json(out / "heapr_manifest.json")
 
 
 def test_quantised_ones_are_left_out(tmp_path):

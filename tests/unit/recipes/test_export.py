@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run
+from commands import one_line, run
 from families import tiny_model
 from pressing import cancel, failed, press
 from stored_tensors import tensors_in
@@ -200,6 +200,16 @@ def test_a_width_that_the_files_cannot_have_is_refused_first(
     monkeypatch.delattr(type(panel.session.workbench), "calibration_set")
     assert "a multiple of 8" in failed(panel.export.job)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_family_without_one_width_is_refused_first(tmp_path: Path) -> None:
+    """A shared expert has the width of a routed one: no text is read to find out."""
+    model: Any = tiny_model("deepseek_v4")
+    model.save_pretrained(tmp_path / "moe")
+    write_tokenizer(tmp_path / "moe")
+    chosen = ("--ratio", 0.5, "--structure", "uniform", "--corpus", tmp_path / "none")
+    message = one_line("prune", tmp_path / "moe", *chosen, "--out", tmp_path / "out")
+    assert "no width fits. Choose the structure per_layer" in message
 
 
 # --- cards -----------------------------------------------------------------------

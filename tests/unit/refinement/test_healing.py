@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +108,22 @@ def test_held_out_losses_never_rise(dense: nn.Module) -> None:
         learning_rate=1.0,
     )
     assert pruned.heapr_healing["held_out"].idxmin() == 0
+    for name, weight in pruned.named_parameters():
+        assert torch.equal(weight, before[name])
+
+
+def test_two_rises_end_it(dense: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the text is left, and nothing is changed."""
+    losses = iter([3.0, 3.1, 3.2])
+    monkeypatch.setattr(
+        healing, "evaluate_perplexity", lambda *_: SimpleNamespace(nll=next(losses))
+    )
+    pruned = pruned_of(dense)
+    before, seen = weights_of(pruned), list[int]()
+    heal(pruned, dense, TEXT, progress=lambda step, _n_steps: seen.append(step))
+    assert seen == [*range(1, 7)]
+    assert pruned.heapr_healing["tokens"].tolist() == [0, 54, 108]
+    assert "then healed on 108 tokens" in pruned.heapr_weights
     for name, weight in pruned.named_parameters():
         assert torch.equal(weight, before[name])
 
