@@ -37,27 +37,28 @@ def savings_of(
     table: ImportanceTable,
     *,
     seq_len: int | None = None,
-    bytes_per_parameter: float | None = None,
-    bytes_per_kept: float | None = None,
+    source: Any = None,
 ) -> pd.DataFrame:
     """One row: parameters, bytes and operations per token, before and after pruning.
 
     Bytes are an estimate: parameters times `bytes_per_parameter`, without the overhead
-    of a file. `seq_len` and `bytes_per_parameter` are columns too.
+    of a file. `seq_len` and `bytes_per_parameter`, of the dense model, are columns too.
 
     Args:
         keep: the kept atoms.
         table: the table `keep` was selected from; has architecture and routing.
         seq_len: tokens of context that attention is counted at; by default
             `context_length` of the table.
-        bytes_per_parameter: size in the checkpoint; by default that in the
-            measured model, which may have been loaded in a wider dtype.
-        bytes_per_kept: size in the pruned checkpoint, if another: weights that were
-            quantised are not when they are written.
+        source: the files of the dense model, a `models.sources.Source`, for the size
+            of a parameter there and when it is written; by default that in the measured
+            model, which may have been loaded in a wider dtype.
     """
     model, tokens = table.architecture, table.expert_tokens()
     seq_len = seq_len or context_length(table)
-    size = bytes_per_parameter or model.bytes_per_parameter
+    size = kept = float(model.bytes_per_parameter)
+    if source is not None:
+        size = source.bytes_per_parameter(model.n_parameters)
+        kept = source.bytes_per_kept(model.n_parameters, keep.one_width)
     parameters = model.n_parameters, model.parameters(keep)
     flops = (
         model.flops_per_token(None, tokens, seq_len=seq_len),
@@ -69,7 +70,7 @@ def savings_of(
             "parameters_after": [parameters[1]],
             "parameter_reduction": [1 - parameters[1] / parameters[0]],
             "bytes_before": [round(parameters[0] * size)],
-            "bytes_after": [round(parameters[1] * (bytes_per_kept or size))],
+            "bytes_after": [round(parameters[1] * kept)],
             "bytes_per_parameter": [size],
             "flops_before": [flops[0]],
             "flops_after": [flops[1]],

@@ -482,15 +482,7 @@ class Workbench:
 
     def savings_of(self, keep: KeepMask, table: ImportanceTable) -> pd.DataFrame:
         """Any mask's savings, with the bytes of files if they are on this machine."""
-        if self.source is None:
-            return savings_of(keep, table)
-        n_parameters = table.architecture.n_parameters
-        return savings_of(
-            keep,
-            table,
-            bytes_per_parameter=self.source.bytes_per_parameter(n_parameters),
-            bytes_per_kept=self.source.bytes_per_kept(n_parameters, keep.one_width),
-        )
+        return savings_of(keep, table, source=self.source)
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
         """The columns of a row of results that describe how its model was made."""

@@ -1,5 +1,7 @@
 """What a mask saves, of a model small enough to count by hand."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.models.sources import Source
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import (
     context_length,
@@ -63,13 +66,13 @@ def test_all_that_is_saved_is_in_one_row() -> None:
 
 def test_bytes_are_those_of_the_checkpoint_if_it_is_named() -> None:
     """Whole bytes, also of half a byte for each parameter."""
-    (row,) = savings_of(KEEP, table(), bytes_per_parameter=0.53).to_dict("records")
     names = ("bytes_before", "bytes_after", "bytes_per_parameter")
+    source = Source(Path(), n_bytes=53, dtype=None)
+    (row,) = savings_of(KEEP, table(), source=source).to_dict("records")
     assert [row[name] for name in names] == [53, 47, 0.53]
     assert row["bytes_before"] == int(row["bytes_before"])
-    (row,) = savings_of(
-        KEEP, table(), bytes_per_parameter=0.53, bytes_per_kept=2
-    ).to_dict("records")
+    source = replace(source, dequantised_from="fp8")  # and written in bfloat16
+    (row,) = savings_of(KEEP, table(), source=source).to_dict("records")
     assert [row[name] for name in names] == [53, 176, 0.53]
 
 
