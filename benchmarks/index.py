@@ -58,6 +58,8 @@ class Benchmark:
     figure: Callable[[pd.DataFrame], Figure] | None = None
     stem: str = ""
     """Name of the files of its figure and table; if empty, none are written."""
+    drawn: Reshape = _as_measured
+    """The rows that the figure shows."""
     tested_on: Callable[[pd.DataFrame], str] | None = None
     """Says which windows and items its rows are of, where they say it themselves."""
 
@@ -81,9 +83,9 @@ class Benchmark:
         details: dict[str, Any] = json.loads(text)
         return details
 
-    def measured_on(self) -> str:
-        """Models, text and machine, in words."""
-        rows, machine = self.rows(), self.machine()
+    def measured_on(self, rows: pd.DataFrame) -> str:
+        """Models, text and machine of some of the rows, in words."""
+        machine = self.machine()
         tested = [self.tested_on(rows)] if self.tested_on else []
         fields = {"seq_len": PROFILES["lab"].seq_len} | machine
         counted = [_SAID[key].format_map(fields) for key in _SAID if key in machine]
@@ -109,7 +111,10 @@ def _of_rows(rows: pd.DataFrame) -> list[str]:
     facts = [", ".join(rows["model"].dropna().unique())] if "model" in rows else []
     if {"variant", "seed"} <= {*rows.columns}:
         draws = rows.groupby("variant")["seed"].nunique()
-        facts.append(f"{value_range(draws, 'd')} draws of the calibration windows")
+        plural = "s" if draws.max() > 1 else ""
+        facts.append(
+            f"{value_range(draws, 'd')} draw{plural} of the calibration windows"
+        )
     return facts
 
 
@@ -124,6 +129,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 table=real.real_table,
                 figure=real.figure_real,
                 stem="17_real",
+                drawn=real.first_states,
                 tested_on=real.tested_on,
             ),
             Benchmark("tasks", "tasks.py", "What the seven tasks cost, item by item"),
@@ -160,6 +166,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 data=quality.models_data,
                 figure=quality.figure_models,
                 stem="11_models",
+                drawn=quality.drawn_rows,
             ),
             Benchmark(
                 "beyond",
@@ -192,6 +199,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "method_twins",
                 "method_twins.py",
                 "Methods beside plain restatements of their public code",
+                table=methods.twins_table,
             ),
             Benchmark(
                 "solves",
@@ -217,6 +225,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "quality.py",
                 "Accuracy of the lab model",
                 table=quality.accuracy_table,
+                tested_on=quality.accuracies_of,
             ),
             Benchmark(
                 "quality_wide",
@@ -230,6 +239,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "quality.py",
                 "Accuracy of the wide lab model",
                 table=quality.accuracy_table,
+                tested_on=quality.accuracies_of,
             ),
             Benchmark(
                 "quantised",

@@ -93,7 +93,8 @@ def _measured(question: Question) -> list[str]:
     """What was measured, and the command that does it again."""
     if question.benchmark:
         row = BENCHMARKS[question.benchmark]
-        return [f"Measured: {row.measured_on()}", f"`python benchmarks/{row.script}`"]
+        told = row.measured_on(row.drawn(row.rows()))
+        return [f"Measured: {told}", f"`python benchmarks/{row.script}`"]
     if not question.measures:
         return ["`make publish`"]
     text = question.measures.format_map(_of_lab_model(question.stem))
@@ -144,38 +145,35 @@ def _pretrained(committed: Committed) -> str:
     dense, least = table.iloc[0], table["atoms removed"].iloc[1]
     perplexities = [name for name in table if name.startswith("perplexity")]
     pruned = table[table["atoms removed"].eq(least)].to_dict("records")
-    text = "; ".join(
-        f"with {row['method']} {listed(row[name] for name in perplexities)}, and mean "
-        f"accuracy {row['mean accuracy ↑']}"
-        for row in pruned
+    corpora = listed(name.split()[1] for name in perplexities)
+    dense_model, *states = (
+        f"{row['method']} {listed(row[name] for name in perplexities)}, and "
+        f"{row['mean accuracy ↑']}"
+        for row in (dense, *pruned)
     )
-    corpora = [name.split()[1] for name in perplexities]
     return (
-        f"Dense, its perplexity is {listed(dense[name] for name in perplexities)} on "
-        f"{listed(corpora)}, and its mean accuracy {dense['mean accuracy ↑']}. Without "
-        f"{least} of the atoms ({pruned[0]['parameters removed']} of the parameters) "
-        f"it is, {text}."
+        f"Perplexity on {corpora}, and mean accuracy: {dense_model}. Without {least} "
+        f"of the atoms ({pruned[0]['parameters removed']} of the parameters): "
+        f"{'; '.join(states)}. {real.measured_on(committed.measured['real'])}"
     )
 
 
 def _gains(committed: Committed) -> str:
     table = quality.models_table(committed.measured["quality_models"])
     rows = table.set_index("variant").loc[list(advice.COUNTED)]
-    losses, worst = rows[f"{_MIDDLE:.0%} [× HEAPr] ↓".replace("%", " %")], rows[_WORST]
-    other = rows["other text, 40, 60 % [× HEAPr] ↓"]
-    text = "; ".join(
-        f"{name} {losses[name]:.2f} (at worst {worst[name]}), on text that nothing was "
-        f"calibrated on {other[name]:.2f}"
-        for name in rows.index
-    )
+    columns = f"{_MIDDLE:.0%} [× HEAPr] ↓".replace("%", " %"), _ELSEWHERE
+    losses, other = (listed(rows[name].map("{:.2f}".format)) for name in columns)
     return (
-        f"The loss that is left of HEAPr's where {_MIDDLE:.0%} is removed, pooled over "
-        f"models and corpora: {text}. Points are left out where HEAPr itself loses "
-        f"less than {quality.MEASURABLE:g} nats per token."
+        f"Where {_MIDDLE:.0%} is removed, {listed(rows.index)} lose {losses} of what "
+        f"HEAPr loses, pooled over models and corpora; at worst, at 40 or 60%, "
+        f"{listed(rows[_WORST])}; and on text that nothing was calibrated on, at 40 "
+        f"and 60%, {other}. Points are left out where HEAPr itself loses less than "
+        f"{quality.MEASURABLE:g} nats per token."
     )
 
 
 _WORST = "worst at 40, 60 % [×]"
+_ELSEWHERE = "other text, 40, 60 % [× HEAPr] ↓"
 
 
 def _best_methods(committed: Committed) -> str:
@@ -250,9 +248,9 @@ def _costs(committed: Committed) -> str:
     rows = committed.measured["cost"].groupby("method")["times_baseline"]
     one, two = (value_range(rows.get_group(name), ".2f") for name in _WAYS)
     return (
-        f"One pass takes {one} × the time of the forward and backward pass that it is, "
-        f"and Algorithm 1 of the paper, with a matrix for each expert, {two} ×. Both "
-        "give the same scores."
+        f"Collecting the sums takes {one} × the time of a forward and backward pass "
+        "without them, and Algorithm 1 of the paper, with a matrix for each expert, "
+        f"{two} ×. Both give the same scores."
     )
 
 

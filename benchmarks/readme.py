@@ -87,17 +87,17 @@ def _streamed(rows: pd.DataFrame) -> str:
 
 _ORDER = (DISAGREES, UNDECIDED, AGREES, UNTESTED)
 _REPRODUCED = paths.project_dir() / "data" / "smolmoe" / "claims.csv"
-"""Written by `make reproduce MODEL=smolmoe`, which calibrates on pydocs."""
-_REAL, _LAB = "`smolmoe`, pretrained", "lab models, trained here"
+"""From `make reproduce MODEL=smolmoe`, which calibrates on pydocs; `make publish` takes
+its table, if there is one."""
+_REAL, _LAB = "`smolmoe`, pretrained", "`lab`, trained here"
 
 
 def real_evidence(rows: pd.DataFrame) -> Evidence:
     """What was measured of the pretrained MoE: `real.csv` and the files beside it."""
-    windows, items = (rows_beside("real", part) for part in ("windows", "items"))
-    on_c4 = windows[real.of_model(windows) & windows["fitted_to"].eq("c4")]
-    on_c4 = on_c4[on_c4["method"].eq("heapr")].assign(method=ON_C4)
-    items = real.first_states(items)
-    windows = pd.concat([real.first_states(windows), on_c4])
+    windows, items = (
+        pd.concat([real.first_states(frame), _on_c4(frame)])
+        for frame in (rows_beside("real", part) for part in ("windows", "items"))
+    )
     table = real.first_states(rows)
     removed = table[table["method"].eq("heapr")].set_index("ratio")["parameters_saved"]
     return Evidence(
@@ -106,6 +106,12 @@ def real_evidence(rows: pd.DataFrame) -> Evidence:
         items=items,
         kept=kept_of_items(items, removed.to_dict()),
     )
+
+
+def _on_c4(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of HEAPr calibrated on C4, under a name of their own."""
+    rows = frame[real.of_model(frame) & frame["fitted_to"].eq("c4")]
+    return rows[rows["method"].eq("heapr")].assign(method=ON_C4)
 
 
 def claims_table(
@@ -118,7 +124,7 @@ def claims_table(
         measured: rows of the benchmarks, from `index.measured`.
     """
     real_claims = claims(real_evidence(measured["real"])).set_index("number")
-    real_claims = _filled(real_claims, pd.read_csv(_REPRODUCED).set_index("number"))
+    real_claims = _refuted(real_claims, pd.read_csv(_REPRODUCED).set_index("number"))
     lab = lab.set_index("number")
     rivals = claims(
         Evidence("pydocs", windows=NO_WINDOWS, rivals=results_of("methods"))
@@ -137,6 +143,24 @@ def _filled(table: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
     """The claims, and those of `others` in place of what was not tested."""
     tested = others["verdict"].ne(UNTESTED) & table["verdict"].eq(UNTESTED)
     return table.where(~tested, others)
+
+
+def _refuted(table: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+    """The claims, also refuted where only those of `others` are.
+
+    Args:
+        table: claims by number.
+        others: those of the same model, calibrated on pydocs.
+    """
+    newly = others["verdict"].eq(DISAGREES) & ~table["verdict"].isin(
+        [DISAGREES, UNTESTED]
+    )
+    table, others = _filled(table, others), others[newly]
+    texts = table["found"] + "; calibrated on pydocs " + others["found"]
+    return table.assign(
+        found=texts.where(newly, table["found"]),
+        verdict=table["verdict"].mask(newly, DISAGREES),
+    )
 
 
 def _cells(table: pd.DataFrame) -> "pd.Series[str]":
@@ -171,7 +195,7 @@ def _shown(row: Benchmark, data: pd.DataFrame) -> str:
     """What a benchmark was measured on, its figure, if it has one, and its table."""
     results = row.results.removeprefix("benchmarks/")
     intro = (
-        f"\n[`benchmarks/{row.script}`]({row.script}): {row.measured_on()} "
+        f"\n[`benchmarks/{row.script}`]({row.script}): {row.measured_on(row.rows())} "
         f"([every row]({results}), [machine]({results.removesuffix('csv')}json)).\n"
     )
     figure = f"\n[Figure](../figures/{row.stem}.png).\n" if row.figure else ""

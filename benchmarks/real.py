@@ -51,6 +51,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
+from heapr_lab.recipes.presets import METHODS
 from heapr_lab.refinement.compress import COMPENSATED
 from heapr_lab.refinement.own_text import own_text
 from heapr_lab.storage.files import checksum, replacing
@@ -95,9 +96,12 @@ SEEDS = (0, 1, 2)
 EXPERT_RATIO = 0.143
 """Three experts of 21, the most that can be removed: tokens are routed to 18."""
 OF_EXPERTS = ("heapr-expert", "reap", "frequency")
-OWN_SHARE = 0.25
+"""Methods that remove whole experts."""
+ONE_EXPERT = "smollm2"
+"""The model with one expert a layer: neither these methods nor the rivals apply."""
+OWN_SHARE = METHODS["best"].recipe.own_text
 WITH_OWN = f"{FITTED_TO} + {OWN_TEXT}"
-"""As many windows, of which a quarter is self-generated text."""
+"""As `heapr-lab prune` calibrates by default: self-generated windows are added."""
 OTHER_TEXT = ("c4", WITH_OWN)
 
 
@@ -131,12 +135,15 @@ def states(model: str) -> Iterator[State]:
     pruned = functools.partial(dataclasses.replace, dense)
     for ratio, method in itertools.product(RATIOS, MAIN):
         yield pruned(method=method, ratio=ratio)
+    many = model != ONE_EXPERT
     for method in OTHERS:
-        yield pruned(method=method, ratio=RATIOS[0])
+        if many or method not in OF_EXPERTS:
+            yield pruned(method=method, ratio=RATIOS[0])
     for method in REPEATED:
         for text in OTHER_TEXT:
             yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
-    for ratio, names in ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS))):
+    of_experts = ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS)))
+    for ratio, names in of_experts if many else ():
         for method in (*names, *rivals()):
             yield pruned(method=method, ratio=ratio)
     for method, seed in itertools.product(REPEATED, SEEDS[1:]):
@@ -167,14 +174,17 @@ class Pruner:
     def windows(self, state: State) -> CalibrationSet:
         """The calibration windows of a state."""
         drawn: dict[str, Any] = {"seq_len": SEQ_LEN, "seed": state.seed}
-        n_own = round(OWN_SHARE * N_CALIBRATION) if state.fitted_to == WITH_OWN else 0
-        corpus = FITTED_TO if n_own else state.fitted_to
+        more = state.fitted_to == WITH_OWN
         windows = load_calibration(
-            corpus, self.tokenizer, n_sequences=N_CALIBRATION - n_own, **drawn
+            FITTED_TO if more else state.fitted_to,
+            self.tokenizer,
+            n_sequences=N_CALIBRATION,
+            **drawn,
         )
-        if not n_own:
+        if not more:
             return windows
-        generated = own_text(self.model, self.tokenizer, n_sequences=n_own, **drawn)
+        n_more = round(OWN_SHARE * N_CALIBRATION)
+        generated = own_text(self.model, self.tokenizer, n_sequences=n_more, **drawn)
         return windows.joined(generated)
 
     def pruned(
@@ -232,7 +242,8 @@ class Results:
     items: pd.DataFrame
     """A frame of `task_items`."""
     sizes: dict[str, Any]
-    """Shares that are removed, seconds, and whether `windows` are `whole` splits."""
+    """Shares that are removed, seconds and the device that they were measured on, and
+    whether `windows` are `whole` splits."""
 
     def losses(self, corpus: str) -> list[float]:
         """The loss on each window of a corpus."""
@@ -273,6 +284,7 @@ def read(
     items = task_items(model, tokenizer, n_items=options.items, seed=options.seed)
     sizes |= {
         "whole": not options.windows,
+        "device": this_machine()["device"],
         "seconds_text": round(read - began, 1),
         "seconds_tasks": round(time.process_time() - read, 1),
     }
@@ -399,7 +411,8 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
     only = [DENSE, *options.only.split(",")] if options.only else []
     ratios = [0.0, *map(float, options.ratios.split(","))] if options.ratios else []
     results, pruner = stored(options.out), None
-    for state in states(name):
+    listed = list(states(name))
+    for number, state in enumerate(listed, start=1):
         done = state in results and results[state].suffices(options)
         left_out = (only and state.method not in only) or (
             ratios and state.ratio not in ratios
@@ -407,10 +420,11 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
         if done or left_out:
             continue
         pruner = pruner or Pruner(name)
+        logger.warning("state %d of %d of %s: %s", number, len(listed), name, state)
         try:
             results[state] = measured(pruner, state, options)
         except HeaprLabError as error:
-            logger.warning("%s: %s", state, error)
+            logger.warning("%s", error)
             continue
         write(results, options.out, options.seed)
         logger.warning("%s", row_of(state, results))

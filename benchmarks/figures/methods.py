@@ -284,9 +284,20 @@ def _more(row: pd.Series, at: str) -> dict[str, Any]:
         "parameters saved [%] ↑": 100 * row["parameters_saved"],
         "routed FLOPs saved [%] ↑": 100 * row["routed_flops_saved"],
         "speed [× dense] ↑": row["speedup"],
-        "fitting [s] ↓": row["fit_seconds"],
+        "fitting [CPU s] ↓": row["fit_seconds"],
         "memory of fitting [MB] ↓": row["fit_peak_bytes"] / 1e6,
     }
+
+
+def twins_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/method_twins.py` for readers, with what each quotient is."""
+    names = {
+        "seconds": "fitting [CPU s]",
+        "other_seconds": "fitting of the other [CPU s]",
+        "ratio": "÷ the other ↓",
+        "same": "the same is found",
+    }
+    return rows.rename(columns=names)
 
 
 def published_table() -> pd.DataFrame:

@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.figures.looks import look
+from heapr_lab.experiments.prose import listed
 from heapr_lab.figures.style import REFERENCE_LINE, figure_by, own_axes, styled
 
 PAPER = "heapr"
@@ -166,11 +167,15 @@ def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def drawn_rows(data: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `DRAWN`, which not every model has."""
+    return data[data["variant"].isin(DRAWN)]
+
+
 @styled
 def figure_models(data: pd.DataFrame) -> Figure:
     """One panel for each model that has what is drawn."""
-    drawn = data[data["variant"].isin(DRAWN)]
-    return figure_by(drawn, "model", plot_models)
+    return figure_by(drawn_rows(data), "model", plot_models)
 
 
 def models_table(data: pd.DataFrame) -> pd.DataFrame:
@@ -179,9 +184,11 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
     Δloss ÷ HEAPr's, pooled over models, corpora and seeds (sum ÷ sum), and the largest
     quotient of any of them, with its model and corpus; then on text that nothing was
     calibrated on. A ratio at which HEAPr loses less than 0.005 nats on the mean has no
-    quotient, and no column.
+    quotient, and no column. Only runs that every variant has are pooled.
     """
     rows = []
+    n_variants = data.groupby(_RUN)["variant"].transform("nunique")
+    data = data[n_variants.eq(data["variant"].nunique())]
     other = _on_other_text(data)
     data = _calibrated(data)
     for variant, part in data.groupby("variant", sort=False):
@@ -244,3 +251,10 @@ def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:
     dense = accuracies["dense"].groupby("calibration").first().mean()
     wide.insert(0, "dense", f"{dense:.1%}")
     return wide.reset_index()
+
+
+def accuracies_of(measured: pd.DataFrame) -> str:
+    """Over which corpora the numbers of `accuracy_table` are means."""
+    dense = measured.groupby("calibration", sort=False)["dense"].first()
+    parts = [f"{corpus} (dense {value:.2%})" for corpus, value in dense.items()]
+    return f"accuracy: mean of the tasks of {listed(parts)}"

@@ -78,8 +78,7 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
     A row for the dense model and for each ratio, method by method.
     """
     front = _front(rows)
-    names = {"heapr": "HEAPr", DEFAULT: f"default: {DEFAULT}"}
-    front = front.assign(method=front["method"].replace(names))
+    front = front.assign(method=front["method"].replace("heapr", "HEAPr"))
     front = front.sort_values(["ratio", "method"], key=_in_order, ignore_index=True)
     table = pd.DataFrame(
         {
@@ -116,9 +115,7 @@ def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
 def measured_on(rows: pd.DataFrame) -> str:
     """What the numbers of `real_front_table` are of, in a sentence."""
     front = _front(rows)
-    counts = front["windows"].str.split(", ", expand=True).astype(int)
-    windows = " / ".join(_span(counts[corpus]) for corpus in counts)
-    text = f"Perplexity of {windows} windows of 512 tokens; {_items(front)}; ± is one "
+    text = f"Perplexity of {_windows(front)} of 512 tokens; {_items(front)}; ± is one "
     text += "standard error."
     if front["windows"].nunique() == 1:
         return text
@@ -126,17 +123,26 @@ def measured_on(rows: pd.DataFrame) -> str:
 
 
 def tested_on(rows: pd.DataFrame) -> str:
-    """The windows and items of the pretrained MoE, where all states are compared."""
+    """Windows and items: where states are compared, and all that each model has."""
     fewest = rows["windows"].str.split(", ").explode().astype(int).min()
-    return (
-        f"losses on the first {fewest} windows of 512 tokens of each corpus, the same "
-        f"for all; {_items(first_states(rows))}"
+    models = "; ".join(
+        f"{model}: perplexity on {_windows(part)}, {_items(part)}"
+        for model, part in rows.groupby("model")
     )
+    return (
+        f"Δloss on the first {fewest} windows of 512 tokens of each corpus, the same "
+        f"for all; {models}"
+    )
+
+
+def _windows(rows: pd.DataFrame) -> str:
+    counts = rows["windows"].str.split(", ", expand=True).astype(int)
+    return f"{' / '.join(_span(counts[corpus]) for corpus in counts)} windows"
 
 
 def _items(rows: pd.DataFrame) -> str:
     same = rows["items"].nunique() == 1
-    how = "the same for all" if same else "fewer among the more"
+    how = "the same for all" if same else "each set contained in the larger ones"
     return f"the paper's seven tasks, {_span(rows['items'])} items each, {how}"
 
 
@@ -175,8 +181,9 @@ def plot_real(
             capsize=2,
         )
     ax.set_xlabel("atomic experts removed [%]")
-    where = f"Δloss, {shown} [{PER_TOKEN}] ↓"
-    ax.set_ylabel("mean accuracy, less dense ↑" if shown == "accuracy" else where)
+    loss = f"Δloss, {shown} [{PER_TOKEN}] ↓"
+    ax.set_ylabel("mean accuracy minus dense ↑" if shown == "accuracy" else loss)
+    ax.set_title(MODEL)
     show_percent(ax.xaxis)
     return ax
 

@@ -72,8 +72,8 @@ def _of_mixture(table: pd.DataFrame, corpus: str) -> str:
     mixed, alone = table.loc["mixture", pair], table.loc[corpus, pair]
     return (
         f"Calibrated on half of {pair[0]} and half of {pair[1]}, the larger of the two "
-        f"losses is {mixed.max():.3f} in place of {alone.max():.3f}, and that "
-        f"on {corpus} {mixed[corpus]:.3f} in place of {alone[corpus]:.3f}."
+        f"losses is {mixed.max():.3f} instead of {alone.max():.3f}, and that on "
+        f"{corpus} {mixed[corpus]:.3f} instead of {alone[corpus]:.3f}."
     )
 
 
@@ -96,7 +96,7 @@ def importance(
         f"{facts['corpus']} gives the sums of {len(scores):,} atomic experts, from "
         f"which every score is computed; {facts['unrouted']} of {facts['experts']} "
         f"experts got no tokens. It takes {value_range(passes, '.2f')} × the time of "
-        "the pass itself."
+        "the same pass without the sums."
     )
     unlike = ranks["heapr"].drop("heapr")
     more = [
@@ -124,19 +124,19 @@ def quality(
     if not ratios:
         return answer(f"{default} has not been measured on a pretrained model.")
     text = "; ".join(
-        f"at {ratio:.0%} {_beside_heapr(windows[same], default, ratio)}, on other text "
-        f"{_beside_heapr(windows[~same], default, ratio)}"
+        f"at {ratio:.0%} {_beside_heapr(windows[same], default, ratio)} on {corpus}, "
+        f"{_beside_heapr(windows[~same], default, ratio)} on other text"
         for ratio in ratios
     )
     short = (
-        f"On the pretrained MoE, {default} loses in place of HEAPr, in nats per token "
-        f"more than the dense model: {text}."
+        f"Δloss of {default} against that of HEAPr on the pretrained MoE, in nats per "
+        f"token, with 95 % intervals of the difference: {text}."
     )
     tasks = {r: accuracy_difference(items, default, "heapr", r) for r in ratios}
     accuracies = "; ".join(
         f"at {ratio:.0%} {gap.said('+.1%')}" for ratio, gap in tasks.items() if gap
     )
-    return answer(short, [f"Mean accuracy of the tasks, less HEAPr's: {accuracies}."])
+    return answer(short, [f"Mean accuracy on the tasks minus HEAPr's: {accuracies}."])
 
 
 def _beside_heapr(windows: pd.DataFrame, method: str, ratio: float) -> str:
@@ -150,15 +150,15 @@ def _beside_heapr(windows: pd.DataFrame, method: str, ratio: float) -> str:
     apart = loss_difference(windows, method, "heapr", ratio)
     assert apart is not None
     return (
-        f"{losses[method]:.2f} in place of {losses['heapr']:.2f} (difference "
-        f"{apart.low:+.2f} to {apart.high:+.2f})"
+        f"{losses[method]:.2f} against {losses['heapr']:.2f} ({apart.low:+.2f} to "
+        f"{apart.high:+.2f})"
     )
 
 
 def methods(
     data: pd.DataFrame, rankings: pd.DataFrame, measured: pd.DataFrame
 ) -> Answer:
-    """Which way to compress loses least, and why merging does not.
+    """Which way to compress loses least, and where merging beats random atoms.
 
     Args:
         data: from `methods_data`: variant, group, ratio and pooled.
@@ -178,30 +178,41 @@ def methods(
     )
     same = rankings["same rank"].mean() if len(rankings) else 1.0
     against = (
-        f"Only {same:.0%} of the paper's ranks are found again here; its rows of other "
-        "methods are quoted from other papers, calibrated there."
+        f"Only {same:.0%} of the paper's ranks are the same here; it quotes its rows "
+        "of other methods from other papers, with their calibration."
         if same < 1
         else ""
     )
-    return answer(short, [_why_merging_loses(measured, ratio)], [against])
+    return answer(short, [_where_merging_wins(measured, ratio)], [against])
 
 
-def _why_merging_loses(measured: pd.DataFrame, ratio: float) -> str:
-    """Whether merging beats random atoms on experts that were copies of one."""
+def _where_merging_wins(measured: pd.DataFrame, ratio: float) -> str:
+    """On which models merging beats random atoms, and which the cause leaves open."""
     rows = measured[measured["ratio"].eq(ratio)]
     losses = rows.pivot_table(
         index="model", columns="variant", values="delta_nll pydocs"
     )
     if not {"hc-smoe", "random"} <= {*losses.columns}:
         return ""
-    text = "; ".join(
-        f"{model} {row['hc-smoe']:.3f} and {row['random']:.3f}"
-        for model, row in losses.iterrows()
+    losses = losses.dropna(subset=["hc-smoe", "random"])
+    wins = losses["hc-smoe"] < losses["random"]
+    sides = {"less": losses[wins], "more": losses[~wins]}
+    text = ", and ".join(
+        f"{word} on {_pairs(part)}" for word, part in sides.items() if len(part)
     )
+    exceptions = losses.index[wins != losses.index.str.contains("upcycled")]
     return (
-        "Merging averages experts, so that it depends on how alike they are, as those "
-        "of an upcycled model are, which began as copies of one. HC-SMoE beside random "
-        f"atoms: {text}."
+        f"Beside removing random atoms, merging (HC-SMoE) loses {text}. It averages "
+        "experts, so it should lose less where they began as copies of one (upcycled) "
+        "and more where they were trained from scratch. Exceptions, which are not "
+        f"explained: {listed(exceptions) if len(exceptions) else 'none'}."
+    )
+
+
+def _pairs(losses: pd.DataFrame) -> str:
+    return listed(
+        f"the {model} ({row['hc-smoe']:.3f} against {row['random']:.3f})"
+        for model, row in losses.iterrows()
     )
 
 

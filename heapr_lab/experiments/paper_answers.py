@@ -16,6 +16,7 @@ from heapr_lab.experiments.intervals import (
     Interval,
     interval_of,
     loss_difference,
+    of_error,
 )
 from heapr_lab.experiments.prose import Answer, answer, listed, value_range
 from heapr_lab.figures.paper import paper_table
@@ -40,8 +41,8 @@ def layers(shares: pd.DataFrame, bins: pd.DataFrame) -> Answer:
     late = {ratio: late_rise(part) for ratio, part in groups}
     against = [
         f"The rise in the last layers that the paper draws is absent at {ratio:.0%}: "
-        f"the last layer loses {rise.value:+.2f} compared with the middle third "
-        f"({rise.low:+.2f} to {rise.high:+.2f} over draws)."
+        "the share that the last layer loses, minus that of the middle third, is "
+        f"{rise.said('+.2f')} over draws."
         for ratio, rise in late.items()
         if rise.verdict == DISAGREES
     ]
@@ -98,12 +99,12 @@ def boundary(data: pd.DataFrame) -> Answer:
     within = ours[ours["parameter_reduction"].le(shares.min())]
     at = within.loc[within["parameter_reduction"].idxmax()]
     last = ours.loc[ours["parameter_reduction"].idxmax()]
+    below, extreme = stated["accuracy_retained"].iloc[[0, -1]].map("{:.0%}".format)
     short = (
         f"With {at['parameter_reduction']:.0%} of the whole model removed, "
-        f"{_kept(at)} of the accuracy is kept (the paper below {shares.min():.0%}: "
-        f"{stated['accuracy_retained'].iloc[0]:.0%}); with {most:.0%}, the most that "
-        f"was measured, {_kept(last)} (the paper at {shares.max():.0%}: "
-        f"{stated['accuracy_retained'].iloc[-1]:.0%})."
+        f"{_kept(at, f'the paper below {shares.min():.0%}: {below}')}; with "
+        f"{most:.0%}, the most that was measured, "
+        f"{_kept(last, f'the paper at {shares.max():.0%}: {extreme}')}."
     )
     whole = data.loc[data["ratio"].gt(0), "parameter_reduction"]
     routed = (whole / data.loc[whole.index, "ratio"]).max()
@@ -114,9 +115,15 @@ def boundary(data: pd.DataFrame) -> Answer:
     return answer(short, [_flops(data), beyond if routed < shares.max() else ""])
 
 
-def _kept(row: "pd.Series[float]") -> str:
+def _kept(row: "pd.Series[float]", paper: str) -> str:
     error = row["relative_stderr"]
-    return f"{row['relative']:.0%} ± {error:.0%}" if pd.notna(error) else "all"
+    if pd.isna(error):
+        return f"all of the accuracy is kept ({paper})"
+    kept = of_error(row["relative"], error)
+    return (
+        f"{kept.value:.0%} of the accuracy is kept (95 % interval {kept.low:.0%} to "
+        f"{kept.high:.0%}; {paper})"
+    )
 
 
 def _flops(data: pd.DataFrame) -> str:
@@ -144,9 +151,9 @@ def calibration(sizes: pd.DataFrame, losses: pd.DataFrame) -> Answer:
     more = "more" if alien.min() > gain.max() else "not always more"
     short = (
         f"The corpus matters {more} than the amount of text. With {counts.max()} "
-        f"windows in place of {counts.min()}, Δloss on the calibrated corpus is "
-        f"{value_range(gain)} nats per token lower; calibrated on the other corpus in "
-        f"its place, {value_range(alien)} higher."
+        f"windows instead of {counts.min()}, Δloss on the calibrated corpus is "
+        f"{value_range(gain)} nats per token lower; calibrated on the other corpus "
+        f"instead, {value_range(alien)} higher."
     )
     return answer(short, [_papers_corpora(rows)], [_against_any_corpus(alien)])
 

@@ -286,7 +286,7 @@ def draw_all(
     folder: Path,
     executor: Executor | None = None,
 ) -> list[Path]:
-    """Write every figure (png, pdf), table (csv, md, tex) and its data (csv).
+    """Write every figure (png, pdf), table (csv, md) and its data (csv).
 
     Args:
         bench: the model.

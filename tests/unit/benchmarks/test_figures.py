@@ -16,6 +16,8 @@ from benchmarks.figures import (
     quality,
     streaming,
 )
+from benchmarks.index import BENCHMARKS, results_of
+from benchmarks.quality import PASSES
 from heapr_lab import figures
 from heapr_lab.errors import SpecError
 
@@ -74,6 +76,26 @@ def test_accuracy_has_the_error_of_its_items() -> None:
     ]  # fmt: skip
     table = quality.accuracy_table(pd.DataFrame(rows))
     assert table.to_numpy().tolist() == [["heapr", "60.0%", "55.0% ± 2.1%"]]
+    told = quality.accuracies_of(pd.DataFrame(rows))
+    assert told.endswith("pydocs (dense 70.00%) and wikitext2 (dense 50.00%)")
+
+
+@pytest.mark.parametrize("name", ["quality", "quality_models"])
+def test_committed_passes_are_those_that_are_counted(name: str) -> None:
+    """The table and docs/method.md have one number for `compress`."""
+    rows = results_of(name)
+    passes = rows.loc[rows["variant"].eq("compress"), "passes"]
+    assert set(passes) == {PASSES["compress"]}
+
+
+def test_a_caption_names_the_models_that_are_drawn() -> None:
+    """One without any drawn variant has no panel, and is in the table alone."""
+    row = BENCHMARKS["quality_models"]
+    drawn = row.drawn(row.rows())
+    panels = quality.figure_models(row.data(row.rows())).axes
+    titles = [ax.get_title(loc="left") for ax in panels]
+    assert row.measured_on(drawn).startswith(", ".join(titles) + ";")
+    assert set(drawn["model"]) < set(row.rows()["model"])
 
 
 def test_the_mixture_is_not_in_the_table() -> None:
@@ -96,6 +118,12 @@ def test_models_are_pooled_and_the_worst_is_named() -> None:
     assert table["40 % [× HEAPr] ↓"] == pytest.approx(0.18 / 0.4)
     assert table["20 % [× HEAPr] ↓"] == pytest.approx(0.014 / 0.021)
     assert table["worst at 40, 60 % [×]"] == "0.50 (b, pydocs, 40%)"
+    # A run that some variant lacks is pooled for none.
+    only = data[data["variant"].ne("compress") | data["model"].eq("a")]
+    table = quality.models_table(only).set_index("variant").loc["compress"]
+    assert table["40 % [× HEAPr] ↓"] == pytest.approx(0.3)
+    both = quality.models_table(data[data["model"].eq("a")]).set_index("variant")
+    assert both.loc["compress"].equals(table)
 
 
 def test_gains_are_drawn_with_their_intervals() -> None:

@@ -64,6 +64,6 @@ def test_a_figure_is_written_with_its_rows_and_table(tmp_path: Path) -> None:
     data = index.measured()["structures"]
     written = {path.relative_to(tmp_path) for path in draw(row, data, tmp_path)}
     assert all((paths.figures_dir() / name).is_file() for name in written)
-    assert {path.suffix for path in written} == {".png", ".pdf", ".csv", ".md", ".tex"}
+    assert {path.suffix for path in written} == {".png", ".pdf", ".csv", ".md"}
     assert_written(tmp_path / "data" / "10_structures.csv", data)
     assert_written(tmp_path / "10_structures_table.csv", row.table(data))

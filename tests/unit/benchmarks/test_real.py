@@ -54,7 +54,7 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
         ]
     )
     front = real.real_front_table(rows)
-    default = "default: compress"
+    default = "compress"
     methods = ["dense", "HEAPr", default, "HEAPr", default]
     assert front["method"].tolist() == methods
     assert front["atoms removed"].tolist() == ["0%", "25%", "25%", "40%", "40%"]
@@ -81,8 +81,19 @@ def test_the_figure_has_at_most_five_series_with_intervals() -> None:
         rows[f"first_delta_nll_stderr {corpus}"] = 0.1
     rows = rows.assign(against_dense=-0.02, against_dense_stderr=0.01)
     figure = real.figure_real(rows)
-    assert len(figure.axes) == 3
+    assert [ax.get_title(loc="left") for ax in figure.axes] == 3 * ["smolmoe"]
     (bars, *others) = [c for c in figure.axes[0].containers if len(c[0].get_xdata())]
     assert others == []
     ((_, low), (_, high)) = bars[2][0].get_segments()[0]
     assert (low, high) == pytest.approx((0.25 - 0.196, 0.25 + 0.196))
+
+
+def test_each_model_says_its_windows_and_items() -> None:
+    """States are compared on the first windows; a perplexity may be of more."""
+    whole = {"windows": "595, 206, 54", "items": 400}
+    rows = [_row("dense", 0.0, **whole), _row("heapr", 0.25)]
+    told = real.tested_on(pd.DataFrame([*rows, _row("dense", 0.0, model="smollm2")]))
+    assert told.startswith("Δloss on the first 16 windows of 512 tokens")
+    assert "smollm2: perplexity on 16 / 16 / 16 windows" in told
+    assert "smolmoe: perplexity on 16 to 595 / 16 to 206 / 16 to 54 windows" in told
+    assert "100 to 400 items each, each set contained in the larger ones" in told

@@ -43,7 +43,7 @@ def test_the_tour_has_both_sides_and_the_papers_numbers() -> None:
         "from 20.00 to 22.00 (+10.0%; the paper's models on WikiText-2: +2.3%" in text
     )
     assert "it costs more: Δloss is 0.100 nats per token on a, and 0.500 on b" in text
-    assert "is 0.200 in place of 0.500, and that on a 0.150 in place of 0.100" in text
+    assert "is 0.200 instead of 0.500, and that on a 0.150 instead of 0.100" in text
     assert "not always more" in repr(answers.tour(results, saved, losses(0.05)))
 
 
@@ -100,7 +100,8 @@ def test_the_boundary_says_what_cannot_be_reached() -> None:
         }
     )
     text = repr(paper_answers.boundary(data))
-    assert "With 12% of the whole model removed, 90% ± 5% of the accuracy" in text
+    within = "90% of the accuracy is kept (95 % interval 80% to 100%; the paper below"
+    assert f"With 12% of the whole model removed, {within}" in text
     assert "50% of its parameters are routed experts" in text
     assert "by 40% where 90% of the atomic experts are removed" in text
 
@@ -129,22 +130,28 @@ def test_what_the_ablations_refute_comes_first() -> None:
 
 
 def test_merging_is_compared_with_random_atoms_on_every_model() -> None:
-    """Where experts began as copies of one it loses less, elsewhere more."""
-    rows = [
-        {"model": model, "variant": name, "ratio": 0.4, "delta_nll pydocs": loss}
-        for model, name, loss in (
-            ("scratch", "hc-smoe", 0.8), ("scratch", "random", 0.3),
-            ("upcycled", "hc-smoe", 0.05), ("upcycled", "random", 0.3),
-        )
-    ]  # fmt: skip
+    """Copies of one expert lose less; where training from scratch does, it is said."""
+
+    def reply(fine: float) -> str:
+        rows = [
+            {"model": model, "variant": name, "ratio": 0.4, "delta_nll pydocs": loss}
+            for model, merged in (("fine", fine), ("lab", 0.8), ("upcycled", 0.05))
+            for name, loss in (("hc-smoe", merged), ("random", 0.3))
+        ]
+        return repr(answers.methods(data, rankings, pd.DataFrame(rows)))
+
     data = pd.DataFrame(
         {"variant": ["hc-smoe", "heapr"], "group": ["merging", "atoms"], "ratio": 0.4}
     ).assign(pooled=[0.4, 0.06], n_models=2)
     rankings = pd.DataFrame({"same rank": [True, False]})
-    text = repr(answers.methods(data, rankings, pd.DataFrame(rows)))
-    assert text.startswith("Only 50% of the paper's ranks are found again here")
+    text = reply(0.2)
+    assert text.startswith("Only 50% of the paper's ranks are the same here")
     assert "atoms heapr 0.060; merging hc-smoe 0.400" in text
-    assert "scratch 0.800 and 0.300; upcycled 0.050 and 0.300" in text
+    less = "less on the fine (0.200 against 0.300) and the upcycled (0.050 against"
+    assert less in text
+    assert "and more on the lab (0.800 against 0.300)" in text
+    assert text.endswith("Exceptions, which are not explained: fine.")
+    assert reply(0.4).endswith("Exceptions, which are not explained: none.")
 
 
 def test_the_default_stands_beside_heapr() -> None:
@@ -156,8 +163,8 @@ def test_the_default_stands_beside_heapr() -> None:
         ]
     )
     text = repr(answers.quality(losses, pd.DataFrame(), "default", "a"))
-    assert "at 20% 0.30 in place of 0.40 (difference -0.10 to -0.10)" in text
-    assert "on other text not measured" in text
+    assert "at 20% 0.30 against 0.40 (-0.10 to -0.10) on a" in text
+    assert "not measured on other text" in text
     absent = answers.quality(losses, pd.DataFrame(), "another", "a")
     assert absent.short == "another has not been measured on a pretrained model."
 
