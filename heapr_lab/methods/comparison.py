@@ -94,7 +94,7 @@ def compare_methods(
         wanted: methods and ratios, of `entries`.
         corpora: corpora on whose test splits perplexity is measured.
         tasks: tasks whose accuracy is measured, as in `Workbench.task_results`.
-        limit: only the first `limit` items of each task, as there.
+        limit: so many items of each task, as there.
         calibration: the text that methods are fitted to, by default that of the
             default corpus; its seed is also that of methods that draw numbers.
         progress: called with (results done, in all); by default a bar is shown.

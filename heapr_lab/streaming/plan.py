@@ -217,6 +217,10 @@ def _read(name: str) -> _Model:
     settings = [
         c["quantization_config"] for c in configs if c.get("quantization_config")
     ]
+    beside = folder / "hf_quant_config.json"
+    if not settings and beside.is_file():
+        said = read_json(beside).get("quantization") or {}
+        settings = [{"quant_method": "modelopt", **said}]
     method = format_of(settings[0]) if settings else None
     check_format(name, method)
     if not any((folder / file).is_file() for file in (SINGLE, INDEX)):

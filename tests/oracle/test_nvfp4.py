@@ -92,7 +92,11 @@ def test_settings_beside_config_json_are_read(stream: bool, tmp_path: Path) -> N
     weights = model.state_dict() if reader is None else dict(reader.each(torch.clone))
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(weights[name], numbers[name].float())
+    needs = plan(tmp_path)
     beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(SpecError, match=r"modelopt \(FP8\)'"):
+        plan(tmp_path)
+    assert needs.engine
     with pytest.raises(SpecError, match=r"modelopt \(FP8\)'.*quantise the result"):
         load_model(tmp_path, device="cpu", stream=stream)
 
