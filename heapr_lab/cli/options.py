@@ -213,8 +213,8 @@ OwnTextOrMethods = Annotated[
         "--own-text",
         min=0,
         help="Windows that the model writes itself, for each of the corpus, so that "
-        "what the corpus does not show is not pruned away [default: 0.25 where "
-        "--method best writes a checkpoint, else 0].",
+        "what the corpus does not show is not pruned away [default: 0.25 with "
+        "--method best, else 0].",
         rich_help_panel="Text",
     ),
 ]

@@ -15,8 +15,8 @@ def panel(
         str,
         typer.Argument(
             metavar="MODEL_OR_TABLE",
-            help="A hub id, a local folder, `lab`, `smollm2`, or a table of `score`, "
-            "which cannot be evaluated.",
+            help="A hub id, a local folder, `lab`, `smollm2`, `smolmoe`, or a table of "
+            "`score`, which cannot be evaluated.",
         ),
     ] = "lab",
     port: Annotated[
@@ -48,4 +48,4 @@ def panel(
             # A browser that runs in the terminal would keep the server from answering.
             threading.Thread(target=webbrowser.open, args=(address,)).start()
 
-    serve(code, port=port, on_ready=announce)
+    serve(code, source=source, port=port, on_ready=announce)

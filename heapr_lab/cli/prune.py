@@ -85,8 +85,8 @@ def prune(
         of=of,
     )
     recipe = preset.recipe_for(importance, estimator=estimator)
-    if not is_folder(out):
-        recipe = MASKED  # of a mask alone
+    if not (recipe.chooses or is_folder(out)):
+        recipe = MASKED  # its mask is known without fitting weights
     generated = own_share(own_text, importance, default=recipe.own_text)
     share = generated if recipe.chooses else 0.0
     recipe = replace(recipe, own_text=share, heal=heal)
@@ -185,7 +185,7 @@ class Request:
             "estimator": outcome.keep.settings.get(
                 "estimator", self.setting.selection.estimator
             ),
-            "compensated": outcome.compensation is not None,
+            "compensated": self.to_folder and outcome.compensation is not None,
             "healed_on": self.recipe.heal,
             **_held_out(outcome.report, in_words=in_words),
             "atoms": outcome.keep.n_atoms,
@@ -196,18 +196,22 @@ class Request:
         }
 
     def _check(self, source: Path) -> list[str]:
-        """Check what needs no model; returns the corpora of the card.
+        """Check what needs no weights; returns the corpora of the card.
 
         Raises:
-            SpecError: a corpus cannot be used, --max-rise is given with a mixture, or
-                the engine computes another model.
+            SpecError: a corpus cannot be used, --max-rise is given with a mixture, the
+                engine computes another model, or no checkpoint has this structure.
+            LayoutError: a part of a layer that predicts further tokens is missing.
         """
         from heapr_lab.checkpoints.engines import check_computed
         from heapr_lab.models.folders import read_config
+        from heapr_lab.recipes.export import check_checkpoint
         from heapr_lab.text.calibration_spec import corpora_of
 
         corpus = self.setting.calibration.corpus
         check_computed(self.engine, read_config(source))
+        if self.to_folder:
+            check_checkpoint(source, self.setting.selection)
         corpora = corpora_of(corpus)
         if self.max_rise is not None and len(corpora) > 1:
             raise SpecError(

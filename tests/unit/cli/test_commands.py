@@ -130,6 +130,17 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     assert perplexity == pytest.approx(change[1], rel=1e-4)
 
 
+def test_a_mask_keeps_what_the_checkpoint_keeps(folder: Path, tmp_path: Path) -> None:
+    """The same command with either `--out` says the same choice; a mask has no fit."""
+    base = ("prune", folder / "moe", "--ratio", 0.5, "--json", *text_of(folder))
+    out, mask = tmp_path / "out", tmp_path / "mask.parquet"
+    written, masked = (json.loads(run(*base, "--out", path)) for path in (out, mask))
+    assert KeepMask.read(mask) == KeepMask.read(out / "heapr_keep.parquet")
+    for name in ("method", "estimator", "chosen", "held_out", "atoms_kept"):
+        assert masked[name] == written[name]
+    assert not masked["compensated"]
+
+
 @pytest.mark.parametrize("method", ["best", "paper"])
 def test_prune_and_heal(folder: Path, tmp_path: Path, method: str) -> None:
     """What is kept is trained before it is written; manifest and output say so."""

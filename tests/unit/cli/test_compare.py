@@ -98,10 +98,10 @@ def test_an_interrupted_comparison_continues(
         return original(self, *args, **options)
 
     monkeypatch.setattr(Method, "fit", fit)
-    wanted = entries(["minitron", "ean"], [0.25])
+    wanted = entries(["magnitude", "ean"], [0.25])
     with pytest.raises(KeyboardInterrupt):
         compare_methods(bench, wanted, [text], calibration=calibration)
-    again = [*entries(["minitron", "frequency"], [0.25]), *entries(["reap"], [0.25])]
+    again = [*entries(["magnitude", "frequency"], [0.25]), *entries(["reap"], [0.25])]
     again += entries(["reap"], [0.25], {"reap": {"protect_super_experts": True}})
     done: list[tuple[int, int]] = []
     compare_methods(
@@ -111,7 +111,7 @@ def test_an_interrupted_comparison_continues(
         calibration=calibration,
         progress=lambda *counts: done.append(counts),
     )
-    assert [name for name, _ in fitted] == ["minitron", "frequency", "reap", "reap"]
+    assert [name for name, _ in fitted] == ["magnitude", "frequency", "reap", "reap"]
     assert done == [(n, 5) for n in range(1, 6)]
 
 
