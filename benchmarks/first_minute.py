@@ -4,11 +4,12 @@ python -m benchmarks.first_minute [--models lab,smolmoe]
 
 A real browser opens the panel, as the page that `heapr-lab app` serves and in a
 notebook, and goes on there click by click, with what is chosen at first (25 %, masked
-as in the paper). Scores are in the cache, models are not in memory: each page has a
-kernel of its own. The results are written to `results/first_minute.csv`.
+as in the paper). Scores are in the cache, and no answer is; models are not in memory:
+each page has a kernel of its own. The results are in `results/first_minute.csv`.
 """
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -17,8 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.machine import RESULTS, machine, write_results
+from heapr_lab.panel.loading import session_of
+from heapr_lab.storage.paths import cache_dir
 from heapr_lab.workbench.workbench import open_workbench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -29,6 +33,8 @@ from playwright.sync_api import Browser, Locator, Page
 
 LONGEST = 900_000
 """Milliseconds that a step may take."""
+CACHED = ("importance", "models", "openings", "pydocs", "tokens")
+"""What is in the cache: scores, and what they are made of."""
 CELLS = (
     "from heapr_lab import explore\nexplore({model!r})",
     "from heapr_lab import load_model\nload_model('pruned')[0].num_parameters()",
@@ -63,19 +69,36 @@ class Clock:
 
 def measure(model: str, chromium: Browser) -> dict[str, float]:
     """The seconds of each step, by its name in `STEPS`."""
-    open_workbench(model).importance()
     clock = Clock()
-    with tempfile.TemporaryDirectory() as folder:
+    with _scores_alone(model), tempfile.TemporaryDirectory() as folder:
         _page(model, chromium, clock, Path(folder))
     with (
+        _scores_alone(model),
         tempfile.TemporaryDirectory() as folder,
         lab(private=Path(folder), environment={}) as server,
         _opened(chromium) as page,
     ):
-        cells = [cell.format(model=model) for cell in CELLS]
-        page.goto(server.notebook("minute", cells))
-        _in_notebook(page, clock)
+        page.goto(server.notebook("minute", cells_of(model)))
+        in_notebook(page, clock)
     return clock.seconds
+
+
+@contextmanager
+def _scores_alone(model: str) -> Iterator[None]:
+    """A cache that has the scores of a model, those in the user's, and no answers."""
+    kept = cache_dir().resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in CACHED:
+            (kept / kind).mkdir(parents=True, exist_ok=True)
+            Path(folder, kind).symlink_to(kept / kind)
+        with patch.dict(os.environ, HEAPR_CACHE_DIR=folder):
+            session_of(open_workbench(model))
+            yield
+
+
+def cells_of(model: str) -> list[str]:
+    """The cells of the notebook."""
+    return [cell.format(model=model) for cell in CELLS]
 
 
 @contextmanager
@@ -97,7 +120,7 @@ def _page(model: str, chromium: Browser, clock: Clock, folder: Path) -> None:
             clock.end("page")
 
 
-def _in_notebook(page: Page, clock: Clock) -> None:
+def in_notebook(page: Page, clock: Clock) -> None:
     """The steps in a notebook whose kernel is there."""
     bar = page.locator("#jp-main-statusbar")
     expect(bar).to_contain_text("| Idle", timeout=LONGEST)

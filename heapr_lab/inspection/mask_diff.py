@@ -86,48 +86,6 @@ def overlap(a: KeepMask, b: KeepMask, *, by: str = "layer") -> pd.DataFrame:
     return _with_chance(counts, *_chance(counts))
 
 
-def overlap_in_all(by_layer: pd.DataFrame) -> pd.DataFrame:
-    """One row: the overlap in the whole model, given how many each layer loses.
-
-    Layers are independent under chance, so means and variances add up.
-
-    Args:
-        by_layer: from `overlap`.
-
-    Returns:
-        The columns of `overlap` without layer and expert.
-    """
-    sums = by_layer[[*_COUNTS, "expected"]].sum().to_frame().T
-    sd = np.sqrt((by_layer["sd"] ** 2).sum())
-    counts = sums[_COUNTS].astype(np.int64)
-    return _with_chance(counts, sums["expected"], pd.Series([sd]))
-
-
-def overlap_text(a: ScoredMask, b: ScoredMask) -> str:
-    """One or two sentences: the share of the same atoms, and what chance would give.
-
-    Raises:
-        SpecError: the masks are of different models.
-    """
-    row = overlap_in_all(overlap(a.keep, b.keep)).iloc[0]
-    if not row["removed_a"] or not row["removed_b"]:
-        idle = " and ".join(x.label for x in (a, b) if not x.keep.n_removed)
-        return f"Nothing to compare: {idle} removes no atoms."
-    sides = [(a, b, "a")]
-    if row["removed_a"] != row["removed_b"]:
-        sides.append((b, a, "b"))
-    return " ".join(_share_text(*side, row) for side in sides)
-
-
-def _share_text(mine: ScoredMask, other: ScoredMask, side: str, row: pd.Series) -> str:
-    removed = row[f"removed_{side}"]
-    return (
-        f"{other.label} removes {row[f'share_of_{side}']:.1%} of the {removed:,.0f} "
-        f"atoms that {mine.label} removes; chance would be "
-        f"{row['expected'] / removed:.1%}."
-    )
-
-
 def _counts(layer: int, a: KeepMask, b: KeepMask, *, by: str) -> pd.DataFrame:
     gone_a, gone_b = ~a.by_layer(layer), ~b.by_layer(layer)
     every = np.ones_like(gone_a)
@@ -279,30 +237,6 @@ def rank_points(a: ScoredMask, b: ScoredMask, *, most: int = 20_000) -> pd.DataF
     cuts = {"cut_a": cut(gone_a, rank_a), "cut_b": cut(gone_b, rank_b)}
     points.attrs.update(n_atoms=len(rank_a), **cuts)
     return points
-
-
-def removed_by_one(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
-    """The atoms that only one removes, first those that the other ranks highest.
-
-    Returns:
-        Columns layer, expert, atom, removed_by ("a" or "b"), score_a, score_b, rank_a,
-        rank_b (of `ranks`); by the rank in the mask that keeps the atom, descending.
-
-    Raises:
-        SpecError: as `ranks`.
-    """
-    rank_a, rank_b = ranks(a, b)
-    rows = np.flatnonzero(a.keep.rows != b.keep.rows)
-    by_a = b.keep.rows[rows]
-    atoms = _atoms(a.keep, rows).assign(
-        removed_by=np.where(by_a, "a", "b"),
-        score_a=a.scores[rows],
-        score_b=b.scores[rows],
-        rank_a=rank_a[rows],
-        rank_b=rank_b[rows],
-    )
-    needed = np.where(by_a, atoms["rank_b"], atoms["rank_a"])
-    return atoms.iloc[np.argsort(-needed, kind="stable")].reset_index(drop=True)
 
 
 def _rank_shares(scores: np.ndarray) -> np.ndarray:

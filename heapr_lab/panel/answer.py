@@ -21,6 +21,7 @@ from heapr_lab.pruning.savings import at_context
 from heapr_lab.recipes.weights import MASKED
 
 _STEPS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_ERROR = "± one standard error"
 _NOT_YET = "not measured yet: Evaluate"
 _BOX = "display:inline-block;vertical-align:top;margin:0 28px 0 0;line-height:1.35"
 Row: TypeAlias = tuple[str, str, str, str]
@@ -70,8 +71,9 @@ def compact(number: float, unit: str = "") -> str:
 
 
 def _box(answer: Answer) -> str:
+    name = f"{answer.name} ({_ERROR})" if "±" in answer.change else answer.name
     lines = [
-        f"<small>{html.escape(answer.name)}</small>",
+        f"<small>{html.escape(name)}</small>",
         f'<span style="{_LARGE}">{html.escape(answer.values or "–")}</span>',
         html.escape(answer.change),
         f"<small>{_with_badge(answer.of)}</small>",
@@ -120,21 +122,33 @@ def _perplexity(session: PruningSession) -> Answer:
     """The measured perplexity, else the nearest that was measured."""
     measured = session.measured()
     if len(measured):
-        return _loss(measured.iloc[0], "measured")
+        return _loss(session, measured.iloc[0], "measured")
     other = _nearest(session, "nll")
     if other is None:
         return _missing("perplexity", session)
-    return _loss(other, f"measured {_settings(session, other)}", stale=True)
+    label = f"measured {_settings(session, other)}"
+    return _loss(session, other, label, stale=True)
 
 
 def _missing(name: str, session: PruningSession) -> Answer:
     return Answer(name, "", "", _NOT_YET if session.workbench else "needs a model")
 
 
-def _loss(row: pd.Series, label: str, *, stale: bool = False) -> Answer:
+def _loss(
+    session: PruningSession, row: pd.Series, label: str, *, stale: bool = False
+) -> Answer:
     change = f"{row.delta_nll:+.3f} {PER_TOKEN}{_error(row.stderr, '.3f')}"
-    span, where = _span(*_perplexities(row)), f"{label} on {row.dataset}"
+    span, where = _span(*_perplexities(row)), f"{label} on {_text_of(session, row)}"
     return Answer("perplexity", span, change, where, stale)
+
+
+def _text_of(session: PruningSession, row: pd.Series) -> str:
+    """The text that a loss is of, and how much it is."""
+    amount = f"{row.n_tokens:,.0f}"
+    if session.workbench is not None:
+        seq_len = session.workbench.profile.seq_len
+        amount = f"{row.n_tokens / (seq_len - 1):,.0f} windows × {seq_len:,}"
+    return f"{amount} tokens of {row.dataset}"
 
 
 def _perplexities(row: pd.Series) -> list[str]:

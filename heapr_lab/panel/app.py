@@ -1,10 +1,11 @@
 """The panel as a page: served by Voilà on this machine only, behind a token.
 
 Voilà runs one notebook, which is written to a temporary folder, in a kernel of this
-Python for each page that is opened. A content security policy keeps the browser from
-contacting any other machine.
+Python for each page that is opened, and ends it when that page is closed. A content
+security policy keeps the browser from contacting any other machine.
 """
 
+import functools
 import importlib.util
 import secrets
 import socket
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.named import check_there, dense_of, folder_of, names
+from heapr_lab.models.named import (
+    check_there,
+    dense_of,
+    folder_of,
+    local_folder,
+    names,
+)
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.storage.cache import cached_folders
 from heapr_lab.workbench.settings import profile_of
@@ -38,6 +45,13 @@ _EXTENSIONS = [
     "@voila-dashboards/widgets-manager8",
     "anywidget",
 ]
+_IDLE = {"cull_idle_timeout": 1800, "cull_interval": 60}
+"""Seconds after which a kernel that no page uses and no job runs in ends, and between
+looks: a browser that is killed, or loses the connection, does not end its kernel."""
+_AGAIN = """\
+This model is open in another page. This page loads it again, which takes the memory of
+its files once more, {size} (twice that where bfloat16 is computed in float32):
+close the pages that you do not need."""
 _SLOW = "rfc3987_syntax"
 """It compiles a grammar for 1.5 s when it is imported, to check addresses that have
 letters of other alphabets; those who import it go on without it."""
@@ -99,11 +113,14 @@ def _of_model(source: str) -> str:
     return source
 
 
-def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
+def serve(
+    code: str, *, source: str, port: int, on_ready: Callable[[str], None]
+) -> None:
     """Serve what `code` displays as a page, until the process is stopped.
 
     Args:
         code: Python, run for each page that is opened.
+        source: the model or the table that it shows.
         port: the port of `HOST`; 0 chooses a free one.
         on_ready: called with the address and its token once the server answers.
 
@@ -123,7 +140,7 @@ def serve(code: str, *, port: int, on_ready: Callable[[str], None]) -> None:
         notebook = Path(folder) / "heapr-lab.ipynb"
         cells = [nbformat.v4.new_code_cell(code)]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), notebook)
-        server = _server(notebook, port=port, token=token)
+        server = _server(notebook, source, port=port, token=token)
         # The loop runs once the server listens.
         IOLoop.current().add_callback(on_ready, f"http://{HOST}:{port}/?token={token}")
         server.start()
@@ -149,7 +166,7 @@ def _this_python() -> type:
     return ThisPython
 
 
-def _server(notebook: Path, *, port: int, token: str) -> "Voila":
+def _server(notebook: Path, source: str, *, port: int, token: str) -> "Voila":
     """Voilà for one notebook, without its configuration files."""
     from traitlets.config import Config
     from voila.app import Voila
@@ -158,10 +175,11 @@ def _server(notebook: Path, *, port: int, token: str) -> "Voila":
         "allow_template_override": "NO",
         "extension_allowlist": _EXTENSIONS,
         "kernel_spec_manager_class": _this_python(),
+        "prelaunch_hook": functools.partial(_prepare, source),
         "show_tracebacks": True,
     }
     server = Voila(
-        config=Config(VoilaConfiguration=settings),
+        config=Config(VoilaConfiguration=settings, MappingKernelManager=_IDLE),
         config_file_paths=[],
         notebook_path=str(notebook),
         connection_dir_root=str(notebook.parent),
@@ -176,6 +194,30 @@ def _server(notebook: Path, *, port: int, token: str) -> "Voila":
     server.initialize([])
     server.template_paths.insert(0, str(_TEMPLATE))
     return server
+
+
+def _prepare(source: str, page: Any, notebook: Any, cwd: str) -> None:  # noqa: ARG001
+    """Let a page end its kernel, and say what it needs if the model is open already."""
+    from nbformat.v4 import new_markdown_cell
+
+    from heapr_lab.panel.answer import compact
+
+    page.xsrf_token  # noqa: B018 (sets the cookie that the page sends when it closes)
+    kernels = page.kernel_manager
+    others = map(kernels.get_kernel, kernels.list_kernel_ids())
+    if all(kernel.shutting_down for kernel in others):
+        return
+    if size := _bytes_of(source):
+        said = _AGAIN.format(size=compact(size, "B"))
+        notebook.cells.insert(0, new_markdown_cell(said))
+
+
+def _bytes_of(source: str) -> int:
+    """Size of the files of a model; 0 for a table, and where they are not found."""
+    name = dense_of(source) or source
+    folder = next(cached_folders("models", name), None) or local_folder(name)
+    files = [] if folder is None else folder.glob("*.safetensors")
+    return sum(path.stat().st_size for path in files)
 
 
 def _free_port(port: int) -> int:

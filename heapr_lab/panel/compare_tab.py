@@ -24,10 +24,10 @@ from heapr_lab.panel.looks import (
     status,
     table_html,
 )
-from heapr_lab.panel.mask_diff_section import MaskDiffSection
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.pictures import LOSS, drawn_png, figure_compared
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
+from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
@@ -70,8 +70,7 @@ class CompareTab(ipw.VBox):
 
         Args:
             session: its selections and model are compared.
-            corpora: methods can be measured on their test splits, and the current
-                selection can be calibrated on them instead.
+            corpora: methods can be measured on their test splits.
             on_pins: called when there are other pins.
             load: called to show the settings of a pin.
         """
@@ -81,7 +80,6 @@ class CompareTab(ipw.VBox):
         self._numbers: dict[str, int] = {}
         """The numbers of the looks of the rows, by their labels."""
         self.runs = MethodRuns(session, corpora=corpora, show=self._show_rows)
-        self.diff = MaskDiffSection(session, corpora=corpora)
         self._build_pins()
         self._build_views()
         super().__init__(
@@ -96,7 +94,6 @@ class CompareTab(ipw.VBox):
                 self.table,
                 beside(self.folder, self.export_button),
                 self.exported,
-                self.diff,
             ]
         )
 
@@ -110,7 +107,7 @@ class CompareTab(ipw.VBox):
             button("Load", "show the settings of the pin that is chosen", self.load),
             button("Remove", "remove the pin that is chosen", self.remove),
             button("Clear", "remove all pins and methods", self.clear),
-            button("Undo", "go back to the previous pins and methods", self.undo),
+            button("Undo", "bring back what was removed or replaced", self.undo),
         )
         self._offer_pins()
 
@@ -119,7 +116,7 @@ class CompareTab(ipw.VBox):
         self.chart = picture("compared", display="none", max_width="900px")
         self.table = ipw.HTML()
         self.folder = line("folder", "comparison")
-        hint = "write CSV, parquet, Markdown, LaTeX, PNG and PDF"
+        hint = "write CSV, parquet, Markdown, PNG and PDF"
         self.export_button = button("Export comparison", hint, self._press_export)
         self.clear_button.disabled = self.export_button.disabled = True
         self.exported = ipw.HTML(status(""))
@@ -132,7 +129,8 @@ class CompareTab(ipw.VBox):
         except SpecError as error:
             self.message.value = failure(error)
             return
-        self.show_pins([old for old in self.pins if old.label != label] + [pin])
+        others = [old for old in self.pins if old.label != label]
+        self._replace([*others, pin], self.runs.rows)
 
     @property
     def _chosen(self) -> Pin:
@@ -145,24 +143,41 @@ class CompareTab(ipw.VBox):
 
     def remove(self, _button: ipw.Button | None = None) -> None:
         """Remove the pin that is chosen in the list."""
-        self.show_pins([pin for pin in self.pins if pin != self._chosen])
+        others = [pin for pin in self.pins if pin != self._chosen]
+        self._replace(others, self.runs.rows)
 
     def clear(self, _button: ipw.Button | None = None) -> None:
         """Remove all pins and methods."""
-        self.show_pins([], rows=[])
+        self._replace([], [])
 
     def undo(self, _button: ipw.Button | None = None) -> None:
-        """Show the previous pins and methods; once more shows these again."""
+        """Bring back what was last removed or replaced; what was added since stays.
+
+        If that has the label of what comes back, once more brings it back in turn.
+        """
         pins, rows = self._before
-        self.show_pins(pins, rows=rows)
+        self._before = [], []
+        pinned, run = {pin.label for pin in pins}, {row["label"] for row in rows}
+        self._replace(
+            pins + [pin for pin in self.pins if pin.label not in pinned],
+            rows + [row for row in self.runs.rows if row["label"] not in run],
+        )
+
+    def _replace(self, pins: list[Pin], rows: list[dict[str, Any]]) -> None:
+        """Show these; if anything is no longer shown, Undo brings it back."""
+        before, old = self._before, (self.pins, self.runs.rows)
+        stay = all(pin in pins for pin in old[0]) and all(row in rows for row in old[1])
+        self.show_pins(pins, rows, before=before if stay else old)
 
     def show_pins(
-        self, pins: list[Pin], *, rows: list[dict[str, Any]] | None = None
+        self,
+        pins: list[Pin],
+        rows: list[dict[str, Any]],
+        *,
+        before: tuple[list[Pin], list[dict[str, Any]]] = ([], []),
     ) -> None:
-        """Show these in place of the pins so far, and `rows` of methods, if given."""
-        self._before = self.pins, self.runs.rows
-        self.pins = pins
-        self.runs.rows = self.runs.rows if rows is None else rows
+        """Show these pins and rows of methods, and no others; Undo shows `before`."""
+        self.pins, self.runs.rows, self._before = pins, rows, before
         self.label.value = _next_label(pins)
         self._offer_pins()
         self.refresh()
@@ -184,7 +199,6 @@ class CompareTab(ipw.VBox):
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
         self.exported.value = status("")  # the files are of other rows
-        self.diff.offer([(pin.label, pin.selection, pin.recipe) for pin in self.pins])
         empty = not self.pins and not self.runs.rows
         self.clear_button.disabled = self.export_button.disabled = empty
         self.chart.layout.display = "none" if empty else None
@@ -260,7 +274,7 @@ class CompareTab(ipw.VBox):
         The figure and the parquet file say where they came from.
 
         Returns:
-            The files: PNG, PDF, CSV, Markdown, LaTeX, parquet.
+            The files: PNG, PDF, CSV, Markdown, parquet.
 
         Raises:
             SpecError: nothing is pinned, and no method was run; or the folder has no
@@ -270,7 +284,7 @@ class CompareTab(ipw.VBox):
             raise SpecError("nothing is pinned, so there is nothing to export")
         if not str(folder).strip():
             raise SpecError("the folder has no name: give one, such as comparison")
-        folder, frame = Path(folder).expanduser(), self.frame()
+        folder, frame = path_of(folder), self.frame()
         whole = folder / "comparison.parquet"
         if whole.exists():
             raise SpecError(f"{folder} has a comparison already: give another folder")

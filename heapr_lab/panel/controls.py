@@ -108,16 +108,16 @@ def said_by(*controls: ipw.Widget) -> str:
     return ", ".join(f"{label_of(control)} {shown_by(control)}" for control in controls)
 
 
-def offer(box: ipw.Dropdown, options: Sequence[Any], *, first: int = 0) -> None:
+def offer(box: ipw.Dropdown, options: Sequence[Any]) -> None:
     """Offer other options in one message: between two, another would be chosen.
 
-    What is chosen stays if its name is among them, else it is the one at `first`.
+    What is chosen stays if its name is among them, else it is the first.
     """
     names = [option[0] if isinstance(option, tuple) else option for option in options]
     with box.hold_sync():
         label = box.label
         box.options = options
-        box.index = names.index(label) if label in names else min(first, len(names) - 1)
+        box.index = names.index(label) if label in names else 0
 
 
 def several_of(

@@ -187,7 +187,9 @@ class EvaluateTab(ipw.VBox):
                 session.n_windows(*chosen, session.selection, recipe or MASKED)
                 for recipe in models
             )
-            self.job.text.value = status(f"at most {duration(each * n_windows)}")
+            self.job.text.value = status(
+                f"about {duration(each * n_windows)}, if none of it is cached"
+            )
 
     def show_points(self) -> None:
         """Draw new points, and tell of them."""

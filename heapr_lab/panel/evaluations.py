@@ -1,19 +1,21 @@
 """What an evaluation measures of one model, and its progress. No torch until then."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from heapr_lab.progress import Parts, Progress, StartPart, TimeLeft, time_left_text
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.storage.hashing import digest
 
 if TYPE_CHECKING:
     from heapr_lab.recipes.making import PruningResult
     from heapr_lab.text.calibration import CalibrationSet
     from heapr_lab.workbench.workbench import Workbench
 
-_TASK_WINDOWS = 32
-"""Windows that a task counts as, for the time left."""
+TASK_WINDOWS = 32
+"""Windows that a task counts as until it was measured, for the time left."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,15 @@ class Part:
     dataset: str
     windows: "CalibrationSet | None"
     """The windows of the corpus; None for a task."""
+    n_windows: int
+    """Its size, for the time that is left."""
 
     @property
-    def n_windows(self) -> int:
-        """Its size, for the time that is left."""
-        return _TASK_WINDOWS if self.windows is None else self.windows.n_sequences
+    def text(self) -> str:
+        """Hash of the windows, or of what determines the items of the task."""
+        if self.windows is not None:
+            return self.windows.fingerprint
+        return digest(self.bench.task_key(self.dataset, self.bench.profile.n_items))
 
     def measured(self, made: "PruningResult | None", clock: "Clock") -> dict[str, Any]:
         """Columns of `PruningSession.points` for a pruned model, or the dense one."""
@@ -47,6 +53,7 @@ class Part:
             "perplexity": loss.value,
             "n_tokens": loss.n_tokens,
             "windows": loss.windows,
+            "text": self.windows.fingerprint,
         }
 
 
@@ -60,7 +67,8 @@ def measured_of(
     """The measurements of one model, a row for each corpus and task."""
     for part in parts:
         clock.begin(f"{named} on {part.dataset}")
-        yield {"dataset": part.dataset, **part.measured(made, clock)}
+        measured = part.measured(made, clock)
+        yield {"dataset": part.dataset, "seconds": clock.seconds, **measured}
         clock.end(part.n_windows)
 
 
@@ -77,20 +85,20 @@ class Clock:
 
     def __init__(self, total: int, report: Callable[..., None] | None) -> None:
         self._report = report
-        self._label = ""
+        self._label, self._began, self._works = "", 0.0, False
         self._left = TimeLeft()
         self.parts = Parts(total, self._measured)
 
     def begin(self, label: str) -> None:
         """Begin a part."""
-        self._label = label
+        self._label, self._began, self._works = label, time.monotonic(), False
         self._left.skip_to(self.parts.done)
         self._tell()
 
     @property
-    def seconds_a_window(self) -> float | None:
-        """The seconds of each window that was measured; None if there were none."""
-        return self._left.seconds(self.parts.done + 1)
+    def seconds(self) -> float:
+        """What the part has taken so far; 0 if it was read from the cache."""
+        return time.monotonic() - self._began if self._works else 0.0
 
     def share_of(self, n_windows: int) -> Progress:
         """Progress of work that counts as `n_windows`.
@@ -126,6 +134,7 @@ class Clock:
         self._tell()
 
     def _measured(self, done: int, _total: int) -> None:
+        self._works = True
         self._left.reached(done)
         self._tell()
 

@@ -18,6 +18,7 @@ from heapr_lab.panel.looks import (
     status,
 )
 from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
 from heapr_lab.recipes.weights import WEIGHTS, WeightRecipe
@@ -108,7 +109,8 @@ class ExportTab(ipw.VBox):
         """What Export would do now, as Python.
 
         Raises:
-            SpecError: the settings are infeasible, or the source cannot be named.
+            SpecError: the settings are infeasible, the source cannot be named, or the
+                model is not loaded yet.
         """
         session, bench = self.session, self.session.workbench
         if bench is None:
@@ -118,6 +120,7 @@ class ExportTab(ipw.VBox):
                 "this workbench was made of a model in memory, which code cannot name: "
                 "open it with open_workbench"
             )
+        session.check_ready()
         check_calibration(session, bench)
         calibration = session.recipe.calibration(session.calibration)
         counted = replace(  # which come from the profile
@@ -134,7 +137,7 @@ class ExportTab(ipw.VBox):
         from heapr_lab.checkpoints.folder import check_new
         from heapr_lab.recipes import export
 
-        folder, bench = Path(name).expanduser(), self.session.workbench
+        folder, bench = path_of(name), self.session.workbench
         assert bench is not None  # without one the button is off
         check_new(folder)
         table, part = self.session.table, parts_of(report)

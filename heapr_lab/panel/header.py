@@ -83,7 +83,7 @@ def _computed(session: PruningSession) -> dict[str, str]:
     if session.workbench is None:
         return {}
     if not session.is_ready:
-        return {"device": "the model is loading"}
+        return {"device": "the model is not loaded yet"}
     from heapr_lab.models.sources import dtype_name
 
     model: Any = session.workbench.model

@@ -134,7 +134,7 @@ class InspectTab(ipw.VBox):
         self.generate = ResultJob(
             "Generate",
             self._generated,
-            asked=lambda: (self.session.selection, self.session.recipe),
+            asked=self.session.settings,
             controls=(self.text, self.n_tokens),
             of=self.session.named,
             tooltip="continue the text with the dense and with the pruned model",
@@ -142,7 +142,7 @@ class InspectTab(ipw.VBox):
         self.compare = ResultJob(
             "Compare losses",
             self._compared,
-            asked=lambda: (self.session.selection, self.session.recipe),
+            asked=self.session.settings,
             controls=(self.text,),
             of=self.session.named,
             tooltip="what each token of the text costs the dense and the pruned model",
@@ -154,7 +154,7 @@ class InspectTab(ipw.VBox):
         self.route = ResultJob(
             "Show routing",
             self._routed,
-            asked=lambda: (self.session.selection,),
+            asked=self.session.settings,
             controls=(self.text, self.layer, self.position),
             of=lambda: said_by(self.layer, self.position),
             tooltip="which experts and atoms serve the token",
@@ -172,7 +172,7 @@ class InspectTab(ipw.VBox):
         self.show_contexts = ResultJob(
             "Show contexts",
             self._contexts,
-            asked=lambda: (self.session.selection,),
+            asked=self.session.settings,
             controls=self._boxes,
             of=lambda: said_by(*self._boxes),
             tooltip="where in the calibration corpus the atom is most active, and what "
@@ -203,7 +203,6 @@ class InspectTab(ipw.VBox):
         self._limit_position()
         for job in jobs_in(self):
             job.check()
-        self.why.check()
         try:
             nearest = nearest_the_cut(
                 self.session.table,
@@ -239,7 +238,7 @@ class InspectTab(ipw.VBox):
         if not self.session.is_ready:
             return
         with contextlib.suppress(SpecError):  # reported when the text is read
-            self.position.most = len(self._passage().tokens) - 1
+            self.position.most = len(self._passage(self.text.value).tokens) - 1
 
     # --- what the buttons start ---------------------------------------------------
 
@@ -248,12 +247,12 @@ class InspectTab(ipw.VBox):
         report: Report,
         selection: Selection,
         recipe: WeightRecipe,
-        _text: str,
+        text: str,
         n_tokens: int,
     ) -> str:
         from heapr_lab.inspection.passages import continue_text
 
-        bench, prompt = self._bench, self._passage(room=n_tokens)
+        bench, prompt = self._bench, self._passage(text, room=n_tokens)
         keep, down_projs, pruned = self._made(selection, recipe, report)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
@@ -275,11 +274,11 @@ class InspectTab(ipw.VBox):
         return left_out_html(prompt.n_left_out, "beginning") + view
 
     def _compared(
-        self, report: Report, selection: Selection, recipe: WeightRecipe, _text: str
+        self, report: Report, selection: Selection, recipe: WeightRecipe, text: str
     ) -> str:
         from heapr_lab.inspection.passages import token_losses
 
-        passage = self._passage()
+        passage = self._passage(text)
         keep, down_projs, pruned = self._made(selection, recipe, report)
         report(0, 2, "dense")
         self.losses = token_losses(
@@ -293,14 +292,19 @@ class InspectTab(ipw.VBox):
         return left_out_html(passage.n_left_out, "end") + view
 
     def _routed(
-        self, report: Report, selection: Selection, _text: str, *token: int
+        self,
+        report: Report,
+        selection: Selection,
+        recipe: WeightRecipe,
+        text: str,
+        *token: int,
     ) -> str:
         from heapr_lab.inspection.activations import atoms_of_token
         from heapr_lab.inspection.routing import routing
 
         place = dict(zip(("layer", "position"), token, strict=True))
         model = self._bench.model
-        passage, keep, pruned = self._masked(selection)
+        passage, keep, pruned = self._masked(selection, recipe, text)
         report(0, 2, "atoms")
         self.atoms = atoms_of_token(model, passage, **place)
         report(1, 2, "experts")
@@ -309,11 +313,13 @@ class InspectTab(ipw.VBox):
         view = routing_html(self.routes, self.atoms, keep=keep, pruned=pruned, **place)
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _contexts(self, report: Report, selection: Selection, *numbers: int) -> str:
+    def _contexts(
+        self, report: Report, selection: Selection, recipe: WeightRecipe, *numbers: int
+    ) -> str:
         from heapr_lab.inspection.activations import atoms_at_tokens
 
         place = dict(zip(KEYS, numbers, strict=True))
-        keep, pruned = self._pruned(selection)
+        keep, pruned = self._pruned(selection, recipe)
         calibration, layer = self.session.calibration, place["layer"]
         kept = keep.by_layer(layer)[place["expert"], place["atom"]]
         self.contexts, view = find_contexts(
@@ -339,12 +345,12 @@ class InspectTab(ipw.VBox):
         assert bench is not None  # without one there are no buttons
         return bench
 
-    def _passage(self, *, room: int = 0) -> "Passage":
+    def _passage(self, text: str, *, room: int = 0) -> "Passage":
         from heapr_lab.inspection.passages import read_passage
 
         bench = self._bench
         return read_passage(
-            bench.model, bench.tokenizer, text=self.text.value, room=room, most=_LONGEST
+            bench.model, bench.tokenizer, text=text, room=room, most=_LONGEST
         )
 
     def _made(
@@ -357,16 +363,17 @@ class InspectTab(ipw.VBox):
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
         return keep, down_projs, f"{removed} ({named(selection, recipe)})"
 
-    def _masked(self, selection: Selection) -> "tuple[Passage, KeepMask, str]":
-        """The tokens of the text, the mask of a selection, and both as text."""
-        return self._passage(), *self._pruned(selection)
+    def _masked(
+        self, selection: Selection, recipe: WeightRecipe, text: str
+    ) -> "tuple[Passage, KeepMask, str]":
+        """The tokens of a text, the mask of a selection, and both as text."""
+        return self._passage(text), *self._pruned(selection, recipe)
 
-    def _pruned(self, selection: Selection) -> tuple[KeepMask, str]:
-        """The mask of a selection, and both as text.
-
-        The selection in the session may change during the work, so it is read once.
-        """
-        keep = self.session.keep_of(selection)
+    def _pruned(
+        self, selection: Selection, recipe: WeightRecipe
+    ) -> tuple[KeepMask, str]:
+        """The mask of a selection, and both as text."""
+        keep = self.session.keep_of(selection, recipe)
         removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        text = named(selection, self.session.recipe)
+        text = named(selection, recipe)
         return keep, f"{removed} ({text}), masked, not compensated"

@@ -1,10 +1,13 @@
 """Buttons that run work in a thread, with progress, time left, Cancel and errors."""
 
+import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import ipywidgets as ipw
+from IPython.core.getipython import get_ipython
 
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.panel.controls import shown_by
@@ -36,6 +39,9 @@ def parts_of(report: Report) -> StartPart:
     return lambda label, unit: (
         lambda done, total: report(done, total, f"{label}: {unit}")
     )
+
+
+_JOBS: "weakref.WeakSet[Job]" = weakref.WeakSet()
 
 
 class CancelledError(Exception):
@@ -82,6 +88,7 @@ class Job(ipw.VBox):
         self.text = ipw.HTML()
         self.error = ipw.HTML()
         self._stop = threading.Event()
+        _JOBS.add(self)
         self._worker: threading.Thread | None = None
         self._left = TimeLeft()
         line = [self.button, self.cancel_button, self.bar, self.text][apart:]
@@ -103,6 +110,7 @@ class Job(ipw.VBox):
             self.error.value = alert(why)
             return
         self._stop.clear()
+        _stop_when_interrupted()
         self._left = TimeLeft()
         self._show_running(True, "starting")
         self._worker = threading.Thread(target=self._run, daemon=True)
@@ -151,6 +159,18 @@ class Job(ipw.VBox):
         self.text.value = status(message)
         self.button.disabled = running
         self.cancel_button.disabled = not running
+
+
+def _stop_when_interrupted() -> None:
+    """Let an interrupt of the kernel stop all work, and not only a cell that runs."""
+    kernel = getattr(get_ipython(), "kernel", None)
+    if kernel is not None:  # its loop runs in the thread that signals reach
+        kernel.io_loop.add_callback(signal.signal, signal.SIGINT, _stop_all)
+
+
+def _stop_all(*_signal: object) -> None:
+    for job in _JOBS:
+        job._stop.set()
 
 
 def take_turns(alone: Job, jobs: Iterable[Job]) -> None:

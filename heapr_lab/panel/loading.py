@@ -19,6 +19,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.dtypes import blocks_fit
 from heapr_lab.models.named import LAB, local_folder, names
 from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.storage.cache import cache_path, cached_folders
 from heapr_lab.storage.files import replacing
@@ -189,7 +190,7 @@ def session_of(
     if isinstance(source, str | Path):
         name = str(source)
         if name.startswith("~"):
-            name = str(Path(name).expanduser())
+            name = str(path_of(name))
         if name.endswith(".parquet"):
             return PruningSession(ImportanceTable.read(name), file=Path(name))
         loading: Any = LoadingWorkbench(name, **options)

@@ -37,6 +37,18 @@ _TITLES = ", ".join(
 )
 _LEGIBLE = "color: var(--jp-ui-font-color1)"
 """The titles of ipywidgets are grey on grey, a contrast below 4.5."""
+_ANSWERS = f'.{PANEL} [aria-label="what pruning saves and costs"]'
+_IN_A_ROW = "display: inline-grid; grid-template-columns: repeat(4, auto)"
+_COMPACT = f"""@media (max-height: 720px) {{
+  .{PANEL} > .widget-html:has([role=note]) {{order: 1}}
+  {_ANSWERS} {{gap: 8px}}
+  {_ANSWERS} > div {{margin: 0 !important}}
+  {_ANSWERS} > div > span {{font-size: 1em !important}}
+  .{PANEL} > .widget-tab > .widget-tab-contents {{padding: 4px}}
+}}
+@media (max-height: 500px) {{.{PANEL} > .widget-accordion {{order: 1}}}}"""
+"""In a low window what the panel is of stands last, as Advanced does in a very low one,
+so that the picture is seen without scrolling."""
 _TURNED = "invert(0.88) hue-rotate(180deg)"
 _GREY = "opacity: 0.35; filter: grayscale(1)"
 MEASURED = "measured"
@@ -94,6 +106,7 @@ def panel_style() -> ipw.HTML:
     for dark in _DARK:
         rules.append(f"{dark} .{PICTURE} {{filter: {_TURNED}}}")
         rules.append(f"{dark} .{PICTURE}.{STALE} {{{_GREY} {_TURNED}}}")
+    rules += [f"{_ANSWERS} {{{_IN_A_ROW}}}", _COMPACT]
     return ipw.HTML(f"<style>{' '.join(rules)}</style>", layout={"display": "none"})
 
 

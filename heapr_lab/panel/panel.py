@@ -206,10 +206,13 @@ class Explorer(ipw.VBox):
             self.comparison.runs.offer()
             add_tooltips(self.comparison.runs)
             self.inspection.refresh()
+            self.export.refresh_code()
             self.session.time_a_window(self._target_corpus)
-            self.evaluation.foresee()
         except Exception as error:  # an exception in a thread is not shown
             job.error.value = failure(error)
+        if not job.running:
+            job.text.value = ""
+        self.evaluation.foresee()
 
     def _copied(self) -> dict[str, str]:
         """The picture and the numbers as they are, and all evaluated points."""
@@ -291,7 +294,6 @@ class Explorer(ipw.VBox):
         update = {
             "Evaluate": self.evaluation.follow,
             "Inspect": self.inspection.refresh,
-            "Compare": self.comparison.diff.check,
         }
         update.get(TABS[self.tabs.selected_index or 0], lambda: None)()
 

@@ -42,6 +42,8 @@ _LOAD = LinearSegmentedColormap.from_list("", ["#0072B2", "#7A4988", "#D55E00"])
 _IDLE = 0.93
 """Grey of cells without an expert."""
 _LEGEND_WIDTH = 44
+_FILLS = ("full", "none", "left", "top", "right", "bottom")
+"""How marks are filled, by corpus."""
 _N_COLORS = 7
 """The number of colours in the style."""
 LOSS = "Δloss "
@@ -267,8 +269,8 @@ def figure_compared(
 ) -> Figure:
     """Removed share by layer, and Δloss against the parameters saved.
 
-    A row has one colour in both; in the right one a corpus has one marker, and labels
-    stand beside the points.
+    A row has one colour and one marker in both; in the right one a corpus has one way
+    of filling it, and labels stand beside the points.
 
     Args:
         frame: as `CompareTab.frame`.
@@ -290,23 +292,23 @@ def figure_compared(
 
 
 def _look(number: int) -> dict[str, Any]:
-    """Colour and line of a row, the same in every plot; colours repeat in pale."""
+    """Colour, line and marker of a row in every plot; colours repeat in pale."""
     rounds, _ = divmod(number, _N_COLORS)
-    line = LINE_STYLES[number % len(LINE_STYLES)]
-    return {"color": f"C{number}", "ls": line, "alpha": 0.45**rounds}
+    line, mark = (looks[number % len(looks)] for looks in (LINE_STYLES, MARKERS))
+    return {"color": f"C{number}", "ls": line, "marker": mark, "alpha": 0.45**rounds}
 
 
 def _handle(label: str, look: dict[str, Any], pinned: bool) -> Line2D:
     """An entry of the legend; methods have no line, as their layers are not drawn."""
     line = {} if pinned else {"ls": "none"}
-    return Line2D([], [], label=literal(label), marker="o", ms=4, **(look | line))
+    return Line2D([], [], label=literal(label), ms=4, **(look | line))
 
 
 def _plot_layers(
     ax: Axes, layers: pd.DataFrame, looks: Mapping[str, dict[str, Any]]
 ) -> None:
     for label, rows in layers.groupby("label", sort=False):
-        look = looks[str(label)] | {"marker": "o", "ms": 4, "label": str(label)}
+        look = looks[str(label)] | {"ms": 4, "label": str(label)}
         ax.plot(rows["layer"], rows["pruning_ratio"], **look)
     ax.set(xlabel="MoE layer [index]", ylabel=LABELS["layer_ratio"], ylim=(0, 1))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -326,14 +328,15 @@ def _plot_losses(
     losses = frame[[name for name in frame if name.startswith(LOSS)]]
     drawn = losses if len(losses.columns) else pd.DataFrame({"": 0.0}, frame.index)
     at: dict[tuple[float, float], list[str]] = {}
-    for corpus, marker in zip(drawn, itertools.cycle(MARKERS), strict=False):
+    for corpus, fill in zip(drawn, itertools.cycle(_FILLS), strict=False):
         for label, x, y in zip(frame["label"], across, drawn[corpus], strict=True):
             here = at.setdefault((x, y), [])
             look = looks[label] | {"ls": "none", "ms": max(4, 9 - 2 * len(here))}
-            ax.plot([x], [y], marker, **look)
+            ax.plot([x], [y], fillstyle=fill, **look)
             here.append(literal(label))
         shown = literal(str(corpus).removeprefix(LOSS))
-        ax.plot([], [], marker, color="0.4", ls="none", label=shown or "not evaluated")
+        grey: dict[str, Any] = {"color": "0.4", "ls": "none", "fillstyle": fill}
+        ax.plot([], [], "o", label=shown or "not evaluated", **grey)
     for place, labels in at.items():
         if all(map(math.isfinite, place)):
             named = ", ".join(labels)

@@ -4,10 +4,11 @@ It has no widgets, and needs torch only to evaluate. Selecting and counting are 
 enough to follow a slider; the model runs only in `PruningSession.evaluate`.
 """
 
+import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,11 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.evaluations import Clock, Part, measured_of
+from heapr_lab.panel.evaluations import TASK_WINDOWS, Clock, Part, measured_of
 from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -131,9 +132,13 @@ class PruningSession:
         self.recipe = MASKED
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self.windows: dict[tuple[Selection | None, str, str], tuple[float, ...]] = {}
-        """Mean losses of single windows, by selection, weights and corpus."""
+        """Mean losses of single windows, by selection, weights and hash of the text."""
+        self.texts: dict[str, str] = {}
+        """Hash of the text, or items, that the points of a corpus or task are of."""
         self.seconds_a_window: float | None = None
         """Seconds a window in the last evaluation that was not read from the cache."""
+        self.seconds: dict[str, float] = {}
+        """Seconds that a task, or making the weights of a recipe, took last."""
         self._selection = Selection(0.25)
         self._rejected: SpecError | None = None
         self._making, self._adding = threading.Lock(), threading.Lock()
@@ -153,6 +158,15 @@ class PruningSession:
         """Whether there is a model that can be asked without waiting for it."""
         bench = self.workbench
         return bench is not None and getattr(bench, "is_loaded", True)
+
+    def check_ready(self) -> None:
+        """Make sure that no model would be waited for.
+
+        Raises:
+            SpecError: it is not loaded yet.
+        """
+        if self.workbench is not None and not self.is_ready:
+            raise SpecError("the model is not loaded yet: try again once it is there")
 
     def time_a_window(self, corpus: str) -> None:
         """Measure how long evaluations take, before the first one."""
@@ -179,6 +193,14 @@ class PruningSession:
         if self._rejected is not None:
             raise self._rejected
         return self.recipe.asked(self._selection)
+
+    def settings(self) -> tuple[Selection, WeightRecipe]:
+        """What a job begins with, and keeps: the selection, and how weights are made.
+
+        Raises:
+            SpecError: as `selection`.
+        """
+        return self.selection, self.recipe
 
     def reject(self, why: Exception) -> None:
         """Have no selection until the next `choose`: the settings are infeasible.
@@ -229,15 +251,7 @@ class PruningSession:
         if "architecture" not in self.table.metadata or "tokens" not in columns:
             return None
         source = None if self.workbench is None else self.workbench.source
-        if source is None:
-            return savings_of(keep, self.table)
-        n_parameters = self.table.architecture.n_parameters
-        return savings_of(
-            keep,
-            self.table,
-            bytes_per_parameter=source.bytes_per_parameter(n_parameters),
-            bytes_per_kept=source.bytes_per_kept(n_parameters, keep.one_width),
-        )
+        return savings_of(keep, self.table, source=source)
 
     def bytes_are(self) -> str:
         """The kind of the bytes in `savings`: of files, or an estimate."""
@@ -260,10 +274,12 @@ class PruningSession:
             f"{keep.achieved_ratio:.1%} of the atomic experts removed: "
             f"{keep.n_kept:,} of {keep.n_atoms:,} kept."
         )
-        if not estimator.within_layer:
+        if estimator.name == Selection(0.0).estimator:
             return text
-        name = estimator.name
-        return f"{text} {name} compares atoms within a layer only: the scope is layer."
+        text = f"{text} Estimator: {estimator.name}"
+        if not estimator.within_layer:
+            return f"{text}."
+        return f"{text}, which compares atoms within a layer only: the scope is layer."
 
     # --- what was measured ------------------------------------------------------
 
@@ -352,9 +368,10 @@ class PruningSession:
         Raises:
             SpecError: there is no model, or there are no corpora and no tasks.
         """
-        parts = self._parts(corpora, tasks)
         recipe = recipe or self.recipe
         selection = recipe.asked(selection or self.selection)
+        parts = self._parts(corpora, tasks)  # only now, for it waits for the model
+        texts = {part.dataset: part.text for part in parts}
         ranked = self._ranked(selection)
         first = [MASKED] if recipe != MASKED and on_masked is not None else []
         recipes = [*first, recipe] if ranked.n_removed else []
@@ -367,17 +384,19 @@ class PruningSession:
         rows = [point(None, row, recipe=recipe) for row in measured]
         new = self._with_differences(rows)
         for one, n_windows in zip(recipes, to_make, strict=True):
+            clock.begin("weights")
             made = self.made(selection, one, part=clock.making(n_windows))
+            if clock.seconds:
+                self.seconds[one.text] = clock.seconds
             clock.end(n_windows)
             named = "pruned" if one == recipe else "masked"
             measured = measured_of(parts, made, clock, named=named)
             rows += [point(made, row, recipe=one) for row in measured]
             new = self._with_differences(rows)
             if one != recipe and on_masked is not None:
-                self._add(new)
+                self._add(new, texts)
                 on_masked()
-        self._add(new)
-        self.seconds_a_window = clock.seconds_a_window or self.seconds_a_window
+        self._add(new, texts)
         return new
 
     def _parts(self, corpora: Sequence[str], tasks: Sequence[str]) -> list[Part]:
@@ -386,8 +405,7 @@ class PruningSession:
         Raises:
             SpecError: there is no model, or nothing to measure it on.
         """
-        bench = self.workbench
-        if bench is None:
+        if self.workbench is None:
             raise SpecError(
                 "the session has a table but no model, so nothing can be evaluated; "
                 "open it with a workbench, such as open_workbench('lab')"
@@ -396,8 +414,40 @@ class PruningSession:
             raise SpecError(
                 "no corpus and no task are selected; select one, such as pydocs"
             )
-        losses = [Part(bench, name, bench.test_windows(name)) for name in corpora]
-        return losses + [Part(bench, task, None) for task in tasks]
+        tried = [(name, False) for name in corpora] + [(task, True) for task in tasks]
+        return [self._part(name, is_task=is_task) for name, is_task in tried]
+
+    def _part(self, dataset: str, *, is_task: bool) -> Part:
+        bench = self.workbench
+        assert bench is not None  # or there is nothing to measure
+        if is_task:
+            return Part(bench, dataset, None, self._counted(dataset, TASK_WINDOWS))
+        text = bench.test_windows(dataset)
+        return Part(bench, dataset, text, text.n_sequences)
+
+    def changed(
+        self, texts: Mapping[str, str], tasks: Collection[str] = ()
+    ) -> list[str]:
+        """The names in `texts` whose text is not the one that it has the hash of.
+
+        What is not here is not among them: it cannot be measured here, either.
+        """
+        names = []
+        for name, text in texts.items() if self.workbench else ():
+            with contextlib.suppress(HeaprLabError):
+                if self._part(name, is_task=name in tasks).text != text:
+                    names.append(name)
+        return names
+
+    def _counted(self, work: str, guess: int) -> int:
+        """What work counts as, in windows: by the time it took last, if that is known.
+
+        Args:
+            work: a task, or the `text` of a recipe whose weights are made.
+            guess: what it counts as else.
+        """
+        taken, each = self.seconds.get(work), self.seconds_a_window
+        return round(taken / each) if taken and each else guess
 
     def _windows_to_make(self, selection: Selection, recipe: WeightRecipe) -> int:
         """The work of making weights, in windows of an evaluation."""
@@ -406,7 +456,8 @@ class PruningSession:
         assert self.workbench is not None
         calibration = recipe.calibration(self.calibration)
         n_sequences = calibration.n_sequences or self.workbench.profile.n_sequences
-        return recipe.n_passes * (n_sequences + calibration.n_own(n_sequences))
+        n_windows = n_sequences + calibration.n_own(n_sequences)
+        return self._counted(recipe.text, recipe.n_passes * n_windows)
 
     def n_windows(
         self,
@@ -425,11 +476,20 @@ class PruningSession:
 
     def _with_differences(self, rows: list[dict[str, Any]]) -> pd.DataFrame:
         """Points, with the difference to the dense model of each, which comes first."""
+        self._keep_seconds(rows)
         self._keep_windows(rows)
         new = pd.DataFrame(rows, columns=list(POINT_COLUMNS))
         nll = new["nll"].astype(float)
         new["delta_nll"] = nll - nll.groupby(new["dataset"]).transform("first")
         return new
+
+    def _keep_seconds(self, rows: list[dict[str, Any]]) -> None:
+        """Keep how long a task took, and a window, unless it came from the cache."""
+        for row in rows:
+            if row["seconds"] and row.get("windows"):
+                self.seconds_a_window = row["seconds"] / len(row["windows"])
+            elif row["seconds"]:
+                self.seconds[row["dataset"]] = row["seconds"]
 
     def _keep_windows(self, rows: list[dict[str, Any]]) -> None:
         """Keep the losses of single windows; `stderr` of each Δloss is over them."""
@@ -438,7 +498,7 @@ class PruningSession:
             losses = row.get("windows", ())
             if not losses:
                 continue
-            self.windows[row["selection"], row["weights"], row["dataset"]] = losses
+            self.windows[row["selection"], row["weights"], row["text"]] = losses
             if row["selection"] is None:  # which is first
                 dense[row["dataset"]] = losses
             elif len(dense.get(row["dataset"], ())) == len(losses):
@@ -470,10 +530,14 @@ class PruningSession:
                     self._chosen[key] = pruning.keep
             return replace(self._last_made[1], recipe=recipe)
 
-    def _add(self, new: pd.DataFrame) -> None:
+    def _add(self, new: pd.DataFrame, texts: dict[str, str]) -> None:
+        """Add points in place of those of the same model, or of another text."""
         keys = ["dataset", "selection", "weights"]
         with self._adding:  # two tabs may measure at the same time
-            frames = [frame for frame in (self.points, new) if len(frame)]
+            others = {k for k, text in texts.items() if self.texts.get(k, text) != text}
+            self.texts = self.texts | texts  # saved sessions keep the old one
+            old = self.points[~self.points["dataset"].isin(others)]
+            frames = [frame for frame in (old, new) if len(frame)]
             points = pd.concat(frames, ignore_index=True)
             self.points = points.drop_duplicates(keys, keep="last", ignore_index=True)
 

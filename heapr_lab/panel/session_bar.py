@@ -1,22 +1,22 @@
 """Saves the state of the panel to files, opens them, and keeps the last one.
 
 Every panel that is displayed also has a file of its own in the cache. A panel of the
-same table and test data offers the last one; nothing is shown unasked, so that a
+same table and test data offers the earlier ones; nothing is shown unasked, so that a
 notebook does not depend on what somebody did before. With `$HEAPR_LAB_RESUME=0` none is
 kept or offered.
 """
 
 import contextlib
+import functools
 import os
 import uuid
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import ipywidgets as ipw
 import msgspec
-import pandas as pd
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
@@ -24,23 +24,21 @@ from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import Controls, WeightsBar, check_value, shown_by
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Debounced
-from heapr_lab.panel.looks import beside, button, failure, line, status
+from heapr_lab.panel.looks import beside, button, failure, line, one_of, status
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import (
     Inspected,
     SavedSession,
     Tests,
     fingerprint_of,
+    path_of,
     points_of,
     read_session,
     rows_of,
     write_session,
 )
+from heapr_lab.recipes.weights import MASKED
 from heapr_lab.storage.cache import cache_path
-from heapr_lab.storage.hashing import digest
-
-if TYPE_CHECKING:
-    from heapr_lab.workbench.workbench import Workbench
 
 VARIABLE: Final = "HEAPR_LAB_RESUME"
 KIND: Final = "sessions"
@@ -79,7 +77,6 @@ class SessionBar(ipw.VBox):
         self._weights, self._refresh = weights, refresh
         self._opened: SavedSession | None = None
         self._undo: Callable[[], object] = lambda: None
-        self._texts: dict[str, str] = {}
         self.file = line("session file", "session.json")
         self.save_button = button(
             "Save session",
@@ -91,7 +88,7 @@ class SessionBar(ipw.VBox):
             "show one that was saved with the same model and calibration",
             self._press_open,
         )
-        back = "go back to the previous session, or the previous file"
+        back = "go back to the previous session, or file; once more comes back here"
         self.undo_button = button("Undo", back, self._press_undo)
         self.undo_button.layout.display = "none"
         self.message = ipw.HTML(status(""))
@@ -116,7 +113,7 @@ class SessionBar(ipw.VBox):
             fingerprint_of(session.table),
             _measured_for(session),
             self._tests(),
-            self._texts_of(session.points),
+            session.texts,
             session.calibration,
             session.selection,
             session.recipe,
@@ -131,7 +128,6 @@ class SessionBar(ipw.VBox):
             saved = msgspec.structs.replace(
                 saved,
                 tests=self._opened.tests,
-                texts=self._opened.texts,
                 inspected=self._opened.inspected,
                 recipe=self._opened.recipe,
             )
@@ -144,22 +140,6 @@ class SessionBar(ipw.VBox):
         profile = bench.profile
         return Tests(profile.seq_len, profile.n_test, profile.n_items)
 
-    def _texts_of(self, points: pd.DataFrame) -> dict[str, str]:
-        """Hash of the test data of each corpus and task that is here.
-
-        They stay the same in one panel, so each is computed once.
-        """
-        bench = self._session.workbench
-        if bench is None:
-            return {}
-        tasks = set(points["dataset"][points["accuracy"].notna()])
-        names = points["dataset"].unique().tolist()
-        for name in set(names) - set(self._texts):
-            # What is not here cannot be measured here, either.
-            with contextlib.suppress(HeaprLabError):
-                self._texts[name] = _text_of(bench, name, is_task=name in tasks)
-        return {name: self._texts[name] for name in names if name in self._texts}
-
     def _inspected(self) -> Inspected | None:
         if self._session.workbench is None:
             return None
@@ -169,14 +149,17 @@ class SessionBar(ipw.VBox):
     # --- opening ------------------------------------------------------------------
 
     def replace(self, saved: SavedSession) -> None:
-        """As `restore`, with a button that shows what was shown before.
+        """As `restore`, with a button that shows what was shown before, and back.
 
         Raises:
-            SpecError: as `restore`; or the settings are infeasible.
+            SpecError: as `restore`; or the settings are infeasible, or the model is
+                not loaded yet, which evaluations are checked with.
         """
+        if saved.points:
+            self._session.check_ready()
         before = self.saved()
         self.restore(saved)
-        self._offer_undo(lambda: self.restore(before))
+        self._offer_undo(lambda: self.replace(before))
 
     def restore(self, saved: SavedSession) -> None:
         """Show `saved`; the calibration stays, which measured the same table.
@@ -191,9 +174,9 @@ class SessionBar(ipw.VBox):
         fresh = self._check_selections(saved)
         inspected = self._checked_inspected(saved)
         self._inspection.map.check_state(saved.map, n_pins=len(saved.pins))
-        self._session.points = saved.frame()
+        self._session.points, self._session.texts = saved.frame(), saved.texts
         methods = list(map(dict, saved.methods))
-        self._comparison.show_pins(list(saved.pins), rows=methods)
+        self._comparison.show_pins(list(saved.pins), methods)
         for name, value in inspected.items():
             getattr(self._inspection, name).value = value
         if self._session.workbench is not None:
@@ -217,12 +200,12 @@ class SessionBar(ipw.VBox):
                 f"the evaluations of the session are on {saved.tests}, expected "
                 f"{tests}: open the panel with the profile it was saved with"
             )
-        for name, text in self._texts_of(saved.frame()).items():
-            if text != saved.texts.get(name, text):
-                raise SpecError(
-                    f"{name} is another text, or has other items, than when the "
-                    "session was saved, so its evaluations cannot stand beside new ones"
-                )
+        tasks = {point.dataset for point in saved.points if point.accuracy is not None}
+        if changed := self._session.changed(saved.texts, tasks):
+            raise SpecError(
+                f"{changed[0]} is another text, or has other items, than when the "
+                "session was saved, so its evaluations cannot stand beside new ones"
+            )
 
     def _check_selections(self, saved: SavedSession) -> Controls:
         """Controls that show the saved selection.
@@ -231,7 +214,7 @@ class SessionBar(ipw.VBox):
             SpecError: it or a pin is infeasible, or a part of it has no control.
         """
         for selection in (saved.selection, *(pin.selection for pin in saved.pins)):
-            self._session.keep_of(selection)
+            self._session.keep_of(selection, MASKED)
         fresh = Controls(self._session.table, saved.selection, lambda: None)
         if fresh.selection != saved.selection:
             raise SpecError(
@@ -254,17 +237,22 @@ class SessionBar(ipw.VBox):
 
     @property
     def _path(self) -> Path:
-        return Path(self.file.value).expanduser()
+        return path_of(self.file.value)
 
     def _press_save(self, _button: ipw.Button) -> None:
         self._tried(self._save, f"Saved to {self.file.value}")
 
     def _save(self) -> None:
-        path = self._path
+        path, saved = self._path, self.saved()
+        self._write(path, lambda: write_session(path, saved))
+
+    def _write(self, path: Path, write: Callable[[], object]) -> None:
+        """Write a file, with a button that brings back what it was, if it was there."""
         before = path.read_bytes() if path.is_file() else None
-        write_session(path, self.saved())
+        write()
         if before is not None:
-            self._offer_undo(lambda: path.write_bytes(before))
+            back = functools.partial(path.write_bytes, before)
+            self._offer_undo(lambda: self._write(path, back))
 
     def _press_open(self, _button: ipw.Button) -> None:
         opened = f"Opened {self.file.value}"
@@ -274,7 +262,6 @@ class SessionBar(ipw.VBox):
         self._undo, self.undo_button.layout.display = undo, None
 
     def _press_undo(self, _button: ipw.Button) -> None:
-        self.undo_button.layout.display = "none"
         self._tried(self._undo, "Undone")
 
     def _tried(self, work: Callable[[], object], done: str) -> None:
@@ -284,13 +271,6 @@ class SessionBar(ipw.VBox):
             self.message.value = failure(error)
         else:
             self.message.value = status(done)
-
-
-def _text_of(bench: "Workbench", dataset: str, *, is_task: bool) -> str:
-    """Hash of what is measured on a corpus, or on the items of a task."""
-    if is_task:
-        return digest(bench.task_key(dataset, bench.profile.n_items))
-    return bench.test_windows(dataset).fingerprint
 
 
 def _measured_for(session: PruningSession) -> str:
@@ -303,41 +283,43 @@ def _measured_for(session: PruningSession) -> str:
 
 
 class LastSession(ipw.HBox):
-    """Keeps the state of a displayed panel, and offers the last one of another.
+    """Keeps the state of a displayed panel, and offers those of others.
 
     Attributes:
         path: the file of this panel; None if none is kept.
-        earlier: the file of the last session of another panel, if there is one.
+        earlier: the list of the sessions of other panels, whose values are their files.
         message: what is offered, or what went wrong.
-        resume: the button that shows the session that is offered.
+        resume: the button that shows the session that is chosen.
     """
 
     def __init__(self, files: SessionBar) -> None:
-        """Offer the last session.
+        """Offer the earlier sessions, the last one first.
 
         Args:
             files: it has the state of the panel, and can show another.
         """
         self._files, self._shown = files, False
         self._soon = Debounced(self.write, SECONDS)
-        self.path = self.earlier = None
+        self.path, earlier = None, list[Path]()
         if os.environ.get(VARIABLE) != "0":
             folder = cache_path(KIND, files.place(), extension="json").with_suffix("")
             self.path = folder / f"{uuid.uuid4().hex}.json"
-            self.earlier = next(reversed(_sessions_in(folder)), None)
+            earlier = _sessions_in(folder)[::-1]
         self.message = ipw.HTML()
+        options = [(_said_of(path), path) for path in earlier]
+        self.earlier = one_of("session", options, width="420px")
         hint = "show the pins, evaluations and settings of that session"
         self.resume = button("Resume", hint, self._press)
         layout = {"flex_flow": "row wrap", "display": "none"}
-        super().__init__([self.message, self.resume], layout=layout)
-        if self.earlier is not None:
-            since = datetime.fromtimestamp(self.earlier.stat().st_mtime)
-            self._say(status(f"A session of this table is kept, of {since:%F %H:%M}."))
+        super().__init__([self.message, self.earlier, self.resume], layout=layout)
+        if len(earlier) == 1:
+            self._say(status("A session of this table is kept."))
+        elif earlier:
+            self._say(status(f"{len(earlier)} sessions of this table are kept."))
 
     def _press(self, _button: ipw.Button) -> None:
-        assert self.earlier is not None  # or there is no button
         try:
-            self._files.replace(read_session(self.earlier))
+            self._files.replace(read_session(self.earlier.value))
         except (HeaprLabError, OSError) as error:
             self._say(failure(error, what="The session cannot be shown: "))
         else:
@@ -369,8 +351,19 @@ class LastSession(ipw.HBox):
             for old in _sessions_in(self.path.parent)[:-MOST_KEPT]:
                 old.unlink(missing_ok=True)
         except (HeaprLabError, OSError) as error:
-            self.resume.layout.display = "none"
+            self.earlier.layout.display = self.resume.layout.display = "none"
             self._say(failure(error, what="This session is not kept: "))
+
+
+def _said_of(path: Path) -> str:
+    """When a session was last changed, and how much there is of it."""
+    since = f"{datetime.fromtimestamp(path.stat().st_mtime):%F %T}"
+    try:
+        saved = read_session(path)
+    except (HeaprLabError, OSError):  # of which Resume speaks
+        return since
+    n_points = sum(point.selection is not None for point in saved.points)
+    return f"{since}, {len(saved.pins)} pinned, {n_points} evaluated"
 
 
 def _sessions_in(folder: Path) -> list[Path]:

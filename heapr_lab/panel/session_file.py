@@ -121,6 +121,20 @@ def _plain(value: Any) -> Any:
 # --- files ----------------------------------------------------------------------------
 
 
+def path_of(name: Path | str) -> Path:
+    """The path that somebody typed, with `~` as a folder.
+
+    Raises:
+        SpecError: it begins with the home of a user who is not known here.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise SpecError(
+            f"{name} is in the home of an unknown user: write ~/ for your own"
+        ) from error
+
+
 class _Head(msgspec.Struct):
     """What tells the files of sessions from others."""
 
@@ -158,7 +172,7 @@ def read_session(path: Path | str) -> SavedSession:
         SpecError: there is no such file, it is another one, of another version, or a
             part of it is missing, unknown or wrong.
     """
-    path = Path(path).expanduser()
+    path = path_of(path)
     if not path.is_file():
         raise SpecError(f"there is no session {path}; save one in the panel")
     version = _head(path).version

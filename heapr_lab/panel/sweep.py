@@ -76,9 +76,14 @@ class Sweep:
     recipe: WeightRecipe = MASKED
 
     def missing(self, session: PruningSession) -> list["Missing"]:
-        """Selections with the corpora and tasks that they have no point of."""
+        """Selections with the corpora and tasks that they have no point of.
+
+        Points of what the text of a corpus was before do not count.
+        """
         points = session.points
         rows = points[points["weights"].eq(self.recipe.text)]
+        texts = {k: text for k, text in session.texts.items() if k in self.corpora}
+        rows = rows[~rows["dataset"].isin(session.changed(texts))]
         known = set(zip(rows["selection"], rows["dataset"], strict=True))
         parts = [
             Missing(
@@ -250,7 +255,8 @@ def differences(session: PruningSession) -> pd.DataFrame:
     points = session.points.dropna(subset=["selection", "nll"])
     for (dataset, removed), rows in points.groupby(["dataset", "achieved_ratio"]):
         pairs = list(zip(rows["selection"], rows["weights"], strict=True))
-        first, *others = [session.windows.get((*pair, dataset), ()) for pair in pairs]
+        text = session.texts.get(str(dataset), "")
+        first, *others = [session.windows.get((*pair, text), ()) for pair in pairs]
         for pair, nll in zip(pairs[1:], others, strict=True):
             if len(nll) == len(first) > 0:
                 texts = setting_text(*pair), setting_text(*pairs[0])

@@ -1,7 +1,6 @@
 """The section that says why pruning hurts a text: which layers, tokens and atoms.
 
-Every value says whether it is *first order* (an estimate) or *measured*. Importing
-this needs no torch.
+Every share is *first order*, an estimate, and says so. Importing this needs no torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,16 +10,9 @@ import ipywidgets as ipw
 import numpy as np
 import pandas as pd
 
-from heapr_lab.errors import SpecError
 from heapr_lab.panel.controls import NumberBox, said_by
 from heapr_lab.panel.jobs import Report, ResultJob
-from heapr_lab.panel.looks import (
-    columns_html,
-    numbers,
-    one_of,
-    scrolling_html,
-    status,
-)
+from heapr_lab.panel.looks import columns_html, numbers, scrolling_html, status
 from heapr_lab.panel.passage_html import (
     left_out_html,
     numbered,
@@ -30,16 +22,13 @@ from heapr_lab.panel.passage_html import (
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.weights import WeightRecipe
 
 if TYPE_CHECKING:
     from heapr_lab.inspection.attribution import Attribution
     from heapr_lab.inspection.passages import Passage
-    from heapr_lab.inspection.restoring import Restored
 
-_N_EXPERTS: Final = 8
-"""Experts of a layer that are measured: those with the largest attribution."""
 _N_ATOMS: Final = 20
-_LAYERS, _EXPERTS = "layers", "experts"
 _N_TOKENS: Final = 40
 """Tokens of the map; the others are summed in one row."""
 _SHADES: Final = (0.125, 0.25, 0.5)
@@ -49,17 +38,15 @@ _MILLI = "first order [0.001 nats/token]"
 
 
 class WhySection(ipw.VBox):
-    """Attribution of the change of a text's loss, first order and measured.
+    """Attribution of the change of a text's loss, to first order.
 
     `explain` is laid out by the tab, beside the token.
 
     Attributes:
-        attribution: the last first-order result; likewise `restored`, the last
-            measured one, and `atoms`, those of a token.
+        attribution: the last result; likewise `atoms`, those of a token.
     """
 
     attribution: "Attribution | None" = None
-    restored: "Restored | None" = None
     atoms: pd.DataFrame | None = None
 
     def __init__(
@@ -69,7 +56,7 @@ class WhySection(ipw.VBox):
         text: ipw.Textarea,
         layer: NumberBox,
         position: NumberBox,
-        masked: "Callable[[Selection], tuple[Passage, KeepMask, str]]",
+        masked: "Callable[..., tuple[Passage, KeepMask, str]]",
     ) -> None:
         """Lay the section out.
 
@@ -78,82 +65,39 @@ class WhySection(ipw.VBox):
             text: the text that is inspected.
             layer: the layer of the chosen token.
             position: the position of the chosen token.
-            masked: the tokens of the text, the mask of a selection, and both as text.
+            masked: the tokens of a text, the mask of a selection, and both as text;
+                called with the selection, the recipe of its weights, and the text.
         """
         self.session = session
-        self._text, self._layer, self._position = text, layer, position
         self._masked = masked
-        self._build()
-        super().__init__([self.attribute, self.what, self.note, self.measure])
-        for control in (self.what, self._layer):
-            control.observe(self.check, names="value")
-        self.check()
-
-    def _build(self) -> None:
         self.attribute = ResultJob(
             "Attribute",
             self._attributed,
-            asked=lambda: (self.session.selection,),
-            controls=(self._text,),
+            asked=self.session.settings,
+            controls=(text,),
             of=self.session.named,
             tooltip="share of each layer and token in the loss increase, first order",
         )
-        experts = "experts of the layer of the token below", _EXPERTS
-        self.what = one_of(
-            "restore and prune alone", [("each layer", _LAYERS), experts], width="460px"
-        )
-        self.note = ipw.HTML()
-        self.measure = ResultJob(
-            "Measure",
-            self._measured,
-            asked=lambda: (self.session.selection, self._part()),
-            controls=(self._text,),
-            of=self.session.named,
-            tooltip="run the model again with each part restored, and pruned alone",
-        )
-        token = self._text, self._layer, self._position
+        token = text, layer, position
         self.explain = ResultJob(
             "Attribute to atoms",
             self._explained,
-            asked=lambda: (self.session.selection,),
+            asked=self.session.settings,
             controls=token,
             of=lambda: f"{self.session.named()}; {said_by(*token[1:])}",
             tooltip="which pruned experts and atoms of the token change the loss",
         )
-
-    def check(self, _change: Any = None) -> None:
-        """Mark results that are out of date, and say how long measuring takes."""
-        self.measure.check()
-        self.note.value = self._said_beforehand()
-
-    def _said_beforehand(self) -> str:
-        if not self.session.is_ready:
-            return ""
-        from heapr_lab.inspection.restoring import n_runs
-
-        try:
-            keep, layer = self.session.keep, self._layer.number
-        except SpecError:  # of which the panel speaks, or the button
-            return ""
-        if self.what.value == _LAYERS:
-            return status(f"Measuring runs the model {n_runs(keep)} times on the text.")
-        runs = 2 + 2 * min(_N_EXPERTS, n_runs(keep, layer=layer) // 2 - 1)
-        return status(
-            f"Measuring runs the model up to {runs} times on the text, for the experts "
-            f"of layer {layer} whose first-order attribution is largest."
-        )
-
-    def _part(self) -> int | None:
-        """The layer whose experts are measured; None if it is each layer."""
-        return self._layer.number if self.what.value == _EXPERTS else None
+        super().__init__([self.attribute])
 
     # --- what the buttons start ---------------------------------------------------
 
-    def _attributed(self, report: Report, selection: Selection, _text: str) -> str:
+    def _attributed(
+        self, report: Report, selection: Selection, recipe: WeightRecipe, text: str
+    ) -> str:
         from heapr_lab.inspection.attribution import attribute_loss
         from heapr_lab.inspection.passages import token_losses
 
-        passage, keep, pruned = self._masked(selection)
+        passage, keep, pruned = self._masked(selection, recipe, text)
         report(0, 3, "first order")
         attribution = attribute_loss(self._model, keep, passage.ids)
         report(1, 3, "the change itself")
@@ -173,37 +117,17 @@ class WhySection(ipw.VBox):
         )
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _measured(
-        self, report: Report, selection: Selection, layer: int | None, _text: str
-    ) -> str:
-        from heapr_lab.inspection.attribution import attribute_loss
-        from heapr_lab.inspection.restoring import restored
-
-        passage, keep, pruned = self._masked(selection)
-        report(0, 1, "first order")
-        cheap = attribute_loss(self._model, keep, passage.ids)
-        shares, place = cheap.layers(), {}
-        if layer is not None:
-            shares = cheap.experts(layer)
-            shares = shares[shares["n_removed"] > 0].head(_N_EXPERTS)
-            place = {"layer": layer, "experts": shares["expert"].tolist()}
-        self.restored = restored(
-            self._model,
-            keep,
-            passage.ids,
-            **place,
-            progress=lambda done, total: report(done, total, "run"),
-        )
-        values = shares["first_order"].to_numpy()
-        view = measured_html(self.restored, first_order=values, pruned=pruned)
-        return left_out_html(passage.n_left_out, "end") + view
-
     def _explained(
-        self, report: Report, selection: Selection, _text: str, *token: int
+        self,
+        report: Report,
+        selection: Selection,
+        recipe: WeightRecipe,
+        text: str,
+        *token: int,
     ) -> str:
         from heapr_lab.inspection.attribution import attribute_token
 
-        passage, keep, pruned = self._masked(selection)
+        passage, keep, pruned = self._masked(selection, recipe, text)
         report(0, 1, "atoms")
         place = dict(zip(("layer", "position"), token, strict=True))
         self.atoms = attribute_token(self._model, keep, passage.ids, **place)
@@ -287,34 +211,6 @@ def _cell(value: float, largest: float) -> str:
     step = sum(abs(value) >= share * largest > 0 for share in _SHADES)
     style = step_style(step, worse=value > 0)
     return f'<span style="{style}">{1000 * value:+.2f}</span>'
-
-
-def measured_html(losses: "Restored", *, first_order: np.ndarray, pruned: str) -> str:
-    """What restoring each part gains and what its removal alone costs, measured.
-
-    Args:
-        losses: what was measured.
-        first_order: the estimate for each row of its frame.
-        pruned: says which pruned model it is.
-    """
-    of_experts = "expert" in losses.frame
-    part = "expert" if of_experts else "layer"
-    where = f" in layer {losses.frame['layer'].iloc[0]}" if of_experts else ""
-    text = (
-        f"Measured: Δ is {losses.delta_nll:+.4f} nats per token when all is pruned. "
-        f"Each {part}{where} was restored alone, and pruned alone. Parts interact, so "
-        f"neither column adds up to Δ. Masked model: {pruned}."
-    )
-    restored, alone = losses.frame["restored_delta"], losses.frame["alone_delta"]
-    columns = {
-        part: losses.frame[part],
-        "atoms pruned": numbers(losses.frame["n_removed"], ","),
-        _FIRST_ORDER: numbers(first_order, "+.4f"),
-        "measured: restoring it gains": numbers(losses.delta_nll - restored, "+.4f"),
-        "measured: Δ with it restored": numbers(restored, "+.4f"),
-        "measured: Δ with only it pruned": numbers(alone, "+.4f"),
-    }
-    return f"{status(text)}{columns_html(f'Each {part}{where}', columns)}"
 
 
 def token_html(

@@ -167,6 +167,17 @@ class Panel:
         if "jupyter-widget-Collapse-open" not in str(section.get_attribute("class")):
             section.locator(".jupyter-widget-Collapse-header").click()
 
+    def unfold_all(self, *, but: str = ":not(.jupyter-widget-Collapse-open)") -> None:
+        """Open every section that is seen, and those in it."""
+        header = f".jupyter-widget-Collapse{but} > .jupyter-widget-Collapse-header"
+        closed = self.root.locator(header).filter(visible=True)
+        while closed.count():
+            closed.first.click()
+
+    def fold_all(self) -> None:
+        """Close every section that is seen."""
+        self.unfold_all(but=".jupyter-widget-Collapse-open")
+
     def mask(self) -> None:
         """Have pruned models masked as HEAPr: the weights that stay are unchanged."""
         self.choice("weights").select_option("as the paper (masked)")

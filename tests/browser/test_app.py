@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from browser.pages import N_ATOMS, TIMEOUT, Panel, Watch, nameless, pixels
+from browser.pages import N_ATOMS, TIMEOUT, Panel, Watch, nameless, pixels, violations
 from browser.servers import served, stop
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -36,6 +36,25 @@ def app(
         yield address, process, temporary
 
 
+def test_a_closed_page_ends_its_kernel(
+    chromium: "sync_api.Browser", app: tuple[str, "subprocess.Popen[bytes]", Path]
+) -> None:
+    """Each page has one; the second says that the model is loaded again."""
+    address, process, _ = app
+    context = chromium.new_context()
+    for before in (0, 1):
+        page = context.new_page()
+        page.goto(address, timeout=TIMEOUT)
+        Panel(page.locator("body")).is_ready()
+        again = page.get_by_text("memory of its files once more, 6")  # 6x kB
+        expect(again).to_have_count(before)
+    kernels = psutil.Process(process.pid).children()
+    assert len(kernels) == 2
+    for page in context.pages:
+        page.close(run_before_unload=True)
+    assert psutil.wait_procs(kernels, timeout=TIMEOUT / 1000)[1] == []
+
+
 def test_the_app_shows_the_panel(
     chromium: "sync_api.Browser",
     app: tuple[str, "subprocess.Popen[bytes]", Path],
@@ -49,11 +68,11 @@ def test_the_app_shows_the_panel(
     panel = Panel(page.locator("body"))
     panel.is_ready()
     assert page.locator(".jp-InputArea-editor").count() == 0
-    page.set_viewport_size({"width": 1000, "height": 700})
-    box = panel.picture.bounding_box()
-    assert box is not None
-    assert box["y"] + box["height"] <= 700, "the picture has to be scrolled to"
-    page.screenshot(path=shots / "app-dark-1000.png")
+    for width, height in ((1000, 700), (667, 467)):  # the second is it at 150 %
+        page.set_viewport_size({"width": width, "height": height})
+        for seen in (panel.handle, panel.picture):
+            expect(seen).to_be_in_viewport(ratio=0.99)
+        page.screenshot(path=shots / f"app-dark-{width}.png")
     page.set_viewport_size({"width": 1280, "height": 1000})
     assert pixels(page.screenshot())[:, 0].mean() < 0.5
     page.screenshot(path=shots / "app-dark-1280.png")
@@ -77,6 +96,7 @@ def test_the_app_shows_the_panel(
     expect(panel.expert(1, 2)).to_be_visible()
     page.screenshot(path=shots / "app-dark-inspect-1280.png")
     assert nameless(panel.root) == []
+    assert violations(panel.root) == []
     stderr = "[data-mime-type='application/vnd.jupyter.stderr']"
     assert page.locator(stderr).all_inner_texts() == []
     assert watch.complaints == []

@@ -77,7 +77,7 @@ def test_every_value_can_be_set_without_a_mouse(page: "sync_api.Page") -> None:
 
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_axe_finds_nothing_serious(page: "sync_api.Page", theme: str) -> None:
-    """On any tab, with a picture and the sections of Inspect open, in either theme."""
+    """On any tab, with the picture and every section open, in either theme."""
     pytest.importorskip("axe_core_python")
     panel, _ = panels(page)
     panel.type_ratio("0.5")
@@ -85,12 +85,11 @@ def test_axe_finds_nothing_serious(page: "sync_api.Page", theme: str) -> None:
     faults = []
     for tab in TABS:
         panel.open(tab)
-        if tab == "Inspect":
-            panel.unfold("Where pruning")
-        faults += [
-            f"{tab}: {fault}"
-            for fault in violations(panel.root.locator(".jp-OutputArea-output").first)
-        ]
+        panel.unfold_all()
+        output = panel.root.locator(".jp-OutputArea-output").first
+        part = output if tab == "Choose" else output.locator(".widget-tab")
+        faults += [f"{tab}: {fault}" for fault in violations(part)]
+    panel.fold_all()
     use_theme(page, "JupyterLab Light")
     assert not faults, "\n".join(sorted(set(faults)))
 
@@ -194,7 +193,7 @@ def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None
     panel.button("Export comparison").click()
     expect(panel.root.get_by_text("Written to comparison")).to_be_visible()
     kinds = {path.suffix for path in (work / "comparison").iterdir()}
-    assert kinds == {".csv", ".md", ".parquet", ".pdf", ".png", ".tex"}
+    assert kinds == {".csv", ".md", ".parquet", ".pdf", ".png"}
     panel.mask()
     panel.open("Export")
     panel.button("Export").click()
@@ -208,48 +207,11 @@ def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None
     assert kept == N_ATOMS // 2
 
 
-def test_what_two_masks_remove(page: "sync_api.Page") -> None:
-    """A pin beside the selection; an atom's contexts; grey when old, gone if it fails.
-
-    The pin keeps every atom that the selection keeps, as scores are the same.
-    """
-    panel, _ = panels(page)
-    panel.open("Compare")
-    panel.type_ratio("0.25")
-    # While the kernel works, what is typed waits, and a click would overtake it.
-    expect(page.locator("#jp-main-statusbar")).to_contain_text("Idle")
-    panel.enter("label", "mine")
-    panel.button("Pin").click()
-    expect(panel.root.get_by_text("mine: 25.0% removed")).to_be_visible()
-    panel.choice("mask B").select_option("pin mine")
-    panel.type_ratio("0.5")
-    panel.button("Compare masks").click()
-    text = f"current selection removes 100.0% of the {N_ATOMS // 4} atoms that pin mine"
-    expect(panel.root.get_by_text(text)).to_be_visible(timeout=TIMEOUT)
-    picture = panel.root.get_by_role("img", name="beside chance")
-    picture.evaluate("image => image.decode()")
-    assert pixels(picture.screenshot()).std() > 0.01
-    only = panel.root.get_by_role("cell", name="current selection", exact=True)
-    atoms = panel.choice("atom that only one removes")
-    expect(atoms.locator("option")).to_have_count(N_ATOMS // 4)
-    expect(only).to_have_count(N_ATOMS // 4)
-    atoms.select_option(index=1)
-    panel.button("Find contexts").click()
-    kept = panel.root.get_by_text("removed by current selection, kept by pin mine")
-    expect(kept).to_be_visible(timeout=TIMEOUT)
-    assert nameless(panel.root) == []
-    panel.type_ratio("0.6")
-    grey = panel.root.get_by_text("Out of date").locator("visible=true")
-    expect(grey).to_have_count(2)
-    panel.choice("mask B").select_option("current selection, on missing.txt")
-    panel.button("Compare masks").click()
-    expect(panel.root.get_by_role("alert")).to_contain_text("missing.txt")
-    expect(picture).to_have_count(0)
-    panel.button("Clear").click()
-
-
-def test_two_panels_at_once_and_cancel_in_the_middle(page: "sync_api.Page") -> None:
-    """While one panel evaluates the other follows; Cancel ends the evaluation early."""
+@pytest.mark.parametrize("stopped_by", ["Cancel", "an interrupt of the kernel"])
+def test_two_panels_at_once_and_cancel_in_the_middle(
+    page: "sync_api.Page", stopped_by: str
+) -> None:
+    """While one panel evaluates the other follows; what is stopped ends early."""
     panel, slow = panels(page)
     slow.open("Evaluate")
     slow.button("Evaluate").click()
@@ -262,7 +224,10 @@ def test_two_panels_at_once_and_cancel_in_the_middle(page: "sync_api.Page") -> N
     panel.changes_from(before)
     assert slow.ratio_shown() == ratio
     expect(slow.button("Evaluate")).to_be_disabled()
-    slow.button("Cancel").first.click()  # the other is that of Sweep
+    if stopped_by == "Cancel":
+        slow.button("Cancel").first.click()  # the other is that of Sweep
+    else:
+        page.evaluate("jupyterapp.commands.execute('kernelmenu:interrupt')")
     expect(slow.root.get_by_text("cancelled")).to_be_visible()
     expect(slow.button("Evaluate")).to_be_enabled()
     expect(slow.root.get_by_role("row")).to_have_count(0)
@@ -283,7 +248,7 @@ def test_shows_an_error_and_goes_on(page: "sync_api.Page") -> None:
     expect(panel.button("Evaluate")).to_be_enabled(timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("width", [1280, 1920])
+@pytest.mark.parametrize("width", [1000, 1280, 1920])
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
 def test_is_painted_in_both_themes(
     page: "sync_api.Page", theme: str, width: int, shots: Path

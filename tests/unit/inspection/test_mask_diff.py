@@ -1,4 +1,4 @@
-"""Two masks compared: counts, chance, ranks and single atoms, against Python sets."""
+"""Two masks compared: counts, chance and ranks, against Python sets."""
 
 import math
 import statistics
@@ -17,13 +17,10 @@ from heapr_lab.inspection.mask_diff import (
     ScoredMask,
     cut,
     overlap,
-    overlap_in_all,
-    overlap_text,
     rank_agreement,
     rank_agreement_in_all,
     rank_points,
     ranks,
-    removed_by_one,
     spearman,
 )
 from heapr_lab.pruning.masks import KeepMask
@@ -96,26 +93,6 @@ def test_overlap_is_that_of_sets(by: str) -> None:
             assert row["z"] == pytest.approx((len(mine & other) - mean) / sd)
 
 
-def test_the_whole_model_is_the_sum_of_its_layers() -> None:
-    """Counts and chance, given each layer's numbers: layer by layer."""
-    a, b = scored("A", 1), scored("B", 2, share=0.7)
-    row = overlap_in_all(overlap(a.keep, b.keep)).iloc[0]
-    mine, other = removed(a.keep), removed(b.keep)
-    assert row["both"] == len(mine & other)
-    assert row["jaccard"] == len(mine & other) / len(mine | other)
-    chances = []
-    for layer, (n_experts, d_inter) in SHAPES.items():
-        n_a, n_b = (sum(x[0] == layer for x in gone) for gone in (mine, other))
-        chances.append(chance(n_experts * d_inter, n_a, n_b))
-    expected = sum(mean for mean, _ in chances)
-    sd = math.hypot(*(sd for _, sd in chances))
-    assert row["expected"] == pytest.approx(expected)
-    assert row["sd"] == pytest.approx(sd)
-    assert row["z"] == pytest.approx((row["both"] - expected) / sd)
-    of_all, _ = chance(29, len(mine), len(other))
-    assert row["expected"] != pytest.approx(of_all)  # layers lose different shares
-
-
 def test_what_is_divided_by_nothing_is_missing() -> None:
     """A layer of which one removes nothing, and one that both remove whole."""
     none, whole = np.ones((2, 3), bool), np.zeros((2, 3), bool)
@@ -126,7 +103,6 @@ def test_what_is_divided_by_nothing_is_missing() -> None:
     assert frame["share_of_a"].isna().tolist() == [True, False, True]
     assert frame["jaccard"].fillna(-1).tolist() == [0, 1, -1]
     assert frame["z"].isna().all()  # chance cannot vary
-    assert overlap_in_all(frame)["share_of_b"].tolist() == [6 / 7]
 
 
 def test_counts_of_large_layers_do_not_overflow() -> None:
@@ -137,23 +113,6 @@ def test_counts_of_large_layers_do_not_overflow() -> None:
     assert (row["both"], row["expected"]) == (0, 2**18)
     variance = Fraction((2**19) ** 4, 2**40 * (2**20 - 1))
     assert row["sd"] == pytest.approx(math.sqrt(variance))
-
-
-def test_a_sentence_for_each_side_that_differs() -> None:
-    """One share if both remove as many, else both; and a sentence if there is none."""
-    a, b, more = scored("A", 1), scored("B", 2), scored("C", 2, share=0.7)
-    mine, other = removed(a.keep), removed(b.keep)
-    share = len(mine & other) / 11
-    expected = overlap_in_all(overlap(a.keep, b.keep))["expected"][0] / 11
-    assert overlap_text(a, b) == (
-        f"B removes {share:.1%} of the 11 atoms that A removes; chance would be "
-        f"{expected:.1%}."
-    )
-    text = overlap_text(a, more)
-    assert "of the 11 atoms that A removes" in text
-    assert "of the 20 atoms that C removes" in text
-    none = scored("D", 3, share=0.0)
-    assert overlap_text(a, none) == "Nothing to compare: D removes no atoms."
 
 
 # --- ranks ------------------------------------------------------------------------
@@ -257,26 +216,6 @@ def test_points_are_a_fixed_sample_of_all_atoms() -> None:
     pd.testing.assert_frame_equal(some.merge(every), some)
 
 
-def test_atoms_that_one_removes_are_sorted_by_the_others_need() -> None:
-    """The atoms of the symmetric difference, each with its scores and ranks."""
-    a, b = scored("A", 1), scored("B", 2, share=0.7)
-    frame = removed_by_one(a, b)
-    rows = [*frame[["layer", "expert", "atom"]].itertuples(index=False, name=None)]
-    mine, other = removed(a.keep), removed(b.keep)
-    assert set(rows) == mine ^ other
-    assert len(rows) == len(set(rows))
-    needed = []
-    for atom, row in zip(rows, frame.itertuples(), strict=True):
-        place = atoms().index(atom)
-        assert row.removed_by == ("a" if atom in mine else "b")
-        assert (row.score_a, row.score_b) == (a.scores[place], b.scores[place])
-        everything = list(range(29))
-        assert row.rank_a == pytest.approx(rank_by_hand(a, place, everything))
-        assert row.rank_b == pytest.approx(rank_by_hand(b, place, everything))
-        needed.append(row.rank_b if atom in mine else row.rank_a)
-    assert needed == sorted(needed, reverse=True)
-
-
 def test_a_selection_brings_its_scores() -> None:
     """The estimator's options count, and the scope in which atoms are ranked."""
     table = random_table(2, 2, 4)
@@ -299,7 +238,7 @@ def test_masks_of_different_models_are_refused() -> None:
     with pytest.raises(SpecError, match=r"4: \(2, 6\)\}, expected .*4: \(2, 7\)"):
         overlap(a.keep, other)
     b = scored("B", 2, model={"weights": "2", "class": "x"})
-    for compare in (ranks, rank_agreement, rank_points, removed_by_one):
+    for compare in (ranks, rank_agreement, rank_points):
         with pytest.raises(SpecError, match=r"different models.*differ in weights;"):
             compare(a, b)
     assert len(ranks(a, scored("B", 2))[0]) == 29  # of an unknown model

@@ -53,7 +53,11 @@ def test_losses_say_what_they_are_of(panel: Explorer) -> None:
     dense, pruned = session.points[session.points["nll"].notna()].itertuples()
     assert perplexity.values == f"{dense.perplexity:,.1f} → {pruned.perplexity:,.1f}"
     assert f"± {pruned.stderr:.3f}" in perplexity.change
-    assert perplexity.of == f"measured on {tab.corpora.value[0]}"
+    bench: Any = session.workbench
+    length, windows = bench.profile.seq_len, bench.test_windows(tab.corpora.value[0])
+    amount = f"{windows.n_sequences} windows × {length} tokens"
+    assert perplexity.of == f"measured on {amount} of {tab.corpora.value[0]}"
+    assert panel.answers.value.count("(± one standard error)") == 2
     before, after = session.points[session.points["accuracy"].notna()].itertuples()
     assert (
         accuracy.values == f"{100 * before.accuracy:.1f} → {100 * after.accuracy:.1f}"
@@ -66,7 +70,7 @@ def test_losses_say_what_they_are_of(panel: Explorer) -> None:
     assert other.values == perplexity.values
     assert (other.stale, other.of) == (
         True,
-        f"measured for 0.25, on {tab.corpora.value[0]}",
+        f"measured for 0.25, on {amount} of {tab.corpora.value[0]}",
     )
     assert answers(session)[3].of.startswith("measured for 0.25, on continuation")
     assert panel.answers.value.count(STALE) == 2
@@ -83,7 +87,7 @@ def test_the_masked_model_is_the_first_answer(panel: Explorer) -> None:
     panel.controls.ratio.value = "0.5"
     panel.session.seconds_a_window = 2.0
     panel.evaluation.foresee()
-    assert "at most " in panel.evaluation.job.text.value
+    assert "about " in panel.evaluation.job.text.value
     bars: list[float] = []
     job = panel.evaluation.job
     job.bar.observe(lambda change: bars.append(change["new"]), names="value")
@@ -105,6 +109,14 @@ def test_cancel_is_there_while_something_runs(panel: Explorer) -> None:
     press(job)
     assert seen[0] is None
     assert job.cancel_button.layout.display == job.bar.layout.display == "none"
+
+
+def test_another_estimator_is_named() -> None:
+    """Also while its list is folded; the one by default is not."""
+    panel = explore(small_table())
+    assert "Estimator" not in panel.status.value
+    panel.controls.estimator.value = "shrunk"
+    assert "Estimator: shrunk." in panel.status.value
 
 
 def test_what_is_advanced_is_open_where_it_is_used() -> None:

@@ -77,6 +77,18 @@ def test_without_voila_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     assert "Traceback" not in result.stderr
 
 
+def test_kernels_without_a_page_are_ended(tmp_path: Path) -> None:
+    """The server culls those that are idle and that no browser is connected to."""
+    pytest.importorskip("voila")
+    notebook = tmp_path / "page.ipynb"
+    notebook.touch()
+    server = app._server(notebook, "lab", port=0, token="token")
+    server.connection_dir = str(tmp_path)
+    kernels = server.init_settings()["kernel_manager"]
+    assert 0 < kernels.cull_idle_timeout <= 3600
+    assert not kernels.cull_connected
+
+
 def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The port that was asked for is used, or none."""
     monkeypatch.setattr(app, "panel_source", lambda *_, **__: "")

@@ -55,16 +55,14 @@ def test_no_control_is_of_another_kind(panel: Explorer) -> None:
 
 
 def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
-    """It stands in the list's tooltip; only atoms, masks and columns are data."""
-    difference = panel.comparison.diff
-    data = (difference.a, difference.b)
-    lists = [box for box in those_of(panel, ipw.Dropdown) if box not in data]
+    """It stands in the list's tooltip; only atoms and pins are data."""
+    lists = those_of(panel, ipw.Dropdown)
+    data = (panel.inspection.nearest, panel.inspection.map.pin)
     assert {"estimator", "scope", "granularity", "structure", "budget"} <= {
         label_of(box) for box in lists
     }
     for box in lists:
         values = [one if isinstance(one, str) else one[-1] for one in box.options]
-        data = (panel.inspection.nearest, difference.atom, panel.inspection.map.pin)
         if box in data:
             assert not any(isinstance(value, str) for value in values)
             continue

@@ -236,7 +236,7 @@ def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
     "name",
     [
         *("generate", "compare", "route", "show_contexts", "map.show_contexts"),
-        *("why.attribute", "why.measure", "why.explain"),
+        *("why.attribute", "why.explain"),
     ],
 )
 def test_cancel(tab: InspectTab, name: str) -> None:

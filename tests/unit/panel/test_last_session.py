@@ -58,7 +58,7 @@ def use(panel: Explorer) -> None:
 
 def offers(panel: Explorer) -> bool:
     """Whether it says that there is a session."""
-    offered = "A session of this table is kept" in panel.last.message.value
+    offered = "of this table " in panel.last.message.value
     assert offered == (panel.last.layout.display is None)
     return offered
 
@@ -79,11 +79,40 @@ def test_it_is_offered_when_the_panel_opens_again(folder: Path) -> None:
     again.files.undo_button.click()
     assert again.session.selection == Selection(0.25)
     assert again.comparison.pins == []
-    assert again.files.undo_button.layout.display == "none"
     kept(again, lambda text: '"pins": []' in text)
     kept(first, lambda text: '"label": "A"' in text)
     assert len(list(folder.glob("*/*.json"))) == 2
     assert explore(small_table()).session.selection == Selection(0.25)
+
+
+def test_each_can_be_chosen() -> None:
+    """The last one is offered first; one that was barely used hides none."""
+    use(displayed(small_table()))
+    nudged = displayed(small_table())
+    nudged.controls.ratio.value = "0.75"
+    kept(nudged, lambda text: '"ratio": 0.75' in text)
+    again = displayed(small_table())
+    assert "2 sessions of this table are kept" in again.last.message.value
+    labels, (last, first) = zip(*again.last.earlier.options, strict=True)
+    assert ["1 pinned, 0 evaluated" in label for label in labels] == [False, True]
+    assert again.last.earlier.value == last == nudged.last.path
+    again.last.earlier.value = first
+    again.last.resume.click()
+    assert again.session.selection == Selection(0.5)
+    assert len(again.comparison.pins) == 1
+
+
+def test_undo_goes_back_and_forth() -> None:
+    """What was done since a session was shown is there again after a second press."""
+    use(displayed(small_table()))
+    panel = displayed(small_table())
+    panel.last.resume.click()
+    for _ in range(2):
+        panel.comparison.pin()
+    for n_pins in (0, 3, 0):
+        panel.files.undo_button.click()
+        assert len(panel.comparison.pins) == n_pins
+    assert panel.comparison.undo_button.disabled  # it is of what was removed alone
 
 
 def test_the_oldest_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +159,10 @@ def test_another_text_is_noticed(bench: Workbench, root: Path, tmp_path: Path) -
     assert "mine.txt is another text" in again.last.message.value
     assert again.session.points.empty
     assert again.files.undo_button.layout.display == "none"
+    press(first.evaluation.job)
+    first.last.write()
+    again.last.resume.click()
+    assert len(again.session.points) == 2
 
 
 def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder: Path) -> None:
@@ -147,7 +180,7 @@ def test_a_file_that_is_being_written_is_no_session(folder: Path) -> None:
     partial = first.last.path.with_name(".partial-1-x.json")
     partial.write_text("{")
     assert offers(again := displayed(small_table()))
-    assert again.last.earlier == first.last.path
+    assert again.last.earlier.value == first.last.path
 
 
 def test_who_asks_for_something_else_gets_it(
@@ -177,12 +210,41 @@ def test_a_file_that_is_written_over_can_be_had_back(tmp_path: Path) -> None:
     panel.controls.ratio.value = "0.5"
     files.save_button.click()
     assert (tmp_path / "s.json").read_bytes() != before
-    files.undo_button.click()
-    assert (tmp_path / "s.json").read_bytes() == before
+    for after in (before, (tmp_path / "s.json").read_bytes(), before):
+        files.undo_button.click()
+        assert (tmp_path / "s.json").read_bytes() == after
     files.open_button.click()
     assert panel.session.selection == Selection(0.25)
     files.undo_button.click()
     assert panel.session.selection == Selection(0.5)
+
+
+def test_weights_that_choose_are_opened_too(panel: Explorer, tmp_path: Path) -> None:
+    """Although they were not made here; *Undo* goes back to them as well."""
+    files, weights = panel.files, panel.weights.weights
+    weights.value = "compress"
+    panel.comparison.pin()
+    files.file.value = str(tmp_path / "s.json")
+    files.save_button.click()
+    weights.value = "unchanged"
+    for press_one, value in (
+        (files.open_button, "compress"),
+        (files.undo_button, "unchanged"),
+        (files.undo_button, "compress"),
+    ):
+        press_one.click()
+        assert 'role="alert"' not in files.message.value
+        assert weights.value == value
+
+
+def test_the_home_of_nobody_is_said(panel: Explorer) -> None:
+    """A path that the system cannot expand is not passed over in silence."""
+    panel.files.file.value = panel.comparison.folder.value = "~nosuch/s.json"
+    panel.files.save_button.click()
+    panel.comparison.pin()
+    panel.comparison.export_button.click()
+    for said in (panel.files.message, panel.comparison.exported):
+        assert "~nosuch/s.json is in the home of an unknown user" in said.value
 
 
 @pytest.mark.parametrize("wrong", ['"version": 3', "}"])

@@ -1,7 +1,10 @@
 """With its table in the cache, a model is shown before it is loaded."""
 
+import contextlib
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ from tiny_folder import write_model, write_text
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models import named
+from heapr_lab.panel.jobs import Job
 from heapr_lab.panel.loading import LoadingWorkbench
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.storage.cache import cached_folder
 from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.workbench import workbench
 
 MOST_MODULES = 1_300
 """The most modules, of all packages, imported before the first picture."""
@@ -83,7 +88,7 @@ def test_the_first_picture_needs_no_model(asked: dict[str, Any]) -> None:
     again, bench = opened(asked)
     assert not bench.is_loaded
     assert again.answers.value == first.answers.value
-    assert "the model is loading" in again.header.value
+    assert "the model is not loaded yet" in again.header.value
 
 
 def test_the_model_comes_behind(asked: dict[str, Any]) -> None:
@@ -95,7 +100,7 @@ def test_the_model_comes_behind(asked: dict[str, Any]) -> None:
     assert bench.is_loaded
     assert again.header.value == first.header.value
     assert again.comparison.runs.methods.options
-    assert "at most " in again.evaluation.job.text.value
+    assert "about " in again.evaluation.job.text.value
     press(again.evaluation.job)
     assert again.session.measured()["dataset"].tolist() == list(asked["corpora"])
 
@@ -106,6 +111,73 @@ def test_who_evaluates_before_waits(asked: dict[str, Any]) -> None:
     panel, bench = opened(asked)
     press(panel.evaluation.job)
     assert bench.is_loaded
+
+
+@contextlib.contextmanager
+def waiting(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Press a button; in the block its work waits for the model."""
+    reached, go_on, load = (
+        threading.Event(),
+        threading.Event(),
+        workbench.open_workbench,
+    )
+
+    def slow(*names: Any, **options: Any) -> Any:
+        reached.set()
+        assert go_on.wait(60)
+        return load(*names, **options)
+
+    monkeypatch.setattr(workbench, "open_workbench", slow)
+    job.button.click()
+    assert reached.wait(60)
+    yield
+    go_on.set()
+    job.wait(60)
+    assert job.error.value == ""
+
+
+def test_settings_are_those_of_the_press(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What moves while a job waits for the model is not what it measures or reads."""
+    opened(asked)
+    panel, _ = opened(asked)
+    with waiting(panel.evaluation.job, monkeypatch):
+        panel.controls.ratio.value = "0.5"
+    assert panel.session.points["ratio"].tolist() == [0.0, 0.25]
+    panel, _ = opened(asked)
+    tab = panel.inspection
+    tab.text.value = "aaab bbba"
+    with waiting(tab.compare, monkeypatch):
+        tab.text.value = "abab"
+    assert tab.losses is not None
+    assert "".join(tab.losses["token"]) == "aaab bbba"
+
+
+def test_only_jobs_wait_for_the_model(asked: dict[str, Any]) -> None:
+    """Python and evaluations of before, which need it, come once it is there."""
+    first, _ = opened(asked)
+    press(first.evaluation.job)
+    panel, bench = opened(asked)
+    panel.export.code.selected_index = 0
+    assert "not loaded yet" in panel.export.python.value
+    with pytest.raises(SpecError, match="not loaded yet"):
+        panel.files.replace(first.files.saved())
+    assert not bench.is_loaded
+    panel.get_ready()
+    assert "import heapr_lab" in panel.export.python.value
+    panel.files.replace(first.files.saved())
+    assert len(panel.session.points) == 2
+
+
+def test_a_corpus_that_is_missing_is_said(asked: dict[str, Any]) -> None:
+    """Nothing can be timed on it; the model is there all the same."""
+    opened(asked)
+    panel, bench = opened(asked | {"corpora": ("nowhere.txt",)})
+    panel.get_ready()
+    assert bench.is_loaded
+    assert "nowhere.txt" in panel.evaluation.job.error.value
+    assert "loading" not in panel.evaluation.job.text.value
 
 
 def test_another_model_of_the_same_name_is_noticed(asked: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from pressing import error_of, press
 from tiny_folder import write_text
@@ -170,6 +171,20 @@ def test_the_time_is_that_of_evaluations_so_far(
     assert compensated.seconds(session) == 2.0 * (dense + 4 * n_test + making)
 
 
+def test_tasks_and_weights_count_as_the_time_they_took(
+    session: PruningSession, corpora: tuple[str, str]
+) -> None:
+    """In windows; until they were measured, a task counts as 32 of them."""
+    task, recipe = f"continuation:{corpora[0]}", WeightRecipe("compensated")
+    work: Any = (), (task,), Selection(0.5), recipe
+    guess = session.n_windows(*work)
+    session.evaluate(corpora, tasks=(task,), selection=Selection(0.25), recipe=recipe)
+    assert session.seconds.keys() == {task, "compensated"}
+    session.seconds_a_window = 2.0
+    session.seconds = {task: 100.0, "compensated": 30.0}
+    assert session.n_windows(*work) == 50 + 15 != guess
+
+
 def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
     """The switch may move meanwhile; the running job names what it measures."""
     tab, told = swept.evaluation.sweep, []
@@ -246,6 +261,22 @@ def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
     for row in frame.itertuples():
         text = f"{row.difference:+.4f} ± {row.stderr:.4f}"
         assert f">{text}<" in swept.evaluation.differences.value
+
+
+def test_windows_of_two_texts_are_not_paired(
+    session: PruningSession, corpora: tuple[str, str], tmp_path: Path
+) -> None:
+    """Once a file has another text, all is measured on that, as in a new session."""
+    file = tmp_path / "eval.txt"
+    file.write_text(Path(corpora[0]).read_text())
+    session.evaluate([str(file)], selection=Selection(0.5))
+    file.write_text(file.read_text()[::-1])
+    sweep = Sweep((Selection(0.5), Selection(0.5, "magnitude")), (str(file),))
+    fresh = PruningSession(session.table, workbench=session.workbench)
+    for one in (session, fresh):
+        assert sweep.run(one, report=quiet, on_points=quiet) == 2
+    pd.testing.assert_frame_equal(differences(session), differences(fresh))
+    pd.testing.assert_frame_equal(session.points, fresh.points)
 
 
 def test_curves_begin_with_the_dense_model(swept: Explorer) -> None:

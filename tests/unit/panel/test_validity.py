@@ -360,7 +360,7 @@ def height_of(png: bytes) -> int:
     return int.from_bytes(png[20:24], "big")
 
 
-def test_pins_have_one_colour_and_corpora_one_marker() -> None:
+def test_pins_have_one_colour_and_marker_and_corpora_one_filling() -> None:
     """Both charts of the comparison agree, with a legend for each."""
     session = PruningSession(random_table(2, 4, 16))
     tab = CompareTab(session)
@@ -370,19 +370,20 @@ def test_pins_have_one_colour_and_corpora_one_marker() -> None:
     frame = tab.frame().assign(**{"Δloss pydocs": [0.1, 0.2], "Δloss ptb": [0.3, 0.4]})
     figure = tab.figure(frame)
     left, right = figure.axes
-    of_pins = [line.get_color() for line in left.get_lines()]
-    assert len(set(of_pins)) == 2
+    of_pins = [(line.get_color(), line.get_marker()) for line in left.get_lines()]
+    assert [len(set(looks)) for looks in zip(*of_pins, strict=True)] == [2, 2]
     dots = [
         line
         for line in right.get_lines()
         if len(line.get_xdata()) and line.get_marker() != "None"
     ]
-    looks = {(dot.get_color(), dot.get_marker()) for dot in dots}
+    looks = {(dot.get_color(), dot.get_marker(), dot.get_fillstyle()) for dot in dots}
     assert len(dots) == len(looks) == 4
-    assert {dot.get_color() for dot in dots} == set(of_pins)
+    assert {look[:2] for look in looks} == set(of_pins)
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["A", "B"]
-    assert [line.get_color() for line in legend.get_lines()] == of_pins
+    named = [(line.get_color(), line.get_marker()) for line in legend.get_lines()]
+    assert named == of_pins
     corpora = [text.get_text() for text in right.get_legend().get_texts()]
     assert corpora == ["pydocs", "ptb"]
 

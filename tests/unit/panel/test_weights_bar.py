@@ -279,7 +279,7 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     assert tab.losses is not None
     assert "ragged, compensated)" in tab.compare.value
     bench: Any = session.workbench
-    passage = tab._passage()
+    passage = tab._passage(tab.text.value)
     made = session.made(session.selection, session.recipe)
     assert made.compensation is not None
     down_projs = made.compensation.down_projs

@@ -11,7 +11,6 @@ from pressing import failed, press, stale
 
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
 from heapr_lab.inspection.passages import read_passage, token_losses
-from heapr_lab.inspection.restoring import Restored, n_runs, restored
 from heapr_lab.panel import why_section as views
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.session import PruningSession
@@ -61,42 +60,6 @@ def test_attribute(tab: InspectTab) -> None:
     assert rows[n_layers + 3][3] == f"{1000 * expected.tokens[0, 3, 0]:+.2f}"
 
 
-def test_measure_layers(tab: InspectTab) -> None:
-    """The model runs as often as was said; the numbers are those of the library."""
-    model, ids = model_and_ids(tab)
-    runs = n_runs(tab.session.keep)
-    assert f"runs the model {runs} times" in tab.why.note.value
-    steps: list[str] = []
-    tab.why.measure.text.observe(lambda change: steps.append(change["new"]), "value")
-    press(tab.why.measure)
-    assert any(f"{runs} of {runs}" in step for step in steps)
-    expected = restored(model, tab.session.keep, ids)
-    assert tab.why.restored is not None
-    pd.testing.assert_frame_equal(tab.why.restored.frame, expected.frame)
-    shares = attribute_loss(model, tab.session.keep, ids).layers()["first_order"]
-    assert [row[2] for row in cells(tab.why.measure.value)] == [
-        f"{value:+.4f}" for value in shares
-    ]
-
-
-def test_measure_experts(tab: InspectTab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two with most of the chosen layer, each beside its own estimate."""
-    monkeypatch.setattr("heapr_lab.panel.why_section._N_EXPERTS", 2)
-    model, ids = model_and_ids(tab)
-    tab.why.what.value = "experts"
-    tab.layer.value = 1
-    assert "up to 6 times" in tab.why.note.value
-    assert "of layer 1" in tab.why.note.value
-    press(tab.why.measure)
-    shares = attribute_loss(model, tab.session.keep, ids).experts(1).head(2)
-    rows = cells(tab.why.measure.value)
-    assert [int(row[0]) for row in rows] == shares["expert"].tolist()
-    assert [row[2] for row in rows] == [f"{v:+.4f}" for v in shares["first_order"]]
-    assert not stale(tab.why.measure)
-    tab.layer.value = 0
-    assert stale(tab.why.measure)
-
-
 def test_explain(tab: InspectTab) -> None:
     """The pruned atoms of the token below, and what its experts have together."""
     model, ids = model_and_ids(tab)
@@ -117,7 +80,7 @@ def test_explain(tab: InspectTab) -> None:
 
 def test_results_go_out_of_date(tab: InspectTab) -> None:
     """Another text or selection greys all; what made them brings them back."""
-    shown = tab.why.attribute, tab.why.measure, tab.why.explain
+    shown = tab.why.attribute, tab.why.explain
     for job in shown:
         press(job)
     assert not any(map(stale, shown))
@@ -132,12 +95,12 @@ def test_results_go_out_of_date(tab: InspectTab) -> None:
     tab.session.choose(Selection(ratio=0.5))
     tab.refresh()
     tab.position.value = 3
-    assert [stale(job) for job in shown] == [False, False, True]
+    assert [stale(job) for job in shown] == [False, True]
 
 
 def test_an_error_leaves_no_result(tab: InspectTab) -> None:
     """What was shown is gone, and the message is an alert below the button."""
-    jobs = tab.why.attribute, tab.why.measure, tab.why.explain
+    jobs = tab.why.attribute, tab.why.explain
     for job in jobs:
         press(job)
         assert job.value
@@ -145,14 +108,6 @@ def test_an_error_leaves_no_result(tab: InspectTab) -> None:
     for job in jobs:
         failed(job)
         assert job.value == ""
-
-
-def test_an_infeasible_selection(tab: InspectTab) -> None:
-    """No number of runs is said, and the buttons say what is wrong."""
-    tab.session.choose(Selection(0.5, exclude_layers=(99,)))
-    tab.refresh()
-    assert tab.why.note.value == ""
-    assert "no routed experts in layers 99" in failed(tab.why.measure)
 
 
 # --- the views ----------------------------------------------------------------------
@@ -192,18 +147,3 @@ def test_map_differs_by_more_than_colour() -> None:
     assert drawn == ["3px solid", "3px dotted", "2px solid", "1px dotted"]
     nothing = views._map([0], np.zeros((1, 1)), ["a"])
     assert "px solid rgb" not in nothing
-
-
-def test_measured_is_told_in_text() -> None:
-    """The gain is Δ less what is left of it when a part is restored."""
-    frame = pd.DataFrame(
-        {"layer": [3], "expert": [7], "n_removed": [1234], "restored_delta": [0.125],
-         "alone_delta": [0.0625], "tokens": [9]}
-    )  # fmt: skip
-    page = views.measured_html(
-        Restored(frame, 1.0, 1.5), first_order=np.array([0.25]), pruned=PRUNED
-    )
-    assert cells(page) == [["7", "1,234", "+0.2500", "+0.3750", "+0.1250", "+0.0625"]]
-    assert "Δ is +0.5000 nats" in page
-    assert "Each expert in layer 3 was restored alone" in page
-    assert "half of &lt;it&gt;" in page
