@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pandas as pd
 
+from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.looks import MEASURED, STALE, badge
 from heapr_lab.panel.session import NotKnownError, PruningSession, setting_text
@@ -167,8 +168,11 @@ def _accuracy(session: PruningSession) -> Answer:
     rows = session.points_for(*shown).dropna(subset="accuracy").set_index("dataset")
     dense = points[points["estimator"].eq("dense")].set_index("dataset").loc[rows.index]
     before, after = (100 * frame["accuracy"].mean() for frame in (dense, rows))
-    error = 100 * np.hypot(dense["stderr"], rows["stderr"]) / len(rows)
-    spread = float(np.sqrt((error.astype(float) ** 2).sum()))
+    errors = [
+        _difference_error(session, dense.loc[task], rows.loc[task])
+        for task in rows.index
+    ]
+    spread = 100 * float(np.linalg.norm(errors)) / len(rows)
     on = rows.index[0] if len(rows) == 1 else f"{len(rows)} tasks"
     setting = "" if shown == chosen else f" {_settings(session, last)}"
     return Answer(
@@ -178,6 +182,20 @@ def _accuracy(session: PruningSession) -> Answer:
         f"measured{setting} on {on}",
         shown != chosen,
     )
+
+
+def _difference_error(
+    session: PruningSession, dense: pd.Series, pruned: pd.Series
+) -> float:
+    """The error of a difference of accuracies, over items where both are known."""
+    text = session.texts.get(str(pruned.name), "")
+    right, before = (
+        session.windows.get((row.selection, row.weights, text), ())
+        for row in (pruned, dense)
+    )
+    if len(right) > 1 and len(right) == len(before):
+        return paired_difference(right, before)[1]
+    return float(np.hypot(dense["stderr"], pruned["stderr"]))
 
 
 def _chosen(session: PruningSession) -> tuple[Selection, str]:

@@ -34,7 +34,8 @@ class Part:
         """Hash of the windows, or of what determines the items of the task."""
         if self.windows is not None:
             return self.windows.fingerprint
-        return digest(self.bench.task_key(self.dataset, self.bench.profile.n_items))
+        n_items = self.bench.profile.items_of(self.dataset)
+        return digest(self.bench.task_key(self.dataset, n_items))
 
     def measured(self, made: "PruningResult | None", clock: "Clock") -> dict[str, Any]:
         """Columns of `PruningSession.points` for a pruned model, or the dense one."""
@@ -44,7 +45,9 @@ class Part:
             score = self.bench.task_accuracy(
                 keep, self.dataset, down_projs=down_projs, progress=progress
             )
-            return {"accuracy": score["value"], "stderr": score["stderr"]}
+            right = tuple(score.get("items", ()))
+            facts = {"accuracy": score["value"], "stderr": score["stderr"]}
+            return facts | {"items": right, "text": self.text}
         loss = self.bench.perplexity(
             keep, self.windows, down_projs=down_projs, progress=clock.parts
         )
@@ -53,7 +56,7 @@ class Part:
             "perplexity": loss.value,
             "n_tokens": loss.n_tokens,
             "windows": loss.windows,
-            "text": self.windows.fingerprint,
+            "text": self.text,
         }
 
 

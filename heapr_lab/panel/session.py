@@ -492,9 +492,16 @@ class PruningSession:
                 self.seconds[row["dataset"]] = row["seconds"]
 
     def _keep_windows(self, rows: list[dict[str, Any]]) -> None:
-        """Keep the losses of single windows; `stderr` of each Δloss is over them."""
+        """Keep the losses of single windows, and which items are answered rightly.
+
+        `stderr` of each Δloss is over windows.
+        """
         dense: dict[str, tuple[float, ...]] = {}
         for row in rows:
+            if row.get("items"):
+                self.windows[row["selection"], row["weights"], row["text"]] = row[
+                    "items"
+                ]
             losses = row.get("windows", ())
             if not losses:
                 continue

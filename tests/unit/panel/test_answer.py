@@ -64,6 +64,11 @@ def test_losses_say_what_they_are_of(panel: Explorer) -> None:
     )
     spread = 100 * math.hypot(before.stderr, after.stderr)
     assert accuracy.change.endswith(f"± {spread:.1f}")
+    # Item by item, where answers of both are known: +1, 0, 0 and -1.
+    text = session.texts[before.dataset]
+    for point, right in ((before, (0, 1, 0, 1)), (after, (1, 1, 0, 0))):
+        session.windows[point.selection, point.weights, text] = right
+    assert answers(session)[3].change.endswith(f"± {100 * math.sqrt(2 / 3 / 4):.1f}")
     assert STALE not in panel.answers.value
     panel.controls.ratio.value = "0.5"
     other = answers(session)[2]
