@@ -89,7 +89,7 @@ def test_axe_finds_nothing_serious(page: "sync_api.Page", theme: str) -> None:
         output = panel.root.locator(".jp-OutputArea-output").first
         part = output if tab == "Choose" else output.locator(".widget-tab")
         faults += [f"{tab}: {fault}" for fault in violations(part)]
-    panel.fold_all()
+        panel.fold_all()
     use_theme(page, "JupyterLab Light")
     assert not faults, "\n".join(sorted(set(faults)))
 
