@@ -179,13 +179,14 @@ class Request:
             source=read_source(source),
             written=self.out if self.to_folder else None,
         )
+        fitted = outcome.compensation
         return {
             "model": self.model,
             "method": self.method.name,
             "estimator": outcome.keep.settings.get(
                 "estimator", self.setting.selection.estimator
             ),
-            "compensated": self.to_folder and outcome.compensation is not None,
+            "compensated": self.to_folder and bool(fitted and fitted.down_projs),
             "healed_on": self.recipe.heal,
             **_held_out(outcome.report, in_words=in_words),
             "atoms": outcome.keep.n_atoms,

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.named import (
-    check_there,
-    dense_of,
-    folder_of,
-    local_folder,
-    names,
-)
+from heapr_lab.models.named import check_there, dense_of, folder_of, names
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.storage.cache import cached_folders
 from heapr_lab.workbench.settings import profile_of
@@ -214,8 +208,9 @@ def _prepare(source: str, page: Any, notebook: Any, cwd: str) -> None:  # noqa: 
 
 def _bytes_of(source: str) -> int:
     """Size of the files of a model; 0 for a table, and where they are not found."""
-    name = dense_of(source) or source
-    folder = next(cached_folders("models", name), None) or local_folder(name)
+    from heapr_lab.panel.loading import folder_here
+
+    folder = folder_here(dense_of(source) or source)
     files = [] if folder is None else folder.glob("*.safetensors")
     return sum(path.stat().st_size for path in files)
 

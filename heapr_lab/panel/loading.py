@@ -232,7 +232,7 @@ def _table_path(known: Known) -> Path:
     )
 
 
-def _folder_of(name: str) -> Path | None:
+def folder_here(name: str) -> Path | None:
     """The folder of a model; of one that is made at first use, the newest."""
     if name == LAB or name not in names():
         return local_folder(name)
@@ -242,7 +242,7 @@ def _folder_of(name: str) -> Path | None:
 
 def _path_of(opening: Opening, calibration: Calibration) -> Path | None:
     """Where a table is remembered; None for a model without files here."""
-    folder = _folder_of(opening.model)
+    folder = folder_here(opening.model)
     if folder is None:
         return None
     texts = [source_key(name, split="train") for name in corpora_of(calibration.corpus)]

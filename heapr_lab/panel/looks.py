@@ -271,13 +271,10 @@ def code_html(code: str) -> str:
     )
 
 
-def image_html(png: bytes, name: str, *, css: str = "") -> str:
+def image_html(png: bytes, name: str) -> str:
     """A picture in the page itself, with its name for those who do not see it."""
     source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
-    return (
-        f'<img class="{css}" alt="{html.escape(name)}" style="max-width:100%" '
-        f'src="{source}">'
-    )
+    return f'<img alt="{html.escape(name)}" style="max-width:100%" src="{source}">'
 
 
 def badge() -> str:

@@ -498,14 +498,11 @@ class PruningSession:
         """
         dense: dict[str, tuple[float, ...]] = {}
         for row in rows:
-            if row.get("items"):
-                self.windows[row["selection"], row["weights"], row["text"]] = row[
-                    "items"
-                ]
             losses = row.get("windows", ())
+            if each := losses or row.get("items"):
+                self.windows[row["selection"], row["weights"], row["text"]] = each
             if not losses:
                 continue
-            self.windows[row["selection"], row["weights"], row["text"]] = losses
             if row["selection"] is None:  # which is first
                 dense[row["dataset"]] = losses
             elif len(dense.get(row["dataset"], ())) == len(losses):

@@ -21,10 +21,12 @@ structured pruning, with HEAPr's atoms (its appendix leaves this to future work)
 Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · I.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import logging
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """The ridges tried, relative to each feature's own products."""
+Losses = tuple[float, ...]
+"""The loss of each window, in nats per token."""
 STANDARD_ERRORS = 2.0
 """By how many of them a paired difference of losses decides."""
 _FEWEST_TO_JUDGE = 4
@@ -208,27 +212,42 @@ def _unless_worse(
     progress: Parts,
 ) -> Compensation:
     """The compensation, or unchanged weights where the loss of `judges` is smaller."""
-    losses = []
-    for down_projs in (None, compensation.down_projs):
-        with masking(model, keep, down_projs) as masked:
-            measured = evaluate_perplexity(masked, judges.ids, progress=progress)
-        progress.end(judges.n_sequences)
-        losses.append(measured)
-    before, after = losses
-    difference, error = paired_difference(after.windows, before.windows)
-    if not difference > STANDARD_ERRORS * error:
+    edits = (masking(model, keep, new) for new in (None, compensation.down_projs))
+    (before,), (after,) = (losses_on(edit, [judges], progress) for edit in edits)
+    if not is_less(before, after):
         return compensation
     logger.warning(
         "on %d held-out windows compensation raises the loss from %.4g to %.4g: so "
         "the weights stay as they are: a few tokens may have nearly all energy of a "
         "layer, and the mask not what it comes from; try another mask, or `compress`",
         judges.n_sequences,
-        before.nll,
-        after.nll,
+        statistics.fmean(before),
+        statistics.fmean(after),
     )
     report = compensation.report
     report = report.assign(changed=False, compensated=report["dropped"])
     return Compensation({}, report, compensation.settings)
+
+
+def losses_on(
+    edited: contextlib.AbstractContextManager[nn.Module],
+    judges: Sequence[CalibrationSet],
+    progress: Parts,
+) -> list[Losses]:
+    """The losses of the model inside a context, on each set of windows."""
+    all_losses = []
+    with edited as model:
+        for windows in judges:
+            losses = evaluate_perplexity(model, windows.ids, progress=progress).windows
+            progress.end(windows.n_sequences)
+            all_losses.append(losses)
+    return all_losses
+
+
+def is_less(losses: Losses, others: Losses) -> bool:
+    """Whether a loss is smaller on the same windows, by two standard errors."""
+    difference, error = paired_difference(losses, others)
+    return difference < -STANDARD_ERRORS * error
 
 
 def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:

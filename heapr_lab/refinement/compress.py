@@ -14,7 +14,6 @@ Source: this project.
 
 import contextlib
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,6 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.evaluation.paired import paired_difference
-from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
@@ -30,9 +28,11 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import (
-    STANDARD_ERRORS,
     Compensation,
+    Losses,
     describe_weights,
+    is_less,
+    losses_on,
 )
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
@@ -43,8 +43,6 @@ COMPENSATED = {
 """The estimators whose masks are compensated."""
 PAPER = "heapr"
 """The estimator of the mask that is returned where compensation is no better."""
-Losses = tuple[float, ...]
-"""The loss of each window, in nats per token."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,32 +164,18 @@ def fit_compression(
         keep, columns = fitted.compensated(_of(selection, estimator), progress=parts)
         parts.end(size)
         if not judged:
-            judged[PAPER] = _losses(masking(model, paper), judges, parts)
-        judged[name] = _losses(masking(model, keep, columns.down_projs), judges, parts)
+            judged[PAPER] = losses_on(masking(model, paper), judges, parts)
+        made = masking(model, keep, columns.down_projs)
+        judged[name] = losses_on(made, judges, parts)
         if _chosen(judged) == name:
             result = keep, columns
-    (dense,) = _losses(contextlib.nullcontext(model), judges[-1:], parts)
+    (dense,) = losses_on(contextlib.nullcontext(model), judges[-1:], parts)
     kept, weights = result or (paper, None)
     return FittedCompression(kept, weights, _report(judged, dense))
 
 
 def _of(selection: Selection, estimator: str) -> Selection:
     return replace(selection, estimator=estimator, estimator_options=())
-
-
-def _losses(
-    edited: contextlib.AbstractContextManager[nn.Module],
-    judges: Sequence[CalibrationSet],
-    progress: Parts,
-) -> list[Losses]:
-    """The losses inside a context, on the windows that decide and on those reported."""
-    all_losses = []
-    with edited as model:
-        for windows in judges:
-            losses = evaluate_perplexity(model, windows.ids, progress=progress).windows
-            progress.end(windows.n_sequences)
-            all_losses.append(losses)
-    return all_losses
 
 
 def _chosen(judged: dict[str, list[Losses]]) -> str:
@@ -202,8 +186,7 @@ def _chosen(judged: dict[str, list[Losses]]) -> str:
     """
     best = PAPER
     for name, (deciding, _) in judged.items():
-        difference, error = paired_difference(deciding, judged[best][0])
-        if difference < -STANDARD_ERRORS * error:
+        if is_less(deciding, judged[best][0]):
             best = name
     return best
 

@@ -477,12 +477,8 @@ class Workbench:
     def savings(self, setting: Setting) -> pd.DataFrame:
         """One row: the parameters, bytes and FLOPs that `setting` saves."""
         keep = self.keep(setting)
-        saved = self.savings_of(keep, self.table_of(setting))
+        saved = savings_of(keep, self.table_of(setting), source=self.source)
         return saved.assign(**self.columns(setting, keep))
-
-    def savings_of(self, keep: KeepMask, table: ImportanceTable) -> pd.DataFrame:
-        """Any mask's savings, with the bytes of files if they are on this machine."""
-        return savings_of(keep, table, source=self.source)
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
         """The columns of a row of results that describe how its model was made."""

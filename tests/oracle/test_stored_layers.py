@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the files; compensated weights are taken, better or not."""
-    monkeypatch.setattr("heapr_lab.refinement.compress.STANDARD_ERRORS", -math.inf)
+    monkeypatch.setattr("heapr_lab.refinement.compensation.STANDARD_ERRORS", -math.inf)
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / "sweeps"
 

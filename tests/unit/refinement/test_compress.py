@@ -18,7 +18,7 @@ from heapr_lab.models.identity import weights_state
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.refinement import compress
+from heapr_lab.refinement import compensation, compress
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.compress import (
@@ -51,7 +51,7 @@ def found(model: nn.Module, fitted: CalibratedModel) -> FittedCompression:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compensation is taken whatever the windows that decide say."""
-    monkeypatch.setattr(compress, "STANDARD_ERRORS", -math.inf)
+    monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
 
 
 def paper(model: nn.Module, ratio: float) -> Any:
@@ -114,7 +114,7 @@ def test_where_compensation_is_not_better_the_papers_mask_is_taken(
     model: nn.Module, fitted: CalibratedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is taken with unchanged weights."""
-    monkeypatch.setattr(compress, "STANDARD_ERRORS", math.inf)
+    monkeypatch.setattr(compensation, "STANDARD_ERRORS", math.inf)
     compression = fit_compression(model, WINDOWS, HALF, fitted=fitted)
     assert compression.down_projs is None
     assert compression.keep.fingerprint == paper(model, 0.5).fingerprint
