@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from tiny_folder import write_model, write_text
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.refinement import compensation
 from heapr_lab.storage import paths
 from heapr_lab.storage.hashing import without_nan
 
@@ -92,6 +94,19 @@ def test_prune_writes_a_checkpoint_that_evaluate_reads(
     assert "8 windows of 32 tokens" in card
     assert "| perplexity | not measured |" in card
     assert "| reloaded | not checked |" in card
+
+
+def test_weights_that_the_loss_refused_are_not_called_compensated(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the held-out windows say, they are against it here."""
+    monkeypatch.setattr(compensation, "_FEWEST_TO_JUDGE", 2)
+    monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
+    base = ("prune", folder / "moe", "--ratio", 0.4, "--estimator", "fisher", "--json")
+    facts = json.loads(run(*base, "--out", tmp_path / "out", *text_of(folder)))
+    assert not facts["compensated"]
+    manifest = json.loads((tmp_path / "out" / "heapr_manifest.json").read_text())
+    assert manifest["weights"].startswith("sliced, otherwise unchanged")
 
 
 def test_the_method_is_the_best_that_the_inputs_allow(
