@@ -162,8 +162,14 @@ def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.equal(drawn.ids[8:], windows.ids[8:])
 
 
-def test_a_table_says_what_it_was_measured_on(root: Path) -> None:
-    """Read back it is the calibration; other joined windows are nobody's."""
+def test_a_table_says_what_it_was_measured_on(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read back it is the calibration; other joined windows are nobody's.
+
+    A table in the cache may name another file with the same text.
+    """
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
     bench, text = bench_of(root), str(root / "text.txt")
     spec = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
     table = bench.importance(spec)
