@@ -300,13 +300,13 @@ class LastSession(ipw.HBox):
         """
         self._files, self._shown = files, False
         self._soon = Debounced(self.write, SECONDS)
-        self.path, earlier = None, list[Path]()
+        self.path, earlier = None, list[tuple[float, Path]]()
         if os.environ.get(VARIABLE) != "0":
             folder = cache_path(KIND, files.place(), extension="json").with_suffix("")
             self.path = folder / f"{uuid.uuid4().hex}.json"
             earlier = _sessions_in(folder)[::-1]
         self.message = ipw.HTML()
-        options = [(_said_of(path), path) for path in earlier]
+        options = [(_said_of(when, path), path) for when, path in earlier]
         self.earlier = one_of("session", options, width="420px")
         hint = "show the pins, evaluations and settings of that session"
         self.resume = button("Resume", hint, self._press)
@@ -348,16 +348,16 @@ class LastSession(ipw.HBox):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_session(self.path, saved)
-            for old in _sessions_in(self.path.parent)[:-MOST_KEPT]:
+            for _, old in _sessions_in(self.path.parent)[:-MOST_KEPT]:
                 old.unlink(missing_ok=True)
         except (HeaprLabError, OSError) as error:
             self.earlier.layout.display = self.resume.layout.display = "none"
             self._say(failure(error, what="This session is not kept: "))
 
 
-def _said_of(path: Path) -> str:
+def _said_of(when: float, path: Path) -> str:
     """When a session was last changed, and how much there is of it."""
-    since = f"{datetime.fromtimestamp(path.stat().st_mtime):%F %T}"
+    since = f"{datetime.fromtimestamp(when):%F %T}"
     try:
         saved = read_session(path)
     except (HeaprLabError, OSError):  # of which Resume speaks
@@ -366,10 +366,10 @@ def _said_of(path: Path) -> str:
     return f"{since}, {len(saved.pins)} pinned, {n_points} evaluated"
 
 
-def _sessions_in(folder: Path) -> list[Path]:
-    """The files of sessions, the last one last; none that is being written."""
+def _sessions_in(folder: Path) -> list[tuple[float, Path]]:
+    """When each session was changed [s], and its file; none that is being written."""
     files = []
     for path in folder.glob("[!.]*.json"):
         with contextlib.suppress(FileNotFoundError):  # another panel removed it
             files.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(files)]
+    return sorted(files)

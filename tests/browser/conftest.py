@@ -105,12 +105,6 @@ def server(
 
 
 @pytest.fixture(scope="session")
-def work(server: Lab) -> Path:
-    """The folder of the notebooks."""
-    return server.work
-
-
-@pytest.fixture(scope="session")
 def address(server: Lab, tiny_model: Path) -> str:
     """The notebook of two panels."""
     cells = [source.format(model=str(tiny_model)) for source in (OPEN, SLOW)]

@@ -64,8 +64,14 @@ class Lab:
             cells=[nbformat.v4.new_code_cell(source) for source in cells],
             metadata=_KERNEL,
         )
-        nbformat.write(notebook, self.work / f"{name}.ipynb")
-        return self.page(name, f"/tree/{name}.ipynb")
+        folder = self.folder(name)
+        folder.mkdir()
+        nbformat.write(notebook, folder / f"{name}.ipynb")
+        return self.page(name, f"/tree/{name}/{name}.ipynb")
+
+    def folder(self, name: str) -> Path:
+        """The folder of a notebook, which its kernel works in, and no other one."""
+        return self.work / name
 
     def page(self, name: str, path: str = "") -> str:
         """The address of a page with a layout of its own, which nothing is in yet."""

@@ -43,8 +43,8 @@ def test_the_copy_is_seen_once_the_kernel_is_gone(
     """Hidden beside the panel and following it; seen afterwards, by strangers too."""
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()
-    small_table().write(server.work / "table.parquet")
     page.goto(server.notebook("copy", [CELL]))
+    small_table().write(server.folder("copy") / "table.parquet")
     run_all(page)
     panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
     panel.is_ready()
@@ -56,7 +56,7 @@ def test_the_copy_is_seen_once_the_kernel_is_gone(
     page.screenshot(path=shots / "copy-hidden.png")
     page.evaluate("jupyterapp.commands.execute('docmanager:save')")
     page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
-    assert KEPT in copied(server.work / "copy.ipynb")
+    assert KEPT in copied(server.folder("copy") / "copy.ipynb")
     page.reload()  # the kernel has the panel still
     panel.is_ready()
     expect(page.locator(f".{CLASS}")).to_be_hidden()
@@ -65,7 +65,7 @@ def test_the_copy_is_seen_once_the_kernel_is_gone(
     shows_the_copy(page)
     page.screenshot(path=shots / "copy-seen.png")
     with lab(private=tmp_path, environment={}) as other:
-        shutil.copy2(server.work / "copy.ipynb", other.work)
+        shutil.copy2(server.folder("copy") / "copy.ipynb", other.work)
         page.goto(other.page("copy", "/tree/copy.ipynb"))
         shows_the_copy(page)
         page.screenshot(path=shots / "copy-stranger.png")

@@ -14,6 +14,7 @@ from browser.pages import (
     use_theme,
     violations,
 )
+from browser.servers import Lab
 from transformers import AutoModelForCausalLM
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -181,7 +182,7 @@ def test_a_cell_chooses_an_expert(page: "sync_api.Page") -> None:
     panel.choice("map of").select_option("kept share")
 
 
-def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None:
+def test_compares_exports_and_reloads(page: "sync_api.Page", server: Lab) -> None:
     """Two pins in one chart and as files; the model is written, and loads again."""
     panel, _ = panels(page)
     panel.open("Compare")
@@ -192,13 +193,14 @@ def test_compares_exports_and_reloads(page: "sync_api.Page", work: Path) -> None
     assert panel.pixels().std() > 0.01
     panel.button("Export comparison").click()
     expect(panel.root.get_by_text("Written to comparison")).to_be_visible()
-    kinds = {path.suffix for path in (work / "comparison").iterdir()}
+    folder = server.folder("panels")
+    kinds = {path.suffix for path in (folder / "comparison").iterdir()}
     assert kinds == {".csv", ".md", ".parquet", ".pdf", ".png"}
     panel.mask()
     panel.open("Export")
     panel.button("Export").click()
     expect(panel.root.get_by_text("Written to pruned")).to_be_visible(timeout=TIMEOUT)
-    loaded = AutoModelForCausalLM.from_pretrained(work / "pruned")
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "pruned")
     kept = sum(
         sum(module.heapr_widths)
         for module in loaded.modules()

@@ -57,7 +57,7 @@ def run_cell(page: "sync_api.Page", number: int, lines: tuple[str, ...]) -> Pane
 
 
 def test_from_nothing_to_a_smaller_model(
-    page: "sync_api.Page", tiny_model: Path, work: Path
+    page: "sync_api.Page", tiny_model: Path, server: Lab
 ) -> None:
     """Open, choose, see what it costs, save, load again, read what was measured."""
     page.locator(".jp-LauncherCard[data-category=Notebook]").first.click()
@@ -95,7 +95,7 @@ def test_from_nothing_to_a_smaller_model(
     expect(row.filter(has_text="reloaded")).to_contain_text("Δ nll = 0.0000")
     measured = row.filter(has_text="perplexity of these weights, pydocs")
     expect(measured).to_contain_text(perplexity.replace(",", ""))
-    manifest = work / "smaller" / "heapr_manifest.json"
+    manifest = server.work / "smaller" / "heapr_manifest.json"
     assert json.loads(manifest.read_text())["atoms_kept"] == N_ATOMS // 2
 
 

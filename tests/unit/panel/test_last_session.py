@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_it_is_offered_when_the_panel_opens_again(folder: Path) -> None:
     assert again.comparison.pins == []
     kept(again, lambda text: '"pins": []' in text)
     kept(first, lambda text: '"label": "A"' in text)
-    assert len(list(folder.glob("*/*.json"))) == 2
+    assert len(list(folder.glob("*/[!.]*.json"))) == 2
     assert explore(small_table()).session.selection == Selection(0.25)
 
 
@@ -120,7 +121,18 @@ def test_the_oldest_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(session_bar, "MOST_KEPT", 2)
     for _ in range(3):
         use(displayed(small_table()))
-    assert len(list(folder.glob("*/*.json"))) == 2
+    assert len(list(folder.glob("*/[!.]*.json"))) == 2
+
+
+def test_one_may_go_while_the_panel_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another panel removes the oldest; the time of its last change is known still."""
+    gone = tmp_path / "gone.json"
+    monkeypatch.setattr(session_bar, "_sessions_in", lambda _: [(0.0, gone)])
+    ((label, path),) = displayed(small_table()).last.earlier.options
+    assert path == gone
+    assert label == f"{datetime.fromtimestamp(0):%F %T}"
 
 
 def test_evaluations_appear_too(bench: Workbench, root: Path) -> None:
@@ -291,7 +303,7 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_can_be_turned_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Notebooks that are run to be published see nothing of it, and leave nothing."""
     use(displayed(small_table()))
-    (file,) = folder.glob("*/*.json")
+    (file,) = folder.glob("*/[!.]*.json")
     before = file.read_bytes()
     monkeypatch.setenv(VARIABLE, "0")
     panel = displayed(small_table())
