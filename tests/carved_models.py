@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from heapr_lab.lab_model.carved_ffn import CarvedFfn, dense_ffns
-from heapr_lab.lab_model.carving import carve
-from heapr_lab.lab_model.smolmoe import described as described_by
-from heapr_lab.lab_model.smolmoe import rounded_change
+from benchmarks.lab_model.carved_ffn import CarvedFfn, dense_ffns
+from benchmarks.lab_model.carving import carve
+from benchmarks.lab_model.smolmoe import described as described_by
+from benchmarks.lab_model.smolmoe import rounded_change
 from heapr_lab.pretrained.carved import Carved, Layout
 
 D_VOCAB = 31

@@ -31,7 +31,6 @@ WINGS = (
     "serving",
     "methods",
     "recipes",
-    "lab_model",
     "figures",
     "experiments",
     "panel",

@@ -23,7 +23,6 @@ from heapr_lab.cli import (
     prune,
     reproduce,
     score,
-    train,
 )
 from heapr_lab.cli.console import say
 from heapr_lab.cli.failures import line_of, line_of_interrupt
@@ -99,6 +98,5 @@ app.command(cls=GroupedCommand, epilog=options.PRUNE_EXAMPLES)(prune.prune)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
 app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)
 app.command(epilog=options.REPRODUCE_EXAMPLES)(reproduce.reproduce)
-app.command(epilog=options.TRAIN_EXAMPLES)(train.train_lab_model)
 app.command(epilog=options.PROVENANCE_EXAMPLES)(exports.provenance)
 app.command("app", epilog=options.APP_EXAMPLES)(panel.panel)

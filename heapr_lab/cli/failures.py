@@ -10,7 +10,7 @@ _CACHED = "measurements are kept, and the same command continues from there"
 _SAVED = "the same command continues from the last saved state"
 _RESUMED = {
     **dict.fromkeys(["compare", "evaluate", "prune", "reproduce"], _CACHED),
-    **dict.fromkeys(["score", "train-lab-model"], _SAVED),
+    "score": _SAVED,
 }
 """What remains of an interrupted command; other commands leave nothing behind."""
 

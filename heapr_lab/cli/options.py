@@ -54,13 +54,6 @@ Examples:
   heapr-lab compare ./my_moe --methods heapr,reap --tasks arc_easy,piqa --limit 200
   heapr-lab compare qwen1.5-moe-a2.7b-chat --preset paper-table1
 """
-TRAIN_EXAMPLES = """\b
-Examples:
-  heapr-lab train-lab-model --out my_lab_model
-  heapr-lab train-lab-model --recipe wide
-  heapr-lab train-lab-model --out tiny --work tiny_work --steps 200 --seed 1
-  heapr-lab train-lab-model --out more --work more_work --steps 500 --start-from tiny
-"""
 REPRODUCE_EXAMPLES = """\b
 Examples:
   heapr-lab reproduce

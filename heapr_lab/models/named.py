@@ -120,7 +120,7 @@ def _lab_folder() -> Path:
     if not (folder / "config.json").is_file():
         raise SpecError(
             f"the lab model is not in {folder}: it comes with the repository; work in "
-            "a clone (pip install -e .), or train it with `heapr-lab train-lab-model`"
+            "a clone (pip install -e .), or train it: `python -m benchmarks.lab_model`"
         )
     return folder
 

@@ -1,7 +1,7 @@
 """`smolmoe`: SmolLM2-135M-Instruct carved into experts and healed.
 
 It is made of the published weights (`smollm2`) and of the small change of them in
-`data/smolmoe/`, which `lab_model.smolmoe` trained.
+`data/smolmoe/`, which `benchmarks.lab_model` trained.
 """
 
 from pathlib import Path
@@ -40,7 +40,7 @@ def smolmoe_folder() -> Path:
     if not path.is_file():
         raise SpecError(
             f"{path} is not there: it comes with the repository; work in a clone (pip "
-            "install -e .), or make it: `heapr-lab train-lab-model --recipe smolmoe`"
+            "install -e .); `python -m benchmarks.lab_model --recipe smolmoe` makes it"
         )
     files = [checksum(file) for file in (path, *source.glob(_CARD))]
     versions = [VERSION, smollm2.VERSION, one_expert.VERSION]

@@ -19,7 +19,7 @@ def project_dir() -> Path:
 
 
 def lab_model_dir(recipe: str = "bundled") -> Path:
-    """The folder of the lab model that a recipe of `lab_model.recipes` trains."""
+    """The folder of the lab model that a recipe of `benchmarks.lab_model` trains."""
     name = "lab_moe" if recipe == "bundled" else f"lab_{recipe}"
     return project_dir() / "data" / name
 

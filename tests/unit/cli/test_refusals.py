@@ -58,13 +58,6 @@ def test_a_device_that_is_not_there(
     assert "give one of auto, cpu" in message
 
 
-def test_training_on_a_device_that_is_not_there(tmp_path: Path) -> None:
-    """The refusal comes before any corpus is read."""
-    where = ("--work", tmp_path / "w", "--out", tmp_path / "o")
-    assert "give one of" in one_line("train-lab-model", "--device", "cuda:99", *where)
-    assert not (tmp_path / "w").exists()
-
-
 def test_float64_scores_prunes_and_evaluates(folder: Path, tmp_path: Path) -> None:
     """The grouped kernels know no float64; the numbers are those of float32."""
     args = (folder / "moe", *text_of(folder), "--dtype", "float64", "--ratio", 0.4)
@@ -112,7 +105,6 @@ def test_the_options_of_prune_stand_in_groups() -> None:
 
 RATIO = ("prune", "lab", "--ratio", "0.25")
 SCORE = ("score", "lab")
-TRAIN = ("train-lab-model", "--work", "work")
 LONG = "x" * 240
 WITHDRAWN = (
     "bias", "distill", "exclude-layers", "granularity", "host-memory",
@@ -171,12 +163,6 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("reproduce", "--out", ""), "has no name: give the name"),
     (("score", "lab", "--host-memory", "24 bananas"), "16GB"),
     (("reproduce", "--profile", "huge"), "huge"),
-    (("train-lab-model", "--recipe", "magic"), "magic"),
-    (("train-lab-model", "--recipe", "smolmoe", "--steps", "5"), "neither --steps"),
-    (("train-lab-model", "--out", "file"), "give"),
-    (("train-lab-model", "--work", "file"), "give"),
-    ((*TRAIN, "--steps", "0"), "--steps"),
-    ((*TRAIN, "--start-from", "."), "--steps"),
     (("app", "none.parquet"), "none.parquet"),
     (("app", "./nosuchfolder"), "nosuchfolder"),
 )

@@ -15,10 +15,10 @@ from tiny_folder import write_model
 from transformers import AutoConfig
 
 import heapr_lab
+from benchmarks.lab_model.run_folder import begin_from
 from heapr_lab.checkpoints.same_model import own_table
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import HeaprLabError, SpecError
-from heapr_lab.lab_model.run_folder import begin_from
 from heapr_lab.models.folders import (
     build,
     read_config,

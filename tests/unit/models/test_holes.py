@@ -14,9 +14,9 @@ from stored_tensors import INDEX, SINGLE, changed_json, changed_tensors
 from tiny_folder import write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from benchmarks.lab_model.run_folder import begin_from
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.lab_model.run_folder import begin_from
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.masks import KeepMask

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, PreTrainedModel
 
+from benchmarks.lab_model import run_folder
+from benchmarks.lab_model.recipes import BUNDLED_RUNS, DECAY_MIXTURE, MIXTURE, TrainSpec
 from heapr_lab.errors import SpecError
-from heapr_lab.lab_model import run_folder
-from heapr_lab.lab_model.recipes import BUNDLED_RUNS, DECAY_MIXTURE, MIXTURE, TrainSpec
 from heapr_lab.models.folders import build
 from heapr_lab.storage import cache
 from heapr_lab.text.corpora import load_corpus

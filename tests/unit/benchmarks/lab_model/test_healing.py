@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from carved_models import D_VOCAB, dense_model, student_of
 
-from heapr_lab.lab_model.healing import HealSpec, heal, kl_gradient
+from benchmarks.lab_model.healing import HealSpec, heal, kl_gradient
 from heapr_lab.pretrained.carved import Layout
 
 _LAYOUT = Layout.named("s4e5x4k2")
@@ -58,7 +58,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
 
     state = tmp_path / "state.safetensors"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heapr_lab.lab_model.healing._SAVE_SECONDS", 0.0)
+        patch.setattr("benchmarks.lab_model.healing._SAVE_SECONDS", 0.0)
         with pytest.raises(StopError):
             heal(
                 student_of(dense, _LAYOUT),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heapr_lab.lab_model.carved_ffn import load_shares
+from benchmarks.lab_model.carved_ffn import load_shares
 from heapr_lab.refinement.training_state import (
     restore_training,
     save_training,

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.lab_model.carved_ffn import Carving, GatedFfn
 from heapr_lab.errors import SpecError
-from heapr_lab.lab_model.carved_ffn import Carving, GatedFfn
 from heapr_lab.pretrained.carved import Layout
 from heapr_lab.progress import Progress, no_report
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.lab_model.carved_ffn import CarvedFfn, dense_ffns, load_shares
+from benchmarks.lab_model.carving import carve
+from benchmarks.lab_model.healing import HealSpec, heal
+from benchmarks.lab_model.smolmoe_card import write_card
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.lab_model.carved_ffn import CarvedFfn, dense_ffns, load_shares
-from heapr_lab.lab_model.carving import carve
-from heapr_lab.lab_model.healing import HealSpec, heal
-from heapr_lab.lab_model.smolmoe_card import write_card
 from heapr_lab.models.loading import load_model
 from heapr_lab.pretrained.carved import NORMS, Carved, CarvedLayer, Layout
 from heapr_lab.pretrained.delta import Ternary

@@ -7,8 +7,8 @@ import pytest
 import torch
 from carved_models import D_VOCAB, dense_model
 
+from benchmarks.lab_model.carving import _assigned, carve
 from heapr_lab.errors import SpecError
-from heapr_lab.lab_model.carving import _assigned, carve
 from heapr_lab.pretrained.carved import Layout
 
 _IDS = torch.randint(D_VOCAB, (4, 40), generator=torch.Generator().manual_seed(3))

@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 
-from heapr_lab.lab_model.recipes import RECIPES, TrainSpec
-from heapr_lab.lab_model.train import balance_losses, build_lab_model
+from benchmarks.lab_model.recipes import RECIPES, TrainSpec
+from benchmarks.lab_model.train import balance_losses, build_lab_model
 from heapr_lab.models.experts import find_experts
 
 SHAPES = {

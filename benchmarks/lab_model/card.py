@@ -32,8 +32,8 @@ A {millions:.1f}-million-parameter `{family}` language model ({n_moe} MoE layers
 d_model {d_model}), trained from scratch for this repository so that pruning can
 be studied offline. It is for measuring pruning methods on, and good for nothing else.
 
-Made by `heapr-lab train-lab-model` on {n_tokens:,} tokens: AdamW, warmup-stable-decay,
-{balance}.{upcycling}
+Made by `python -m benchmarks.lab_model` on {n_tokens:,} tokens: AdamW,
+warmup-stable-decay, {balance}.{upcycling}
 
 {runs}
 

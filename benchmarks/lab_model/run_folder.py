@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.lab_model.recipes import TrainSpec
 from heapr_lab.errors import CacheError
-from heapr_lab.lab_model.recipes import TrainSpec
 from heapr_lab.models.folders import read_weights
 from heapr_lab.storage.files import share_mode
 from heapr_lab.storage.hashing import canonical_json, digest

@@ -1,20 +1,57 @@
-"""`heapr-lab train-lab-model`: train the bundled small models."""
+"""`python -m benchmarks.lab_model`: train the small models in `data/`."""
 
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from benchmarks.lab_model import card, smolmoe, train
+from benchmarks.lab_model.recipes import RECIPES
 from heapr_lab.cli import options, preflight
-from heapr_lab.cli.console import print_facts
+from heapr_lab.cli.console import print_facts, say
+from heapr_lab.cli.failures import line_of
 from heapr_lab.errors import SpecError
+from heapr_lab.models.loading import check_device
+from heapr_lab.progress import progress_bar
+from heapr_lab.storage import paths
 
 SMOLMOE = "smolmoe"
+PROGRAM = "python -m benchmarks.lab_model"
+_EXAMPLES = f"""\b
+Examples:
+  {PROGRAM} --out my_lab_model
+  {PROGRAM} --recipe wide
+  {PROGRAM} --out tiny --work tiny_work --steps 200 --seed 1
+  {PROGRAM} --out more --work more_work --steps 500 --start-from tiny
+"""
 
 
-def train_lab_model(
+class _Command(TyperCommand):
+    """An error that the user can correct is one line, as those of `heapr-lab`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            say("interrupted; the same command continues from the last saved state")
+            raise typer.Exit(130) from error
+        except Exception as error:
+            line = line_of(error)
+            if line is None:
+                raise
+            say(line)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+
+@app.command(cls=_Command, epilog=_EXAMPLES)
+def lab_model(
     recipe: Annotated[
         str,
         typer.Option(
@@ -51,22 +88,17 @@ def train_lab_model(
     for folder in (out, work):
         if folder is not None:
             preflight.check_folder(folder)
+    work = work or paths.cache_dir() / f"lab_training-{recipe}"
     if recipe == SMOLMOE:
         _check_smolmoe(steps, start_from, device)
-        _build_smolmoe(out, work, seed, as_json=as_json)
+        out = out or paths.project_dir() / "data" / SMOLMOE
+        smolmoe.build_smolmoe(out, work, smolmoe.SmolmoeSpec(seed=seed))
+        print_facts({"out": str(out)}, as_json=as_json)
         return
-    from heapr_lab.lab_model.recipes import RECIPES
-
     _check_start(start_from, steps)
-    _check_recipe(recipe, RECIPES)
-    from heapr_lab.lab_model import card, train
-    from heapr_lab.models.loading import check_device
-    from heapr_lab.progress import progress_bar
-    from heapr_lab.storage import paths
-
+    _check_recipe(recipe)
     check_device(device)
     out = out or paths.lab_model_dir(recipe)
-    work = work or paths.cache_dir() / f"lab_training-{recipe}"
     runs = [dataclasses.replace(r, seed=r.seed + seed) for r in RECIPES[recipe]]
     losses: list[float] = []
     with progress_bar("training the lab model", "step") as bar:
@@ -113,18 +145,6 @@ def _check_smolmoe(steps: int | None, start_from: Path | None, device: str) -> N
         )
 
 
-def _build_smolmoe(
-    out: Path | None, work: Path | None, seed: int, *, as_json: bool
-) -> None:
-    from heapr_lab.lab_model import smolmoe
-    from heapr_lab.storage import paths
-
-    out = out or paths.project_dir() / "data" / SMOLMOE
-    work = work or paths.cache_dir() / f"lab_training-{SMOLMOE}"
-    smolmoe.build_smolmoe(out, work, smolmoe.SmolmoeSpec(seed=seed))
-    print_facts({"out": str(out)}, as_json=as_json)
-
-
 def _check_start(start_from: Path | None, steps: int | None) -> None:
     if start_from is not None and steps is None:
         raise typer.BadParameter(
@@ -132,11 +152,15 @@ def _check_start(start_from: Path | None, steps: int | None) -> None:
         )
 
 
-def _check_recipe(recipe: str, known: Iterable[str]) -> None:
+def _check_recipe(recipe: str) -> None:
     """Make sure that there is a recipe of that name.
 
     Raises:
         SpecError: there is no such recipe.
     """
-    if recipe not in known:
-        raise SpecError(f"recipe {recipe!r}: expected one of {', '.join(known)}")
+    if recipe not in RECIPES:
+        raise SpecError(f"recipe {recipe!r}: expected one of {', '.join(RECIPES)}")
+
+
+if __name__ == "__main__":
+    app(prog_name=PROGRAM)

@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heapr_lab.errors import CacheError, CorpusError, SpecError
-from heapr_lab.lab_model import train
-from heapr_lab.lab_model.recipes import DECAY_MIXTURE, MIXTURE, TrainSpec
-from heapr_lab.lab_model.run_folder import begin_from
-from heapr_lab.lab_model.train import (
+from benchmarks.lab_model import train
+from benchmarks.lab_model.recipes import DECAY_MIXTURE, MIXTURE, TrainSpec
+from benchmarks.lab_model.run_folder import begin_from
+from benchmarks.lab_model.train import (
     balance_losses,
     build_lab_model,
     learning_rate_at,
     train_bundled,
     train_lab_model,
 )
+from heapr_lab.errors import CacheError, CorpusError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 

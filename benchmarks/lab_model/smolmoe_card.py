@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from heapr_lab.lab_model.card import markdown
+from benchmarks.lab_model.card import markdown
 from heapr_lab.pretrained.carved import Layout
 from heapr_lab.pretrained.smollm2 import WHEEL
 from heapr_lab.storage import paths
@@ -36,8 +36,8 @@ levels and a scale for each neuron's row, the routers in bfloat16, norms, scales
 correction biases in float32. `load_model("smolmoe")` makes the model of both, in
 bfloat16. Attention and embeddings are as they were published.
 
-Made by `heapr-lab train-lab-model --recipe smolmoe` (seed {seed}, torch {torch}): a few
-CPU hours, of which an interrupted run keeps what is done. Of its {parameters:,}
+Made by `python -m benchmarks.lab_model --recipe smolmoe` (seed {seed}, torch {torch}):
+a few CPU hours, of which an interrupted run keeps what is done. Of its {parameters:,}
 parameters {routed:.1%} are in routed experts.
 
 ## The layout

@@ -11,11 +11,11 @@ import pytest
 import torch
 from carved_models import D_VOCAB, dense_model, one_expert_state
 
+from benchmarks.lab_model import smolmoe, smolmoe_card
+from benchmarks.lab_model.healing import HealSpec
+from benchmarks.lab_model.smolmoe import SEQ_LEN, SmolmoeSpec, build_smolmoe, shares
+from benchmarks.lab_model.smolmoe_card import write_card
 from heapr_lab.errors import SpecError
-from heapr_lab.lab_model import smolmoe, smolmoe_card
-from heapr_lab.lab_model.healing import HealSpec
-from heapr_lab.lab_model.smolmoe import SEQ_LEN, SmolmoeSpec, build_smolmoe, shares
-from heapr_lab.lab_model.smolmoe_card import write_card
 from heapr_lab.pretrained.carved import Carved, as_glm4_moe
 from heapr_lab.pretrained.smollm2 import WHEEL
 from heapr_lab.storage import paths
