@@ -11,7 +11,7 @@ from torch import nn
 from heapr_lab.errors import CacheError
 from heapr_lab.storage.files import replacing
 
-_OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def share_of_rate(step: int, n_steps: int, warm: float) -> float:
@@ -69,7 +69,11 @@ def restore_training(
         raise CacheError(f"{path} is damaged ({error}): delete it") from error
     for name, weight in trained.items():
         weight.data.copy_(tensors[f"weight.{name}"])
-        optimizer.state[weight] = {part: tensors[f"{part}.{name}"] for part in _OF_ADAM}
+        moments = {part: tensors[f"{part}.{name}"] for part in _MOMENTS}
+        optimizer.state[weight] = {
+            "step": tensors[f"step.{name}"],  # a counter, which Adam has on the CPU
+            **{part: moment.to(weight.device) for part, moment in moments.items()},
+        }
     begin = "other."
     return {
         name.removeprefix(begin): tensor

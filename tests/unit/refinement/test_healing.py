@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import GPU
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import random_keep
 from torch import nn
@@ -17,6 +18,7 @@ from heapr_lab.models.experts import sliced_experts
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement import healing
 from heapr_lab.refinement.healing import add_gradients, heal
+from heapr_lab.refinement.training_state import restore_training, save_training
 from heapr_lab.text.calibration import CalibrationSet
 
 _COUNTED = torch.arange(32 * 9).reshape(32, 9) % 48
@@ -156,6 +158,22 @@ def test_an_interrupted_one_resumes(
     assert again.heapr_healing.equals(whole.heapr_healing)
     for name, weight in weights_of(whole).items():
         assert torch.equal(weights_of(again)[name], weight)
+
+
+@pytest.mark.gpu
+def test_a_state_is_restored_where_the_weights_are(tmp_path: Path) -> None:
+    """The second step of Adam is the same after a restart."""
+    weights = [nn.Parameter(torch.ones(3).to(GPU)) for _ in range(2)]
+    whole, again = (torch.optim.AdamW([weight]) for weight in weights)
+    state = tmp_path / "state.safetensors"
+    for weight in weights:
+        weight.grad = torch.arange(3.0).to(GPU)
+    whole.step()
+    save_training(state, {"w": weights[0]}, whole, {})
+    restore_training(state, {"w": weights[1]}, again)
+    whole.step()
+    again.step()
+    torch.testing.assert_close(weights[1].cpu(), weights[0].cpu(), rtol=0, atol=0)
 
 
 def test_another_or_a_damaged_state_is_refused(
