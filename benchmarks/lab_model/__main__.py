@@ -10,8 +10,7 @@ from typer.core import TyperCommand
 from benchmarks.lab_model import card, smolmoe, train
 from benchmarks.lab_model.recipes import RECIPES
 from heapr_lab.cli import options, preflight
-from heapr_lab.cli.console import print_facts, say
-from heapr_lab.cli.failures import line_of
+from heapr_lab.cli.console import line_of, print_facts, say
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import check_device
 from heapr_lab.progress import progress_bar

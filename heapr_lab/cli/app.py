@@ -11,22 +11,20 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from heapr_lab.cli import (
     compare,
     evaluate,
-    exports,
     options,
     panel,
     plan,
+    provenance,
     prune,
     reproduce,
     score,
 )
-from heapr_lab.cli.console import say
-from heapr_lab.cli.failures import line_of, line_of_interrupt
-from heapr_lab.cli.grouped import GroupedCommand
+from heapr_lab.cli.console import line_of, line_of_interrupt, say
 
 
 class _Commands(TyperGroup):
@@ -47,6 +45,23 @@ class _Commands(TyperGroup):
                 raise  # click ends quietly on a closed pipe
             say(line)
             raise typer.Exit(2) from error
+
+
+class _InGroups(TyperCommand):
+    """A command whose `--help` lists each option below its `rich_help_panel`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group, in the order of their first options."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                kind = f"{param.param_type_name.title()}s"
+                group = getattr(param, "rich_help_panel", None) or kind
+                sections.setdefault(group, []).append(record)
+        for name, records in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 app = typer.Typer(
@@ -94,9 +109,9 @@ def _common(
 
 app.command(epilog=options.PLAN_EXAMPLES)(plan.plan)
 app.command(epilog=options.SCORE_EXAMPLES)(score.score)
-app.command(cls=GroupedCommand, epilog=options.PRUNE_EXAMPLES)(prune.prune)
+app.command(cls=_InGroups, epilog=options.PRUNE_EXAMPLES)(prune.prune)
 app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
 app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)
 app.command(epilog=options.REPRODUCE_EXAMPLES)(reproduce.reproduce)
-app.command(epilog=options.PROVENANCE_EXAMPLES)(exports.provenance)
+app.command(epilog=options.PROVENANCE_EXAMPLES)(provenance.provenance)
 app.command("app", epilog=options.APP_EXAMPLES)(panel.panel)

@@ -9,7 +9,6 @@ import typer
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import names_in, print_facts, say
-from heapr_lab.cli.opening import open_bench
 from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
@@ -78,8 +77,8 @@ def compare(
         typer.Option(
             "--set",
             metavar="METHOD.OPTION=VALUE",
-            help="An option of a method, such as camera-p.sequential=false; can be "
-            "given several times.",
+            help="An option of a method, such as camera-p.alpha=0.5; can be given "
+            "several times.",
         ),
     ] = None,
     corpus: Annotated[
@@ -121,7 +120,9 @@ def compare(
 
     wanted = entries(asked.names, asked.ratios, given)
     preflight.check_tasks(asked.tasks)
-    bench = open_bench(name, profile, seq_len, device, dtype, stream, host_memory)
+    bench = options.open_bench(
+        name, profile, seq_len, device, dtype, stream, host_memory
+    )
     measured = {"calibration": calibration, "tasks": asked.tasks, "limit": limit}
     if preset is None:
         _ordinary(bench, name, wanted, asked.corpora, as_json=as_json, **measured)
@@ -348,7 +349,7 @@ def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
         if not (equals and dot):
             raise SpecError(
                 f"--set is {text!r}, expected METHOD.OPTION=VALUE, such as "
-                "camera-p.sequential=false"
+                "camera-p.alpha=0.5"
             )
         try:
             settings.setdefault(method, {})[option] = json.loads(value)

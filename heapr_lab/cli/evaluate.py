@@ -7,7 +7,6 @@ import typer
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import names_in, print_facts
-from heapr_lab.cli.opening import open_bench
 from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
@@ -52,7 +51,9 @@ def evaluate(
     preflight.check_tasks(names_in(tasks))
     from heapr_lab.checkpoints.same_model import own_mask
 
-    bench = open_bench(model, profile, seq_len, device, dtype, stream, host_memory)
+    bench = options.open_bench(
+        model, profile, seq_len, device, dtype, stream, host_memory
+    )
     keep = None if mask is None else own_mask(mask, bench.identity, name=model)
     rows = []
     for corpus in names_in(corpora):

@@ -1,7 +1,10 @@
-"""The options and the examples of the command line, each written once."""
+"""The options and the examples of the command line, each written once.
+
+What they ask for is opened here, too.
+"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,6 +12,9 @@ from heapr_lab.models.dtypes import check_dtype
 from heapr_lab.models.named import check_there, dense_of
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.streaming.sizes import size_of
+
+if TYPE_CHECKING:
+    from heapr_lab.workbench.workbench import Workbench
 
 EXAMPLES = """\b
 Examples:
@@ -324,3 +330,26 @@ PrunedOut = Annotated[
         rich_help_panel="Output",
     ),
 ]
+
+
+def open_bench(
+    model: str,
+    profile: str | None,
+    seq_len: int | None,
+    device: str,
+    dtype: str,
+    stream: bool | None,
+    host_memory: str | None,
+) -> "Workbench":
+    """The workbench that the options of these names ask for."""
+    from heapr_lab.workbench.workbench import open_workbench
+
+    return open_workbench(
+        model,
+        profile=profile,
+        seq_len=seq_len,
+        device=device,
+        dtype=dtype,
+        stream="auto" if stream is None else stream,
+        host_memory=host_memory,
+    )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts, say
-from heapr_lab.cli.opening import open_bench
 from heapr_lab.cli.prune_checks import (
     check_amount,
     check_healed,
@@ -105,7 +104,7 @@ def prune(
         out=out,
         seq_len=seq_len,
         engine=engine,
-        open_bench=functools.cache(lambda: open_bench(*opening)),
+        open_bench=functools.cache(lambda: options.open_bench(*opening)),
     )
     print_facts(request.run(in_words=not as_json), as_json=as_json)
 

@@ -7,7 +7,6 @@ import typer
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts
-from heapr_lab.cli.opening import open_bench
 
 
 def score(
@@ -50,7 +49,9 @@ def score(
 
     with joined() as ranks:
         local = device if ranks is None else ranks.device(device)
-        bench = open_bench(model, profile, seq_len, local, dtype, stream, host_memory)
+        bench = options.open_bench(
+            model, profile, seq_len, local, dtype, stream, host_memory
+        )
         windows = bench.calibration_set(calibration)
         if ranks is None:
             table = bench.measure(windows, batch_size=batch_size)
