@@ -30,6 +30,10 @@ from heapr_lab.progress import progress_bar
 from heapr_lab.storage import cache
 from heapr_lab.storage.files import read_json, write_json
 from heapr_lab.storage.hashing import digest
+from heapr_lab.tasks.harness import check_tasks
+from heapr_lab.tasks.items import task_items
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
+from heapr_lab.tasks.summary import MEAN, task_summary
 from heapr_lab.text.calibration import (
     CalibrationSet,
     load_calibration,
@@ -51,6 +55,8 @@ N_CARVED_WINDOWS = 16
 JUDGED = ("wikitext2", "ptb", "c4")
 N_JUDGED = 12
 """Windows of each corpus's validation split, for the choice of the layout."""
+N_ITEMS = 100
+"""Items of each task that the carved model is asked before it is healed."""
 
 
 _TRIAL = HealSpec(12_288)
@@ -62,8 +68,13 @@ _SETTLING = HealSpec(24_576, learning_rate=0.0)
 class SmolmoeSpec:
     """Everything that determines `smolmoe`, the dense model and the corpora aside."""
 
-    layouts: tuple[str, ...] = ("s192e21x64k18", "s192e42x32k36", "s0e24x64k21")
-    """The layouts to try: each uses seven of eight neurons for a token."""
+    layouts: tuple[str, ...] = (
+        "s192e21x64k18",
+        "s192e42x32k36",
+        "s0e24x64k21",
+        "s192e21x64k15",
+    )
+    """The layouts to try: a token has seven of eight neurons, in the last one six."""
     trial: HealSpec = _TRIAL
     """The healing of each layout that is tried."""
     healing: HealSpec = _HEALING
@@ -113,6 +124,13 @@ def perplexities(model: Any, windows: dict[str, torch.Tensor]) -> dict[str, floa
         name: round(evaluate_perplexity(model, ids).value, 3)
         for name, ids in windows.items()
     }
+
+
+def accuracy(model: Any, tokenizer: Any) -> dict[str, float]:
+    """The mean accuracy on the paper's seven tasks, and its standard error."""
+    items = task_items(model, tokenizer, n_items=N_ITEMS)
+    mean = task_summary(items).set_index("task").loc[MEAN]
+    return {name: round(float(mean[name]), 4) for name in ("value", "stderr")}
 
 
 def carved(dense: Any, ids: torch.Tensor, layout: Layout, seed: int) -> tuple[Any, Any]:
@@ -183,12 +201,13 @@ def build_smolmoe(
         layout: the one to take, by default the best of the trials.
 
     Raises:
-        CorpusError: one of the corpora is not available here.
+        CorpusError: one of the corpora or tasks is not available here.
         SpecError: the dense model cannot be had, another run writes to `work`, or `out`
             has the model of another spec.
     """
     spec = spec or SmolmoeSpec()
     _check_out(out, spec)
+    check_tasks(tuple(PAPER_TASKS))
     work.mkdir(parents=True, exist_ok=True)
     with cache.writing(work):
         dense, tokenizer = dense_model()
@@ -201,7 +220,7 @@ def build_smolmoe(
         chosen = layout or min(trials, key=lambda name: _mean_log(trials[name]))
         record = heal_layout(chosen, dense, tokenizer, spec, kept, out)
     record |= {"spec": asdict(spec), "trials": trials, "chosen": chosen}
-    record |= {"n_judged": N_JUDGED, "torch": torch.__version__}
+    record |= {"n_judged": N_JUDGED, "n_items": N_ITEMS, "torch": torch.__version__}
     path = out / "training.json"
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     write_card(out, shares(), SEQ_LEN)
@@ -245,6 +264,7 @@ def heal_layout(
     ids, more = training_windows(tokenizer, sum(sizes), seed=spec.seed).split(sizes)
     judged = judged_windows(tokenizer)
     record: dict[str, Any] = {"dense": perplexities(dense, judged)}
+    record["carved"] = accuracy(student, tokenizer)
     with progress_bar(f"healing {name}", "step") as bar:
         kl = heal(
             student,
