@@ -70,7 +70,7 @@ _MODELS = "transformers.models.auto.modeling_auto"
 _REGISTRIES = {
     "transformers.models.auto.configuration_auto": ("pretrained.deepseek_config",),
     _MODELS: ("pretrained.deepseek_config",),
-    "transformers.quantizers.auto": ("models.ragged_experts", "methods.composed_files"),
+    "transformers.quantizers.auto": ("models.ragged_experts",),
 }
 """Modules of transformers, and what registers something with each."""
 

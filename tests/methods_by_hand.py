@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from heapr_lab import methods
+from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.text.calibration import CalibrationSet
@@ -98,6 +99,12 @@ def removed(compression: Any) -> set[tuple[int, int, int]]:
         for layer, kept in compression.keep.arrays.items()
         for e, a in np.argwhere(~kept)
     }
+
+
+def without_experts(model: nn.Module, kept: Any) -> nn.Module:
+    """A copy with the experts `kept`, by layer."""
+    with dropping(model, kept):
+        return copy.deepcopy(model)
 
 
 def reloaded(folder: Path) -> Any:

@@ -5,7 +5,6 @@ Shapes: E n_experts, I d_inter; rows of h are routed (token, slot) pairs, n in a
 
 import contextlib
 from collections.abc import Iterator
-from fractions import Fraction
 
 import numpy as np
 import torch
@@ -23,35 +22,21 @@ from heapr_lab.pruning.ranking import lowest
 from heapr_lab.streaming.layerwise import LayerByLayer
 
 _TOKENS_AT_ONCE = 4096
-FORMULAS = ("code", "paper")
-"""‖w‖² · ((1 − α) · Σ (p·h)² + α · max (p·h)²) and, as HEAPr's paper quotes it,
-(‖p·h‖₂ + α · ‖p·h‖_∞) · ‖w‖₂."""
 
 
 def camera_scores(
-    sum_ph2: np.ndarray,
-    peak: np.ndarray,
-    w_down_sq: np.ndarray,
-    *,
-    alpha: float,
-    formula: str,
+    sum_ph2: np.ndarray, peak: np.ndarray, w_down_sq: np.ndarray, alpha: float
 ) -> np.ndarray:
-    """The score of each atom, by one of `FORMULAS`.
+    """‖w‖² · ((1 − α) · Σ (p·h)² + α · max (p·h)²) of each atom.
 
     Shapes: all (E, I): Σ (p·h)², max p·|h|, ‖w_down‖².
 
     Example:
         >>> two = [np.array([[value]]) for value in (25.0, 4.0, 9.0)]
-        >>> float(camera_scores(*two, alpha=0.5, formula="code")[0, 0])
+        >>> float(camera_scores(*two, alpha=0.5)[0, 0])
         184.5
-        >>> float(camera_scores(*two, alpha=0.5, formula="paper")[0, 0])
-        21.0
     """
-    if formula == "code":
-        scores = w_down_sq * ((1 - alpha) * sum_ph2 + alpha * peak * peak)
-    else:
-        scores = (np.sqrt(sum_ph2) + alpha * peak) * np.sqrt(w_down_sq)
-    return np.asarray(scores)
+    return np.asarray(w_down_sq * ((1 - alpha) * sum_ph2 + alpha * peak * peak))
 
 
 class _Peaks:
@@ -109,47 +94,24 @@ def _kept_of(request: Request, walk: LayerByLayer, layer: ExpertsLayer) -> np.nd
         for index, states in enumerate(walk.states):
             walk.output(layer.layer, index, states)
     norms = layer.squared_norms()["w_down_sq"].double().cpu().numpy()
-    scores = _scores(request, peaks.sum_ph2.numpy(), peaks.peak.numpy(), norms)
-    return _kept(scores, request.ratio)
-
-
-def _at_once(request: Request) -> Iterator[tuple[int, np.ndarray]]:
-    """The kept atoms of each layer, measured on the dense model."""
-    table = request.measured.table(request.progress)
-    frame = table.frame
-    for layer, shape in table.shapes().items():
-        rows = frame[frame["layer"] == layer]
-        names = ("sum_ph2", "max_abs_ph", "w_down_sq")
-        columns = [rows[n].to_numpy(dtype=np.float64).reshape(shape) for n in names]
-        yield layer, _kept(_scores(request, *columns), request.ratio)
-
-
-def _scores(request: Request, *columns: np.ndarray) -> np.ndarray:
-    alpha, formula = request.options["alpha"], request.options["formula"]
-    return camera_scores(*columns, alpha=alpha, formula=formula)
-
-
-def _kept(scores: np.ndarray, ratio: Fraction) -> np.ndarray:
-    """The mask of a layer's atoms without the lowest ⌊ratio · n⌋, (E, I)."""
-    return ~lowest(scores.ravel(), int(ratio * scores.size)).reshape(scores.shape)
+    scores = camera_scores(
+        peaks.sum_ph2.numpy(), peaks.peak.numpy(), norms, request.options["alpha"]
+    )
+    number = int(request.ratio * scores.size)
+    return ~lowest(scores.ravel(), number).reshape(scores.shape)
 
 
 def _camera(request: Request) -> AtomCompression:
     """The atoms of each layer with the largest scores are kept.
 
     Raises:
-        SpecError: the formula or alpha is invalid.
+        SpecError: alpha is no share.
     """
-    alpha, formula = request.options["alpha"], request.options["formula"]
-    if formula not in FORMULAS or not 0 <= alpha <= 1:
-        raise SpecError(
-            f"formula is {formula!r} and alpha {alpha!r}, expected one of "
-            f"{', '.join(FORMULAS)} and a number in [0, 1]"
-        )
-    rule = _sequential if request.options["sequential"] else _at_once
-    return compression_of(
-        request, KeepMask(dict(rule(request)), request.made.to_dict())
-    )
+    alpha = request.options["alpha"]
+    if not 0 <= alpha <= 1:
+        raise SpecError(f"alpha is {alpha!r}, expected a number in [0, 1]")
+    kept = dict(_sequential(request))
+    return compression_of(request, KeepMask(kept, request.made.to_dict()))
 
 
 CAMERA = Method(
@@ -164,7 +126,6 @@ CAMERA = Method(
         "The ratio is that of the routed atoms, not 0.21 for 20 %.",
         "alpha is 0.9, as in the authors' script; in their code it is 1 by default, "
         "which leaves the peak alone.",
-        "formula=paper is the formula as HEAPr's paper prints it.",
     ),
-    options={"alpha": 0.9, "formula": "code", "sequential": True},
+    options={"alpha": 0.9},
 )

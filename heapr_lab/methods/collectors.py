@@ -1,7 +1,7 @@
 """What methods measure on a model and calibration windows, each quantity once.
 
-Shapes: E n_experts, D d_expert; T_e tokens routed to expert e; f an expert's output
-before its routing weight p.
+Shapes: D d_expert, I d_inter, n tokens; f an expert's output before its routing weight
+p.
 """
 
 import functools
@@ -11,17 +11,18 @@ from typing import Any, TypeVar
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.methods.single_experts import expert_output
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import ExpertsLayer, describe
 from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.models.identity import weights_state
 from heapr_lab.models.modes import evaluating
+from heapr_lab.models.ragged_experts import activate, normalises
 from heapr_lab.progress import Progress
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
@@ -98,7 +99,12 @@ class Measurements:
         return self._table
 
     def experts(self, progress: Progress | None = None) -> pd.DataFrame:
-        """The statistics of every expert, as `expert_statistics`: a forward pass."""
+        """Sums over the tokens routed to each expert, a row for each: a forward pass.
+
+        Columns: layer, expert, `tokens`, `sum_p` Σ p, `sum_norm` Σ ‖f‖, `sum_norm2`
+        Σ ‖f‖², `sum_p_norm` Σ p · ‖f‖, `peak` max |f_d| over tokens and the D entries.
+        In float64.
+        """
         rows = self.collected(EXPERT_SUMS, progress)
         return pd.DataFrame([row for layer in rows.values() for row in layer])
 
@@ -187,30 +193,10 @@ def collect(
     return kept
 
 
-def expert_statistics(
-    model: nn.Module, calibration: CalibrationSet, *, progress: Progress | None = None
-) -> pd.DataFrame:
-    """Sums over the tokens routed to each expert, one row for each expert.
-
-    Columns: layer, expert, `tokens` T_e, `sum_p` Σ p, `sum_norm` Σ ‖f‖, `sum_norm2`
-    Σ ‖f‖², `sum_p_norm` Σ p · ‖f‖, `peak` max |f_d| over tokens and the D entries. In
-    float64.
-
-    Args:
-        model: the dense model; layers are run one after the other.
-        calibration: the windows.
-        progress: called with (decoder layers done, in all).
-
-    Raises:
-        LayoutError: the experts cannot be measured.
-    """
-    return Measurements(model, calibration).experts(progress)
-
-
 def _sums_of_layer(
     _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
 ) -> list[dict[str, float]]:
-    """A row of `expert_statistics` for each expert of a layer."""
+    """A row of `Measurements.experts` for each expert of a layer."""
     return [
         {"layer": layer.layer, "expert": expert}
         | _sums(routed_outputs(layer, calls, expert))
@@ -219,7 +205,7 @@ def _sums_of_layer(
 
 
 EXPERT_SUMS = Collector("expert sums", _sums_of_layer)
-"""Rows of `expert_statistics` of each layer."""
+"""Rows of `Measurements.experts` of each layer."""
 
 
 def _tokens_of_layer(
@@ -231,6 +217,21 @@ def _tokens_of_layer(
 
 ROUTED_TOKENS = Collector("routed tokens", _tokens_of_layer)
 """The tokens routed to each expert of each layer; counted in every pass."""
+
+
+def activations(layer: ExpertsLayer, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """The activations h of an expert's atoms, routed to it or not: (n, D) to (n, I)."""
+    biases = layer.up_bias
+    bias = None if biases is None else biases[expert]
+    return activate(layer.module, F.linear(x, layer.up_rows[expert], bias))
+
+
+def expert_output(layer: ExpertsLayer, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """What an expert makes of x with routing weight 1: (n, D) to (n, D)."""
+    biases = layer.down_bias
+    bias = None if biases is None else biases[expert]
+    f = F.linear(activations(layer, expert, x), layer.down[expert], bias)
+    return layer.module.post_expert_norm(f) if normalises(layer.module) else f
 
 
 def routed_outputs(

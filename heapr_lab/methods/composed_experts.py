@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heapr_lab.errors import SpecError
 from heapr_lab.models.ragged_experts import (
     activate,
     normalises,
@@ -130,113 +129,6 @@ def flops_of(plan: Plan, expert: int) -> int:
     return sum(2 * math.prod(shape) for shape in shapes if shape is not None)
 
 
-def check_plan(plan: Plan, n_experts: int, d_expert: int, *, gated: bool) -> None:
-    """Check that the matrices of every expert fit each other and the model.
-
-    Raises:
-        SpecError: they do not; the projection, the part and the expert are named.
-    """
-    expected = ("gate", "up", "down") if gated else ("up", "down")
-    if plan.keys() != {*expected}:
-        raise SpecError(f"found the projections {sorted(plan)}, expected {expected}")
-    for name, parts in plan.items():
-        for part, layout in parts.items():
-            last = len(layout.shapes) - 1
-            valid = all(ABSENT <= i <= last for i in layout.of)
-            if not valid or len(layout.of) not in (0, n_experts):
-                raise SpecError(
-                    f"{name}.{part} is for {len(layout.of)} experts, with tensors up "
-                    f"to {max(layout.of, default=0)} of {last + 1}; expected "
-                    f"{n_experts} experts"
-                )
-    for expert in range(n_experts):
-        _check_expert(plan, expert, d_expert)
-
-
-def _check_expert(plan: Plan, expert: int, d_expert: int) -> None:
-    """Check the shapes of one expert.
-
-    Raises:
-        SpecError: they do not fit.
-    """
-    ends = {name: _ends(parts, expert, name) for name, parts in plan.items()}
-    inner = {size for name, (out, _) in ends.items() if name != "down" for size in out}
-    inner |= ends["down"][1]
-    outer = {
-        size for name, (_, into) in ends.items() if name != "down" for size in into
-    }
-    outer |= ends["down"][0]
-    if len(inner) > 1 or not outer <= {d_expert}:
-        raise SpecError(
-            f"the matrices of expert {expert} have the inner widths {sorted(inner)} "
-            f"and the outer widths {sorted(outer)}, expected one inner width and "
-            f"{d_expert}"
-        )
-
-
-def _ends(
-    parts: Mapping[str, Layout], expert: int, name: str
-) -> tuple[set[int], set[int]]:
-    """The numbers of outputs and of inputs of one projection of an expert.
-
-    Raises:
-        SpecError: it has one factor without the other, or their ranks differ.
-    """
-    dense, left, right, bias = (parts[part].shape_of(expert) for part in PARTS)
-    if (left is None) != (right is None) or (left and right and left[1] != right[0]):
-        raise SpecError(
-            f"{name} of expert {expert} has the factors {left} and {right}, expected "
-            "(out, rank) and (rank, in), or neither"
-        )
-    out = {shape[0] for shape in (dense, left, bias) if shape is not None}
-    into = {shape[1] for shape in (dense, right) if shape is not None}
-    return out, into
-
-
-def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Plain JSON data, without parts that no expert has."""
-    return {
-        name: {
-            part: {"shapes": [list(s) for s in layout.shapes], "of": [*layout.of]}
-            for part, layout in parts.items()
-            if layout.of
-        }
-        for name, parts in plan.items()
-    }
-
-
-def plan_from_dict(plain: Mapping[str, Any]) -> Plan:
-    """The plan that `plan_to_dict` described.
-
-    Raises:
-        SpecError: it is not one, or has parts that are unknown.
-    """
-    try:
-        unknown = {part for parts in plain.values() for part in parts} - {*PARTS}
-        plan = {
-            name: {part: _layout(parts.get(part)) for part in PARTS}
-            for name, parts in plain.items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise SpecError(
-            f"config.json describes composed experts as {str(plain)[:60]}, which "
-            "cannot be read: use the config.json that the checkpoint was written with"
-        ) from error
-    if unknown:
-        raise SpecError(
-            f"config.json has experts with {', '.join(sorted(unknown))}, expected "
-            f"{', '.join(PARTS)}: fit the method to the dense model again"
-        )
-    return plan
-
-
-def _layout(plain: Mapping[str, Any] | None) -> Layout:
-    if plain is None:
-        return Layout()
-    shapes = tuple(tuple(int(n) for n in shape) for shape in plain["shapes"])
-    return Layout(shapes, tuple(int(i) for i in plain["of"]))
-
-
 # --- the module -------------------------------------------------------------------
 
 
@@ -263,7 +155,8 @@ class ComposedProjection(nn.Module):
         """The projection of x (n, in), (n, out); None for an expert without parts."""
         dense, left, right, bias = (self.part(part, expert) for part in PARTS)
         out = None if dense is None else F.linear(x, dense)
-        if left is not None and right is not None:
+        if left is not None:
+            assert right is not None
             low = F.linear(F.linear(x, right), left)
             out = low if out is None else out + low
         if bias is None:
@@ -340,12 +233,3 @@ def _fused(family: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if family.is_concatenated:
         return torch.cat([gate, up], dim=-1)
     return torch.stack([gate, up], dim=-1).flatten(-2)
-
-
-def composed_experts(model: nn.Module) -> dict[str, ComposedExperts]:
-    """The composed experts of a model by the names of their modules, in order."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, ComposedExperts)
-    }

@@ -1,4 +1,4 @@
-"""Experts in place of a model's own, made of shared matrices: in a context, or a copy.
+"""Experts in place of a model's own, made of shared matrices, in a context.
 
 Merged experts, experts of low rank, a common base with differences, and constants are
 all `Composition`s; with `kept`, experts are dropped with their rows of the router, too.
@@ -16,19 +16,28 @@ from heapr_lab.errors import SpecError
 from heapr_lab.methods.composed_experts import (
     ComposedExperts,
     Composition,
+    Plan,
     Projection,
     Shared,
-    check_plan,
 )
-from heapr_lab.methods.dropping import KeptExperts, drop_experts, dropping
+from heapr_lab.methods.dropping import KeptExperts, dropping
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.identity import refuse_disturbed
-from heapr_lab.models.modes import copied
 
 Compositions = Mapping[int, Composition]
 """The experts that each layer gets in place of its own."""
-_REMEDY = "replace the experts of the dense model"
+
+
+def refuse_streamed(model: nn.Module) -> None:
+    """Check, before any text is read, that experts can be replaced.
+
+    Raises:
+        SpecError: the model is streamed.
+    """
+    backend_of(model).require_loaded(
+        remedy="load it with stream=False to replace experts"
+    )
 
 
 def composition_of(layer: ExpertsLayer) -> Composition:
@@ -72,7 +81,7 @@ def composing(
             streamed, or a mask or hook is active.
         LayoutError: experts cannot be replaced or dropped exactly.
     """
-    refuse_disturbed(model, remedy=_REMEDY)
+    refuse_disturbed(model, remedy="drop or replace experts of the dense model")
     with contextlib.ExitStack() as contexts:
         if kept is not None:
             contexts.enter_context(dropping(model, kept))
@@ -93,34 +102,6 @@ def _swapped(model: nn.Module, path: str, module: nn.Module) -> Iterator[None]:
         children[name] = before
 
 
-def compose_experts(
-    model: nn.Module, compositions: Compositions, kept: KeptExperts | None = None
-) -> nn.Module:
-    """A copy of `model` with other experts; `model` is not changed.
-
-    Its `heapr_composed_layers` are those that have them. Where a layer's experts have
-    the family's own shapes, they are in its own module. If this is so in every layer,
-    `save_pretrained` writes an ordinary checkpoint.
-
-    Raises:
-        SpecError: as `composing`.
-        LayoutError: as `composing`.
-    """
-    refuse_disturbed(model, remedy=_REMEDY)
-    if kept is None:
-        memo: dict[int, object] = {
-            id(layer.module): module for layer, module in _made(model, compositions)
-        }
-        twin = copied(model, memo)
-    else:
-        twin = drop_experts(model, kept)
-        for layer, module in _made(twin, compositions):
-            parent, _, name = layer.name.rpartition(".")
-            twin.get_submodule(parent)._modules[name] = module
-    twin.__dict__["heapr_composed_layers"] = tuple(compositions)
-    return twin
-
-
 def _made(
     model: nn.Module, compositions: Compositions
 ) -> list[tuple[ExpertsLayer, nn.Module]]:
@@ -129,9 +110,7 @@ def _made(
     Raises:
         SpecError: a composition is for another model, or the model is streamed.
     """
-    backend_of(model).require_loaded(
-        remedy="load it with stream=False to replace experts"
-    )
+    refuse_streamed(model)
     layers = {layer.layer: layer for layer in find_experts(model)}
     unknown = sorted(set(compositions) - set(layers))
     if unknown:
@@ -147,13 +126,10 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
     """The experts module of `composition`, of the family's own class if it can be.
 
     Raises:
-        SpecError: it does not fit the layer.
+        SpecError: it is for another number of experts, or has another gate.
     """
     plan = composition.plan
-    try:
-        check_plan(plan, layer.n_experts, layer.d_expert, gated=layer.gated)
-    except SpecError as error:
-        raise SpecError(f"the experts of layer {layer.layer}: {error}") from error
+    _check(layer, plan)
     if not _is_stock(layer, composition):
         return ComposedExperts(layer.module, plan).fill(composition)
     module: nn.Module = copy.deepcopy(layer.module)
@@ -164,6 +140,22 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
             part = projection.bias if name.endswith("_bias") else projection.dense
             tensor.copy_(part.tensors[expert])  # a view into the module
     return module
+
+
+def _check(layer: ExpertsLayer, plan: Plan) -> None:
+    """Check that a plan is for as many experts as the layer has, gated as they are.
+
+    Raises:
+        SpecError: it is not.
+    """
+    expected = ["down", "gate", "up"] if layer.gated else ["down", "up"]
+    numbers = {len(x.of) for parts in plan.values() for x in parts.values() if x.of}
+    if sorted(plan) != expected or numbers != {layer.n_experts}:
+        raise SpecError(
+            f"layer {layer.layer} has new experts for {sorted(numbers)} with the "
+            f"projections {', '.join(sorted(plan))}; expected {layer.n_experts} "
+            f"experts with {', '.join(expected)}"
+        )
 
 
 def _is_stock(layer: ExpertsLayer, composition: Composition) -> bool:

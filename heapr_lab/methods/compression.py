@@ -13,11 +13,12 @@ from torch import nn
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.methods.composed_experts import flops_of, n_parameters
-from heapr_lab.methods.composing import Compositions, compose_experts, composing
-from heapr_lab.methods.dropping import KeptExperts, drop_experts, dropping
-from heapr_lab.methods.save_compressed import save_compressed
+from heapr_lab.methods.composing import Compositions, composing
+from heapr_lab.methods.dropping import KeptExperts
+from heapr_lab.methods.ordinary import save_ordinary
 from heapr_lab.models.architecture import LayerShape, expert_shares
 from heapr_lab.models.experts import describe
+from heapr_lab.models.modes import copied
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
 from heapr_lab.repr_html import card_html
@@ -40,6 +41,11 @@ class Made:
         """Plain data, without the routing."""
         names = ("method", "ratio", "seed")
         return {n: getattr(self, n) for n in names} | {"options": dict(self.options)}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of it."""
+        return {"method": self.method, "compression": self.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -77,25 +83,29 @@ class Compression(abc.ABC):
     def apply(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
         """A context in which `model` computes what the compressed model computes."""
 
-    @abc.abstractmethod
     def materialise(self, model: nn.Module) -> nn.Module:
-        """The compressed model, which shares nothing with `model`."""
+        """The compressed model, which shares nothing with `model`.
+
+        Raises:
+            SpecError: as `apply`.
+            LayoutError: as `apply`.
+        """
+        with self.apply(model):
+            return copied(model, {})
 
     @abc.abstractmethod
     def savings(self, model: nn.Module) -> Savings:
         """What it saves, counted exactly."""
 
     def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
-        """Write the compressed model to a folder that transformers loads.
-
-        As `save_compressed`, which takes `options`: an ordinary checkpoint where the
-        family's configuration can express it.
+        """Write the compressed model by `save_ordinary`, which takes `options`.
 
         Raises:
-            SpecError: the folder is not empty, or it was fitted to another model.
+            SpecError: the family's configuration cannot express its experts, the folder
+                is not empty, or it was fitted to another model.
         """
-        facts = _facts(self.made, options)
-        return save_compressed(self.materialise(model), folder, facts=facts, **options)
+        small = self.materialise(model)
+        return save_ordinary(small, folder, self.made.facts, like=model, **options)
 
     def _facts(self) -> dict[str, str]:
         made = self.made
@@ -171,62 +181,13 @@ class AtomCompression(Compression):
         Raises:
             SpecError: the folder is not empty, or it was fitted to another model.
         """
-        facts = _facts(self.made, options)
+        facts = self.made.facts
         return save_pruned(self.materialise(model), folder, facts=facts, **options)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ExpertDropping(Compression):
-    """Whole experts are removed with their router rows; weights are unchanged."""
-
-    made: Made
-    kept: KeptExperts
-    """By layer, the numbers of the kept experts, ascending."""
-    atoms: Mapping[int, tuple[int, int, int]]
-    """Experts, atoms of each, and parameters of one atom, by layer."""
-
-    @property
-    def achieved_ratio(self) -> float:
-        """The share of the experts' parameters that is removed."""
-        kept = total = 0
-        for layer, (n_experts, d_inter, size) in self.atoms.items():
-            kept += len(self.kept[layer]) * d_inter * size
-            total += n_experts * d_inter * size
-        return 1 - kept / total if kept < total else 0.0
-
-    def apply(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """A context like `dropping`: `model` changes in all threads until it ends.
-
-        Raises:
-            SpecError: it was fitted to another model, or a mask is active.
-            LayoutError: experts cannot be dropped from the model exactly.
-        """
-        return dropping(model, self.kept)
-
-    def materialise(self, model: nn.Module) -> nn.Module:
-        """The copy that `drop_experts` makes.
-
-        Raises:
-            SpecError: it was fitted to another model, or a mask is active.
-            LayoutError: experts cannot be dropped from the model exactly.
-        """
-        return drop_experts(model, self.kept)
-
-    def savings(self, model: nn.Module) -> Savings:
-        """Sizes, counted on the model without the experts."""
-        dense = describe(model)
-        with self.apply(model):
-            small = describe(model)
-        return Savings(
-            (dense.n_parameters, small.n_parameters),
-            _bytes(dense.bytes_per_parameter, dense.n_parameters, small.n_parameters),
-            (dense.routed_flops_per_token(), small.routed_flops_per_token()),
-        )
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class ExpertComposition(Compression):
-    """Experts have other weights, which they may share, or fewer of them are left."""
+    """Fewer experts are left, or they have other weights, which they may share."""
 
     made: Made
     compositions: Compositions
@@ -245,15 +206,6 @@ class ExpertComposition(Compression):
             LayoutError: the experts cannot be replaced exactly.
         """
         return composing(model, self.compositions, self.kept)
-
-    def materialise(self, model: nn.Module) -> nn.Module:
-        """The copy that `compose_experts` makes.
-
-        Raises:
-            SpecError: it was fitted to another model, or a mask is active.
-            LayoutError: the experts cannot be replaced exactly.
-        """
-        return compose_experts(model, self.compositions, self.kept)
 
     @property
     def achieved_ratio(self) -> float:
@@ -305,12 +257,6 @@ class ExpertComposition(Compression):
             mean = np.mean(flops) if self.kept is not None else routing @ flops
             total += shape.top_k * float(mean)
         return total
-
-
-def _facts(made: Made, options: dict[str, Any]) -> dict[str, Any]:
-    """The facts among `options`, taken out of them, and how the model was made."""
-    facts = {"method": made.method, "compression": made.to_dict()}
-    return facts | dict(options.pop("facts", None) or {})
 
 
 def _bytes(size: float, before: int, after: int) -> tuple[int, int]:

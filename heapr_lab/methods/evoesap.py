@@ -13,7 +13,7 @@ import numpy as np
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
-from heapr_lab.methods.compression import ExpertDropping
+from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.evolution import (
     BUDGET,
@@ -21,15 +21,12 @@ from heapr_lab.methods.evolution import (
     apportioned,
     check_budget,
     judging_windows,
-    loss,
     ranked,
 )
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.experts import dropping_of
 from heapr_lab.methods.method import Method, Request
 
-FITNESS = ("acceptance", "loss")
-"""Σ min(p, q) with the dense model's predictions, or the loss on the text."""
 _SEARCH = {"survivors": 4, "most_moves": 1, "largest_move": 2}
 """Options: plans that survive, and of a new plan, how often experts are moved between
 two layers, and how many at most."""
@@ -67,30 +64,23 @@ def kept_without(
     return {k: tuple(sorted(experts[number:])) for (k, experts), number in pairs}
 
 
-def _evoesap(request: Request) -> ExpertDropping:
+def _evoesap(request: Request) -> ExpertComposition:
     """The numbers of experts to drop that change predictions least, of those tried.
 
     Raises:
         SpecError: an option is invalid, or too many experts would go.
     """
     check_budget(request)
-    if request.options["fitness"] not in FITNESS:
-        raise SpecError(
-            f"fitness is {request.options['fitness']!r}, expected one of "
-            f"{', '.join(FITNESS)}"
-        )
     find_expert_axes(request.model)  # refused before any text is read
     total, most = budget(request)
     order, model = ranked(request), request.model
     if not total:
         return dropping_of(request, kept_without(order, (0,) * len(most)))
-    ids = judging_windows(request)
-    rejection = Rejection(model, ids)
+    rejection = Rejection(model, judging_windows(request))
 
     def cost(plan: Plan) -> float:
         with dropping(model, kept_without(order, plan)):
-            acceptance = request.options["fitness"] == "acceptance"
-            return rejection() if acceptance else loss(model, ids)
+            return rejection()
 
     rng = random.Random(request.seed)
     plan = searched(cost, most, total, request.options, rng)
@@ -199,14 +189,14 @@ EVOESAP = Method(
     _evoesap,
     deviations=(
         "The expected acceptance of speculative decoding is Σ min(p, q) for each token "
-        "of the text; fitness=loss takes the loss instead.",
+        "of the text.",
         "Plans are judged on at most most_windows windows, chosen by a hash of their "
         "content.",
         "With a smaller population than 12, only the first of the authors' shapes of "
         "first plans are tried.",
         "The order within a layer is that of REAP.",
     ),
-    options={**BUDGET, "population": 12, **_SEARCH, "fitness": "acceptance"},
+    options={**BUDGET, "population": 12, **_SEARCH},
     collectors=(EXPERT_SUMS,),
     version=2,
 )

@@ -19,8 +19,8 @@ from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of attributes of modules and of configurations that are the number of experts,
-if they equal it; of a router that is a linear layer also `out_features`."""
+"""Names of attributes of modules that are the number of experts, if they equal it; of a
+router that is a linear layer also `out_features`."""
 _GROUPS = ("num_group", "n_group", "n_groups", "num_expert_group", "num_expert_groups")
 _SHARED = "shared"
 """A word in the names of modules beside the routed experts that every token uses."""
@@ -64,16 +64,6 @@ class ExpertAxis:
         finally:
             self._set(before, n_before)
 
-    def resize(self, n_experts: int) -> None:
-        """Make it a layer of `n_experts`, whose tensors have no values yet."""
-        new = []
-        for module, name in self.tensors:
-            old = getattr(module, name)
-            tensor = old.new_empty(n_experts, *old.shape[1:])
-            parameter = isinstance(old, nn.Parameter)
-            new.append(nn.Parameter(tensor) if parameter else tensor)
-        self._set(new, n_experts)
-
     def _set(self, tensors: Sequence[torch.Tensor], n_experts: int) -> None:
         for (module, name), tensor in zip(self.tensors, tensors, strict=True):
             table: Any = module._parameters
@@ -91,12 +81,8 @@ def _taken(tensor: torch.Tensor, kept: Sequence[int]) -> torch.Tensor:
     return nn.Parameter(rows, requires_grad=tensor.requires_grad)
 
 
-def find_expert_axes(model: nn.Module, *, values: bool = True) -> list[ExpertAxis]:
+def find_expert_axes(model: nn.Module) -> list[ExpertAxis]:
     """What each MoE layer of `model` has for each of its routed experts, in order.
-
-    Args:
-        model: the dense model.
-        values: whether weights must be in memory.
 
     Raises:
         LayoutError: there is no MoE layer, or experts cannot be dropped from one of
@@ -104,12 +90,10 @@ def find_expert_axes(model: nn.Module, *, values: bool = True) -> list[ExpertAxi
             router is not beside the experts, or weights are not in memory.
         SpecError: the model is streamed.
     """
-    return [expert_axis(model, layer, values=values) for layer in find_experts(model)]
+    return [expert_axis(model, layer) for layer in find_experts(model)]
 
 
-def expert_axis(
-    model: nn.Module, layer: ExpertsLayer, *, values: bool = True
-) -> ExpertAxis:
+def expert_axis(model: nn.Module, layer: ExpertsLayer) -> ExpertAxis:
     """The same for one layer of `model`.
 
     Raises:
@@ -129,9 +113,7 @@ def expert_axis(
         (module, name)
         for place, module in modules.items()
         for name, tensor in _tensors_of(module)
-        if _per_expert(
-            tensor, layer.n_experts, name=f"{path}.{place}.{name}", values=values
-        )
+        if _per_expert(tensor, layer.n_experts, name=f"{path}.{place}.{name}")
     ]
     routers = [
         module
@@ -161,16 +143,14 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*parameters, *module.named_buffers(recurse=False)]
 
 
-def _per_expert(
-    tensor: torch.Tensor, n_experts: int, *, name: str, values: bool
-) -> bool:
+def _per_expert(tensor: torch.Tensor, n_experts: int, *, name: str) -> bool:
     """Whether the first axis of `tensor` is the experts.
 
     Raises:
         LayoutError: another axis may be, it may hold numbers of experts, or the values
             are not in memory.
     """
-    if values and tensor.is_meta:
+    if tensor.is_meta:
         raise LayoutError(
             f"{name} is offloaded, its values are not in memory; load the model "
             "without offloading to drop experts"

@@ -12,7 +12,7 @@ import pandas as pd
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
-from heapr_lab.methods.compression import ExpertDropping
+from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
@@ -27,7 +27,7 @@ _ROUTED_TOKENS = (
 )
 
 Scores = Callable[[pd.DataFrame, Request], np.ndarray]
-"""Maps the rows of `expert_statistics` to one score for each."""
+"""Maps the rows of `Measurements.experts` to one score for each."""
 
 
 def n_dropped(shape: LayerShape, ratio: Fraction, *, layer: int) -> int:
@@ -50,17 +50,16 @@ def n_dropped(shape: LayerShape, ratio: Fraction, *, layer: int) -> int:
 
 def dropping_of(
     request: Request, kept: Mapping[int, tuple[int, ...]]
-) -> ExpertDropping:
+) -> ExpertComposition:
     """The compression that keeps the experts of `kept`."""
-    layers = request.measured.architecture.layers
-    atoms = {k: (s.n_experts, s.d_inter, s.atom_parameters) for k, s in layers.items()}
-    return ExpertDropping(request.made, kept, atoms)
+    shapes = request.measured.architecture.layers
+    return ExpertComposition(request.made, {}, shapes, kept)
 
 
-def _by(scores: Scores) -> Callable[[Request], ExpertDropping]:
+def _by(scores: Scores) -> Callable[[Request], ExpertComposition]:
     """The rule that drops the experts of each layer with the lowest `scores`."""
 
-    def rule(request: Request) -> ExpertDropping:
+    def rule(request: Request) -> ExpertComposition:
         find_expert_axes(request.model)  # refused before any text is read
         layers = request.measured.architecture.layers
         numbers = {k: n_dropped(s, request.ratio, layer=k) for k, s in layers.items()}

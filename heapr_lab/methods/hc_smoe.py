@@ -1,25 +1,24 @@
-"""HC-SMoE: experts whose mean outputs are near each other become their average."""
+"""HC-SMoE: experts whose mean outputs are near each other become their average.
 
-from collections.abc import Sequence
+Its control draws the groups at random.
+"""
 
+import numpy as np
 import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
 
+from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.merging import (
     MEAN_OUTPUTS,
     NEVER_ROUTED,
     NOT_TRAINED,
     Groups,
-    Matrices,
-    averaged,
     groups_of,
-    merged,
+    merged_by_frequency,
     n_groups,
-    refuse_streamed_merge,
 )
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.experts import ExpertsLayer
 
 
 def average_linkage(features: torch.Tensor, number: int) -> Groups:
@@ -43,7 +42,7 @@ def average_linkage(features: torch.Tensor, number: int) -> Groups:
 
 def _hc_smoe(request: Request) -> ExpertComposition:
     """Each layer's experts are joined by their mean outputs on all of its tokens."""
-    refuse_streamed_merge(request)
+    refuse_streamed(request.model)
     layers = request.measured.architecture.layers
     outputs = request.measured.collected(MEAN_OUTPUTS, request.progress)
     groups = {
@@ -51,19 +50,6 @@ def _hc_smoe(request: Request) -> ExpertComposition:
         for layer, shape in layers.items()
     }
     return merged_by_frequency(request, groups)
-
-
-def merged_by_frequency(
-    request: Request, groups: dict[int, Groups]
-) -> ExpertComposition:
-    """Each group becomes the mean of its experts, weighted by their routed tokens."""
-    tokens = request.measured.tokens(request.progress)
-
-    def merge(layer: ExpertsLayer, group: Sequence[int]) -> Matrices:
-        counts = [float(tokens[layer.layer][expert]) for expert in group]
-        return averaged([layer.expert(expert) for expert in group], counts)
-
-    return merged(request, groups, merge)
 
 
 HC_SMOE = Method(
@@ -81,4 +67,45 @@ HC_SMOE = Method(
         NEVER_ROUTED,
     ),
     collectors=(MEAN_OUTPUTS,),
+)
+
+
+# --- the control ------------------------------------------------------------------
+
+
+def drawn(n_experts: int, number: int, rng: np.random.Generator) -> Groups:
+    """`number` groups of experts: so many begin one each, the others join any of them.
+
+    Example:
+        >>> sorted(map(len, drawn(4, 3, np.random.default_rng(0))))
+        [1, 1, 2]
+    """
+    labels = rng.permutation(n_experts)
+    joining = labels >= number
+    labels[joining] = rng.integers(number, size=joining.sum())
+    return groups_of(labels.tolist())
+
+
+def _random_groups(request: Request) -> ExpertComposition:
+    """Groups that `seed` draws, as many in each layer as other methods make."""
+    refuse_streamed(request.model)
+    rng, layers = np.random.default_rng(request.seed), request.measured.architecture
+    groups = {
+        layer: drawn(shape.n_experts, n_groups(shape, request.ratio), rng)
+        for layer, shape in layers.layers.items()
+    }
+    return merged_by_frequency(request, groups)
+
+
+RANDOM_GROUPS = Method(
+    "random-groups",
+    "control of merging: experts in groups drawn at random become one",
+    "a control of this project",
+    "merging",
+    _random_groups,
+    deviations=(
+        NOT_TRAINED,
+        "Groups are merged as those of hc-smoe are, so that the difference between the "
+        "two is what its groups are worth.",
+    ),
 )

@@ -1,4 +1,4 @@
-"""What methods of low rank have in common: moments of inputs, ranks, truncated SVDs.
+"""What methods of low rank have in common, and `svd`, the control that is no more.
 
 Factors L R in place of a matrix W change its outputs for inputs x with the second
 moment M = Σ x xᵀ = S Sᵀ by Σ ‖(W − L R) x‖² = ‖(W − L R) S‖². For a given rank that is
@@ -16,19 +16,20 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.collectors import Collector
+from heapr_lab.methods.collectors import Collector, activations
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
-from heapr_lab.methods.composing import Compositions, composition_of
+from heapr_lab.methods.composing import (
+    Compositions,
+    composition_of,
+    refuse_streamed,
+)
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.method import Request
+from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.backend import backend_of
-from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.models.ragged_experts import activate
+from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
 _DAMPING = 1e-6
@@ -84,8 +85,7 @@ def _moments(
     """The fields of `Moments` for one expert."""
     tokens, slots = (calls.top_k_index == expert).nonzero(as_tuple=True)
     x = calls.hidden_states[tokens]
-    bias = layer.up_bias[expert] if layer.up_bias is not None else None
-    h = activate(layer.module, F.linear(x, layer.up_rows[expert], bias))
+    h = activations(layer, expert, x)
     size = h.abs()
     share = (
         (size > _OUTLIER * size.mean()).double().mean() if len(h) else x.new_zeros(())
@@ -206,12 +206,57 @@ def compression_of(
     return ExpertComposition(request.made, compositions or {}, layers)
 
 
-def refuse_unmade(request: Request) -> None:
-    """Check, before any text is read, that experts can be replaced.
+# --- the control ------------------------------------------------------------------
 
-    Raises:
-        SpecError: the model is streamed.
-    """
-    backend_of(request.model).require_loaded(
-        remedy="load it with stream=False to replace experts"
-    )
+
+def _svd(request: Request) -> ExpertComposition:
+    """The same ranks for all experts of a layer."""
+    refuse_streamed(request.model)
+    if not request.ratio:
+        return compression_of(request)
+    shapes = request.measured.architecture.layers
+    ranks = {k: ranks_of(shape, request.ratio, layer=k) for k, shape in shapes.items()}
+    moments: Mapping[int, Moments] = {}
+    if request.options["whiten"]:
+        moments = request.measured.collected(MOMENTS, request.progress)
+    compositions = {
+        layer.layer: _all_truncated(layer, ranks[layer.layer], moments.get(layer.layer))
+        for layer in find_experts(request.model)
+    }
+    return compression_of(request, compositions)
+
+
+def _all_truncated(
+    layer: ExpertsLayer, ranks: Mapping[str, int], moments: Moments | None
+) -> Composition:
+    """The layer's experts with truncated matrices; dense where factors cost as much."""
+    projections = dict(composition_of(layer).projections)
+    unit, dense = layer.d_expert + layer.d_inter, layer.d_expert * layer.d_inter
+    for name, rank in ranks.items():
+        if rank * unit < dense:
+            moment = None if moments is None else moments.of(name)
+            factors = truncated(matrices(layer, name), rank, moment)
+            projections[name] = factored(layer, factors)
+    return composition(layer, projections)
+
+
+SVD = Method(
+    "svd",
+    "SVD of each matrix of each expert, whitened by its inputs",
+    "Eckart and Young 1936, doi:10.1007/BF02288367; whitened as in Wang et al. 2024, "
+    "SVD-LLM, arXiv:2403.12378",
+    "low rank",
+    _svd,
+    deviations=(
+        "A control that no paper proposes for experts as such.",
+        "The outputs for the tokens routed to the expert change least, as in SVD-LLM, "
+        "but layers are not treated one after the other, and no weights are updated "
+        "afterwards. With whiten=false it is the plain SVD of the weights.",
+        "Nothing is removed at ratio 0; above it, every matrix is decomposed, unless "
+        "its factors would cost as much as it does.",
+        "An expert that no calibration token reaches is decomposed without whitening.",
+    ),
+    options={"whiten": True},
+    collectors=(MOMENTS,),
+    version=2,
+)

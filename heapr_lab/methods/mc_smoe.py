@@ -9,6 +9,7 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.merging import (
     LOGIT_COSINES,
@@ -23,7 +24,6 @@ from heapr_lab.methods.merging import (
     logit_cosines,
     merged,
     ranked,
-    refuse_streamed_merge,
 )
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import ExpertsLayer
@@ -31,7 +31,7 @@ from heapr_lab.models.experts import ExpertsLayer
 
 def _mc_smoe(request: Request) -> ExpertComposition:
     """Experts of all layers compete for being dominant by their share of tokens."""
-    refuse_streamed_merge(request)
+    refuse_streamed(request.model)
     cosines = logit_cosines(request)
     frame = ranked(request)
     leaders = _dominant_of(request, frame)

@@ -18,15 +18,13 @@ from scipy.optimize import linear_sum_assignment
 from torch import nn
 
 from heapr_lab.errors import HeaprLabError, LayoutError
-from heapr_lab.methods.collectors import Collector
+from heapr_lab.methods.collectors import Collector, activations, expert_output
 from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import expert_axis
 from heapr_lab.methods.method import Request
 from heapr_lab.methods.naee import routed_anew
-from heapr_lab.methods.single_experts import activations, expert_output
 from heapr_lab.models.architecture import LayerShape, expert_shares
-from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.refinement.expert_calls import ExpertCalls
@@ -154,7 +152,7 @@ def logit_cosines(request: Request) -> dict[int, np.ndarray]:
 
 
 def ranked(request: Request) -> pd.DataFrame:
-    """The rows of `expert_statistics`, those of the most used experts first.
+    """The rows of `Measurements.experts`, those of the most used experts first.
 
     Ties go by the summed routing weight, then by the norm of the weights, so that the
     numbers of experts do not matter. With the columns `share`, of its layer's routed
@@ -219,17 +217,6 @@ def merge_group(layer: ExpertsLayer, group: Sequence[int], merge: Merge) -> Matr
     return layer.expert(group[0]) if len(group) == 1 else merge(layer, group)
 
 
-def refuse_streamed_merge(request: Request) -> None:
-    """Check that all experts are in memory.
-
-    Raises:
-        SpecError: the model is streamed.
-    """
-    backend_of(request.model).require_loaded(
-        remedy="load it with stream=False to merge experts"
-    )
-
-
 # --- averages ---------------------------------------------------------------------
 
 
@@ -248,6 +235,19 @@ def _weighted(tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> torch
     for tensor, share in zip(tensors, shares, strict=True):
         total += share * tensor.to(wide)
     return total.to(tensors[0].dtype)
+
+
+def merged_by_frequency(
+    request: Request, groups: dict[int, Groups]
+) -> ExpertComposition:
+    """Each group becomes the mean of its experts, weighted by their routed tokens."""
+    tokens = request.measured.tokens(request.progress)
+
+    def merge(layer: ExpertsLayer, group: Sequence[int]) -> Matrices:
+        counts = [float(tokens[layer.layer][expert]) for expert in group]
+        return averaged([layer.expert(expert) for expert in group], counts)
+
+    return merged(request, groups, merge)
 
 
 def atoms_of(matrices: Matrices) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.composed_experts import ABSENT, Composition, Projection, Shared
+from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
     MOMENTS,
@@ -24,7 +25,6 @@ from heapr_lab.methods.low_rank import (
     compression_of,
     damped,
     matrices,
-    refuse_unmade,
     truncated,
 )
 from heapr_lab.methods.method import Method, Request
@@ -221,7 +221,7 @@ def _placed(
 def _moe_svd(request: Request) -> ExpertComposition:
     """The least sensitive layers decomposed, within one budget."""
     most = _most(request)
-    refuse_unmade(request)
+    refuse_streamed(request.model)
     if not request.ratio:
         return compression_of(request)
     shapes = request.measured.architecture.layers

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.methods.compression import ExpertDropping
+from heapr_lab.methods.collectors import expert_output
+from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.methods.experts import dropping_of, n_dropped
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.methods.single_experts import expert_output
 from heapr_lab.models.modes import evaluating
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 
@@ -113,7 +113,7 @@ def best_subset(loss: LayerLoss, n_experts: int, n_gone: int, *, most: int) -> S
     return kept
 
 
-def _naee(request: Request) -> ExpertDropping:
+def _naee(request: Request) -> ExpertComposition:
     """The subset of each layer's experts that changes its output least.
 
     Raises:

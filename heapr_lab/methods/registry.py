@@ -10,8 +10,9 @@ from heapr_lab.methods.camera import CAMERA
 from heapr_lab.methods.d2_moe import D2_MOE
 from heapr_lab.methods.evoesap import EVOESAP
 from heapr_lab.methods.experts import EXPERTS
-from heapr_lab.methods.hc_smoe import HC_SMOE
+from heapr_lab.methods.hc_smoe import HC_SMOE, RANDOM_GROUPS
 from heapr_lab.methods.intdim import INTDIM
+from heapr_lab.methods.low_rank import SVD
 from heapr_lab.methods.mc_smoe import MC_SMOE
 from heapr_lab.methods.method import Method
 from heapr_lab.methods.moe_i2 import MOE_I2
@@ -19,10 +20,8 @@ from heapr_lab.methods.moe_pruner import MOE_PRUNER
 from heapr_lab.methods.moe_svd import MOE_SVD
 from heapr_lab.methods.mone import MONE
 from heapr_lab.methods.naee import NAEE
-from heapr_lab.methods.random_groups import RANDOM_GROUPS
 from heapr_lab.methods.ream import REAM
 from heapr_lab.methods.sub_moe import SUB_MOE
-from heapr_lab.methods.svd import SVD
 from heapr_lab.methods.tenp import TENP
 
 GROUP = "heapr_lab.methods"

@@ -12,19 +12,18 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from heapr_lab.methods.collectors import EXPERT_SUMS, Collector
+from heapr_lab.methods.collectors import EXPERT_SUMS, Collector, expert_output
+from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.hc_smoe import merged_by_frequency
 from heapr_lab.methods.merging import (
     NOT_TRAINED,
     Groups,
     groups_of,
+    merged_by_frequency,
     n_groups,
     ranked,
-    refuse_streamed_merge,
 )
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.methods.single_experts import expert_output
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
@@ -52,7 +51,7 @@ all tokens of the layer, (E, E)."""
 
 def _sub_moe(request: Request) -> ExpertComposition:
     """Each layer's experts are grouped by the cosines of their outputs."""
-    refuse_streamed_merge(request)
+    refuse_streamed(request.model)
     cosines = request.measured.collected(OUTPUT_COSINES, request.progress)
     rng, groups = np.random.default_rng(request.seed), {}
     order = ranked(request).groupby("layer")["expert"].agg(list)

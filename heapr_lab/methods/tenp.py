@@ -16,11 +16,10 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.atoms import compression_of
-from heapr_lab.methods.collectors import Collector
+from heapr_lab.methods.collectors import Collector, activations
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.evolution import apportioned
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.methods.single_experts import activations
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest

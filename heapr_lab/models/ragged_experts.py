@@ -34,7 +34,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 METHOD = "heapr"
 FORMAT_VERSION = 1
 """The version that is written; 2 and 3 were those of what is in `_GONE`."""
-_GONE = {"output_bias": "output biases", "quantised": "weights that are integers"}
+_COMPOSED = "heapr_composed"
+"""What earlier versions wrote in place of `METHOD` for other papers' methods."""
+_GONE = {
+    "output_bias": "output biases",
+    "quantised": "weights that are integers",
+    "experts": "matrices that they share, or factors",
+    "n_kept": "other numbers in each layer",
+    "skipping": "thresholds of dynamic skipping",
+}
 """What experts had in earlier checkpoints, by the field that says so."""
 CODE_NAME = "modeling_heapr"
 """Name of the copy of this file in a checkpoint."""
@@ -543,25 +551,18 @@ def check_format(settings: Mapping[str, Any]) -> None:
                 "2026-11 wrote and reads: load it with that version, or prune the base "
                 "model again"
             )
-    check_version(settings.get("format_version", FORMAT_VERSION), FORMAT_VERSION)
-
-
-def check_version(version: object, newest: int) -> None:
-    """Check that a format version is one up to `newest`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not isinstance(version, int) or version > newest:
+    version = settings.get("format_version", FORMAT_VERSION)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
         raise ValueError(
             f"the checkpoint has format version {version!r}, this version of heapr_lab "
-            f"reads up to {newest}: upgrade heapr_lab, or get config.json again"
+            f"reads up to {FORMAT_VERSION}: upgrade heapr_lab, or get config.json again"
         )
 
 
 if METHOD not in AUTO_QUANTIZER_MAPPING:
-    register_quantization_config(METHOD)(HeaprConfig)
-    register_quantizer(METHOD)(HeaprQuantizer)
+    for _name in (METHOD, _COMPOSED):
+        register_quantization_config(_name)(HeaprConfig)
+        register_quantizer(_name)(HeaprQuantizer)
 
 
 def finish(model: Any) -> None:
@@ -652,8 +653,8 @@ _AUTO_CLASSES = (
 )
 
 
-class RefusesHoles:
-    """A model of transformers that cannot be loaded with weights missing."""
+class CarriesCode:
+    """Saves a copy of this file with a model of transformers, and refuses holes."""
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
         """Adjust the keys, then refuse missing, mismatched and unexpected weights."""
@@ -672,10 +673,6 @@ class RefusesHoles:
             mismatched=mismatched,
             unexpected=loading_info.unexpected_keys,
         )
-
-
-class CarriesCode(RefusesHoles):
-    """Saves a copy of this file with a model of transformers, and refuses holes."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -708,22 +705,11 @@ def carry_code(folder: Path, config: Any, name: str) -> None:
 @functools.cache
 def with_code(base: Any) -> Any:
     """The model class `base` of transformers, which also saves its code."""
-    return _with(CarriesCode, base)
-
-
-@functools.cache
-def without_holes(base: Any) -> Any:
-    """The model class `base` of transformers, which also refuses holes."""
-    return _with(RefusesHoles, base)
-
-
-def _with(mixin: Any, base: Any) -> Any:
-    """`base` with `mixin` before it, unless it has that already."""
-    if issubclass(base, mixin):
+    if issubclass(base, CarriesCode):
         return base
     # With the same module and name, so that transformers treats it as its own.
     body = {"__module__": base.__module__, "__doc__": base.__doc__}
-    return type(base.__name__, (mixin, base), body)
+    return type(base.__name__, (CarriesCode, base), body)
 
 
 def __getattr__(name: str) -> Any:

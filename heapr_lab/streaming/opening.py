@@ -20,7 +20,7 @@ from heapr_lab.models.folders import (
 )
 from heapr_lab.models.loading import model_folder
 from heapr_lab.models.modes import evaluating
-from heapr_lab.models.ragged_experts import METHOD, HeaprConfig, HeaprQuantizer
+from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer
 from heapr_lab.models.safetensors_headers import read_headers
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
@@ -137,19 +137,15 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
     if generation is not None:
         model.generation_config = generation
     conversions = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    dequantiser = None if isinstance(quantizer, HeaprQuantizer) else quantizer
     reader = FileReader(
-        model,
-        folder,
-        conversions,
-        quantizer=None if isinstance(quantizer, HeaprQuantizer) else quantizer,
-        dtype=dtype,
-        device=device,
+        model, folder, conversions, quantizer=dequantiser, dtype=dtype, device=device
     )
     if as_stored:
         reader.keep_types()
         dtype = config_dtype or model.dtype
     stream = Stream(model, reader, dtype=dtype, device=device)
-    if reader.dequantises:
+    if dequantiser is not None:
         stream.dequantised_from = quantisation(config)
         stream.stored = torch.bfloat16
     if quantizer is not None:
@@ -166,7 +162,7 @@ def _prepared(model: Any, config: Any, folder: Path) -> Any:
     """
     refuse_format(folder, config)
     try:
-        quantizer = _quantizer(config, folder)
+        quantizer = _quantizer(config)
         if quantizer is not None:
             quantizer.preprocess_model(model, dtype=model.dtype)
     except SpecError:
@@ -176,23 +172,14 @@ def _prepared(model: Any, config: Any, folder: Path) -> Any:
     return quantizer
 
 
-def _quantizer(config: Any, folder: Path) -> Any:
-    """The quantizer of weights that are pruned or quantised; None if they are not.
-
-    Raises:
-        SpecError: they are composed.
-    """
+def _quantizer(config: Any) -> Any:
+    """The quantizer of weights that are pruned or quantised; None if they are not."""
     kind = quantisation(config)
     if kind is None:
         return None
-    if kind not in (METHOD, *DEQUANTISED):
-        raise SpecError(
-            f"{folder} has composed experts, or fewer of them, which cannot be "
-            "streamed yet: load it with stream=False"
-        )
     section = config.quantization_config
     settings = dict(section if isinstance(section, dict) else section.to_dict())
-    if kind == METHOD:
+    if kind not in DEQUANTISED:
         quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
     else:
         settings = with_our_classes(settings | {"dequantize": True})

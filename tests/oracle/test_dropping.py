@@ -8,11 +8,12 @@ import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of, weights_of
-from methods_by_hand import reloaded
+from methods_by_hand import reloaded, without_experts
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods.dropping import drop_experts, dropping
+from heapr_lab.methods.compression import ExpertComposition, Made
+from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import describe, find_experts
 
@@ -94,29 +95,17 @@ def test_in_a_context_as_a_copy_and_on_disk(family: str, tmp_path: Path) -> None
     with dropping(model, kept):
         applied = logits_of(model, IDS)
         small = describe(model)
-    copy: Any = drop_experts(model, kept)
+    shapes = describe(model).layers
+    compression = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
+    copy = compression.materialise(model)
     assert torch.equal(logits_of(copy, IDS), applied)
     assert (applied - dense).abs().max() > 0.01
     assert small.n_parameters == sum(p.numel() for p in copy.parameters())
-    copy.save_pretrained(tmp_path)
-    loaded = reloaded(tmp_path)
+    loaded = reloaded(compression.save(model, tmp_path / "out", base=""))
     assert type(loaded) is type(model)
     torch.testing.assert_close(logits_of(loaded, IDS), applied, **EXACT)
     torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
     assert torch.equal(logits_of(model, IDS), dense)
-
-
-def test_the_copy_owns_its_weights() -> None:
-    """Overwriting every tensor of the copy leaves the model as it was."""
-    model = tiny_model("deepseek_v3")
-    before = weights_of(model)
-    copy = drop_experts(model, kept_of(model))
-    with torch.no_grad():
-        for tensor in copy.state_dict().values():
-            tensor.fill_(7.0)
-    torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
-    assert model.config.num_local_experts == 4
-    assert copy.config.num_local_experts == 3
 
 
 def test_an_error_inside_leaves_the_dense_model() -> None:
@@ -130,18 +119,6 @@ def test_an_error_inside_leaves_the_dense_model() -> None:
     assert torch.equal(logits_of(model, IDS), dense)
 
 
-def test_unequal_layers_run_but_have_no_configuration() -> None:
-    """Layers with 2 and 3 experts: the copy runs, and says it cannot be expressed."""
-    model = tiny_model("qwen2_moe")
-    kept = {0: (0, 3), 1: (0, 1, 2)}
-    copy: Any = drop_experts(model, kept)
-    with dropping(model, kept):
-        expected = logits_of(model, IDS)
-    assert torch.equal(logits_of(copy, IDS), expected)
-    assert not copy.heapr_experts_in_config
-    assert [axis.layer.n_experts for axis in find_expert_axes(copy)] == [2, 3]
-
-
 # --- what is refused --------------------------------------------------------------
 
 
@@ -150,7 +127,7 @@ def test_groups_of_experts_are_refused_by_name() -> None:
     model = tiny_model("deepseek_v3", n_group=2, topk_group=1)
     dense = logits_of(model, IDS)
     with pytest.raises(LayoutError, match=r"gate .* of 2 groups .*num_group=2"):
-        drop_experts(model, kept_of(model))
+        without_experts(model, kept_of(model))
     assert torch.equal(logits_of(model, IDS), dense)
 
 
@@ -174,8 +151,6 @@ def test_impossible_choices_are_refused(kept: Any, message: str) -> None:
     """They are refused before anything changes."""
     model = tiny_model("qwen2_moe")
     dense = logits_of(model, IDS)
-    with pytest.raises(SpecError, match=message):
-        drop_experts(model, kept)
     with pytest.raises(SpecError, match=message), dropping(model, kept):
         pass
     assert torch.equal(logits_of(model, IDS), dense)

@@ -26,7 +26,7 @@ from methods_by_hand import (
 from text_models import experts_calls
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods import hc_smoe, merging, random_groups, sub_moe
+from heapr_lab.methods import hc_smoe, merging, sub_moe
 from heapr_lab.methods.collectors import collect
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
@@ -238,7 +238,7 @@ def test_random_groups_by_hand(family: str) -> None:
 def test_every_grouping_can_be_drawn() -> None:
     """Four experts in two groups: three pairs of pairs, and four single ones."""
     rng = np.random.default_rng(0)
-    draws = [random_groups.drawn(4, 2, rng) for _ in range(200)]
+    draws = [hc_smoe.drawn(4, 2, rng) for _ in range(200)]
     assert len({frozenset(map(frozenset, groups)) for groups in draws}) == 7
     assert all(sorted(itertools.chain(*groups)) == [0, 1, 2, 3] for groups in draws)
 

@@ -15,10 +15,9 @@ from torch import nn
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.methods import experts, naee
-from heapr_lab.methods.collectors import Measurements, expert_statistics
+from heapr_lab.methods.collectors import Measurements, expert_output
 from heapr_lab.methods.dropping import dropping
 from heapr_lab.methods.expert_axes import find_expert_axes
-from heapr_lab.methods.single_experts import expert_output
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.expert_calls import iter_expert_calls
@@ -75,7 +74,7 @@ def test_experts_of_the_lowest_score_are_dropped(name: str, family: str) -> None
 def test_the_statistics_of_experts(family: str) -> None:
     """Every column, with biases and without gates, equals the loop's."""
     model = tiny_model(family)
-    frame = expert_statistics(model, WINDOWS).set_index(["layer", "expert"])
+    frame = Measurements(model, WINDOWS).experts().set_index(["layer", "expert"])
     for key, tokens in outputs_by_hand(model).items():
         row = frame.loc[key]
         norms, p = [float(f.norm()) for f, _ in tokens], [p for _, p in tokens]
@@ -131,7 +130,7 @@ def test_reap_keeps_super_experts() -> None:
     layer = find_experts(model)[0]
     with torch.no_grad():  # a peak, and then a small score, by a rarely used direction
         layer.down[gone, 0] *= 1e3
-    frame = expert_statistics(model, WINDOWS)
+    frame = Measurements(model, WINDOWS).experts()
     of_gone = frame["layer"].eq(0) & frame["expert"].eq(gone)
     assert experts.super_experts(frame, n_layers=2)[of_gone.to_numpy()].all()
     frame.loc[of_gone, "sum_p_norm"] = 0.0
@@ -274,34 +273,13 @@ def test_magnitude_by_hand() -> None:
     assert removed(fitted("magnitude", model, 0.3)) == without(sizes, 19)
 
 
-def activations(model: nn.Module) -> pd.DataFrame:
-    """Every atom's h and p for every token, by a loop."""
-    frame = atoms_by_hand(model, IDS)
-    assert (frame.groupby(["layer", "expert"])["place"].nunique() > 0).all()
-    return frame
-
-
-def camera_by_hand(frame: pd.DataFrame, formula: str) -> dict[Any, float]:
+def camera_by_hand(frame: pd.DataFrame) -> dict[Any, float]:
     """CAMERA's score of each atom of each layer, from all p · h."""
     scores = {}
     for key, rows in frame.groupby(["layer", "expert", "atom"]):
         ph, w = np.abs(rows["p"] * rows["h"]), rows["w_down_norm"].iloc[0]
-        if formula == "code":
-            scores[key] = w**2 * (0.1 * sum(ph**2) + 0.9 * max(ph) ** 2)
-        else:
-            scores[key] = w * (np.linalg.norm(ph) + 0.9 * max(ph))
+        scores[key] = w**2 * (0.1 * sum(ph**2) + 0.9 * max(ph) ** 2)
     return scores
-
-
-@pytest.mark.parametrize("formula", ["code", "paper"])
-def test_camera_at_once_by_a_loop(formula: str) -> None:
-    """On the dense model, each layer loses eight of 32 atoms."""
-    model = tiny_model("qwen2_moe")
-    compression = fitted("camera-p", model, 0.25, formula=formula, sequential=False)
-    scores, expected = camera_by_hand(activations(model), formula), set()
-    for layer in (0, 1):
-        expected |= without({k: s for k, s in scores.items() if k[0] == layer}, 8)
-    assert removed(compression) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -316,7 +294,7 @@ def test_camera_is_sequential(family: str) -> None:
         mask = type(compression.keep).from_arrays(keep)
         with masking(model, mask):
             frame = atoms_by_hand(model, IDS)
-        scores = camera_by_hand(frame[frame["layer"] == layer], "code")
+        scores = camera_by_hand(frame[frame["layer"] == layer])
         assert len(scores) == 32
         gone = without(scores, 16)
         expected |= gone

@@ -20,6 +20,8 @@ from heapr_lab.models.loading import load_model
 
 EARLIER = Path(__file__).parents[1] / "data" / "earlier"
 SETTING = Setting(0.5, calibration="text.txt")
+COMPOSED = {"quant_method": "heapr_composed"}
+"""The format of then for what other papers' methods leave."""
 REMOVED = ("own_layers", "price", "protect_outliers", "layer_ratios")
 """What settings had then, at the values of which they chose nothing."""
 
@@ -85,6 +87,9 @@ def test_an_earlier_checkpoint_is_loaded(earlier: Path) -> None:
     [
         ({"output_bias": True, "format_version": 2}, "output biases"),
         ({"quantised": "int8", "format_version": 3}, "weights that are integers"),
+        ({**COMPOSED, "experts": {"x": {}}}, "matrices that they share, or factors"),
+        ({**COMPOSED, "n_kept": {"x": 3}}, "other numbers in each layer"),
+        ({**COMPOSED, "skipping": {"x": [0.5]}}, "thresholds of dynamic skipping"),
     ],
 )
 def test_experts_of_before_are_refused_by_name(
