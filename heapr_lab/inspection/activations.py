@@ -1,4 +1,4 @@
-"""What experts and their atoms respond to: the atoms of tokens, their contexts.
+"""What atoms respond to: the atoms of tokens, the contexts of atoms.
 
 Shapes: I d_inter; n routed rows of a call, sorted by expert.
 Letters: h atom activation, p routing weight, w_down column of W_down. Atom k adds
@@ -161,14 +161,12 @@ def top_contexts(
     tokenizer: Any,
     layer: int,
     expert: int,
-    atom: int | None,
+    atom: int,
     n: int = 8,
     width: int = 12,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
     """The tokens at which an atom has its largest |h|, with their contexts.
-
-    For a whole expert, those with its largest routing weights.
 
     One forward pass over `windows`; at most `n` rows are held in memory.
 
@@ -178,15 +176,14 @@ def top_contexts(
         tokenizer: its tokenizer.
         layer: index of a MoE layer.
         expert: index of an expert of the layer.
-        atom: index of an atom of the expert; None for the expert.
+        atom: index of an atom of the expert.
         n: tokens to return; fewer where fewer are routed to the expert.
         width: tokens of context on either side.
         progress: called after each batch with (windows done, windows in all).
 
     Returns:
         Columns window, position, h, p, before, token, after; largest |h| first,
-        ties in the order of the text. For an expert there is no h, and the largest p is
-        first.
+        ties in the order of the text.
 
     Raises:
         SpecError: there is no such layer, expert or atom, or `n` is not positive.
@@ -194,7 +191,7 @@ def top_contexts(
     """
     chosen = _layer_of(model, layer)
     _check_number("expert", expert, chosen.n_experts, layer)
-    _check_number("atom", atom or 0, chosen.d_inter, layer)
+    _check_number("atom", atom, chosen.d_inter, layer)
     if n < 1:
         raise SpecError(f"n is {n}, expected at least 1")
     observer = _MostActive(expert, atom, n)
@@ -217,9 +214,8 @@ def top_contexts(
         for window, position in zip(*places, strict=True)
     ]
     frame = pd.DataFrame(rows, columns=["window", "position", *_CONTEXT])
-    frame.insert(2, "p", as_float64(observer.p))
-    if atom is not None:
-        frame.insert(2, "h", as_float64(observer.ranked))
+    frame.insert(2, "h", as_float64(observer.h))
+    frame.insert(3, "p", as_float64(observer.p))
     return frame
 
 
@@ -227,16 +223,15 @@ _CONTEXT = ("before", "token", "after")
 
 
 class _MostActive:
-    """Records the n rows with the largest |h| of one atom, or p of one expert."""
+    """Records the n rows with the largest |h| of one atom."""
 
-    def __init__(self, expert: int, atom: int | None, n: int) -> None:
+    def __init__(self, expert: int, atom: int, n: int) -> None:
         self.expert, self.atom, self.n = expert, atom, n
         self.calls = 0
         self.first = 0
         """Index of the batch's first token among those of all windows."""
         self.places = torch.zeros(0, dtype=torch.long)
-        self.ranked = torch.zeros(0, dtype=torch.float64)
-        """What rows are ranked by: h, or p."""
+        self.h = torch.zeros(0, dtype=torch.float64)
         self.p = torch.zeros(0, dtype=torch.float64)
 
     def observe(
@@ -246,13 +241,12 @@ class _MostActive:
         self.calls += 1
         start = sum(tokens[: self.expert])
         block = slice(start, start + tokens[self.expert])
-        ranked = p[block] if self.atom is None else h[block, self.atom]
-        active = torch.cat([self.ranked, ranked.cpu().double()])
+        active = torch.cat([self.h, h[block, self.atom].cpu().double()])
         weights = torch.cat([self.p, p[block].cpu().double()])
         places = torch.cat([self.places, self.first + rows[block].cpu()])
         # Stable, with earlier rows first: ties in the order of the text.
         order = active.abs().sort(descending=True, stable=True).indices[: self.n]
-        self.ranked, self.p, self.places = active[order], weights[order], places[order]
+        self.h, self.p, self.places = active[order], weights[order], places[order]
 
 
 def _context(

@@ -69,20 +69,6 @@ class Attribution:
         frame.insert(1, "n_removed", [(~self.keep.by_layer(k)).sum() for k, _ in rows])
         return frame
 
-    def experts(self, layer: int) -> pd.DataFrame:
-        """Columns expert, n_removed, first_order; largest absolute value first.
-
-        Raises:
-            SpecError: there is no such layer.
-        """
-        removed = ~self.keep.by_layer(layer)
-        columns = {
-            "expert": np.arange(len(removed)),
-            "n_removed": removed.sum(1),
-            "first_order": self.atoms[layer].sum(1),
-        }
-        return _largest_first(pd.DataFrame(columns), ["expert"])
-
 
 def attribute_loss(
     model: nn.Module,
@@ -166,7 +152,10 @@ def attribute_token(
         run.backward(chosen, [_Observer(removed, products.take)], window=0, s=0.5)
     frame = pd.concat(products.frames, ignore_index=True)
     frame["first_order"] /= run.n_predicted
-    return _largest_first(frame, ["expert", "atom"])
+    order = frame.assign(size=frame["first_order"].abs()).sort_values(
+        ["size", "expert", "atom"], ascending=[False, True, True], ignore_index=True
+    )
+    return order.drop(columns="size")
 
 
 def _check_token(run: "_Run", position: int) -> None:
@@ -176,14 +165,6 @@ def _check_token(run: "_Run", position: int) -> None:
             f"position is {position} of {n_windows} windows of {seq_len} tokens, "
             f"expected 0 to {seq_len - 1} of one window"
         )
-
-
-def _largest_first(frame: pd.DataFrame, ties: list[str]) -> pd.DataFrame:
-    sizes = frame["first_order"].abs()
-    order = frame.assign(size=sizes).sort_values(
-        ["size", *ties], ascending=[False] + [True] * len(ties), ignore_index=True
-    )
-    return order.drop(columns="size")
 
 
 # --- one pass -----------------------------------------------------------------------

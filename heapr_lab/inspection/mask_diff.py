@@ -1,8 +1,8 @@
 """Two masks of one model compared: what both remove, and what only one does.
 
-Without torch. Chance is a random mask that removes as many atoms of every layer (or
-expert) as the other does, each atom alike: of N atoms, of which A removes n_A and B
-n_B, both remove a hypergeometric number, with
+Without torch. Chance is a random mask that removes as many atoms of every layer as the
+other does, each atom alike: of N atoms, of which A removes n_A and B n_B, both remove a
+hypergeometric number, with
 
     mean n_A n_B / N,   variance n_A n_B (N − n_A) (N − n_B) / (N² (N − 1)).
 
@@ -61,42 +61,32 @@ class ScoredMask:
 # --- what both remove -------------------------------------------------------------
 
 
-def overlap(a: KeepMask, b: KeepMask, *, by: str = "layer") -> pd.DataFrame:
-    """How many atoms A, B and both remove, beside what chance would give.
+def overlap(a: KeepMask, b: KeepMask) -> pd.DataFrame:
+    """How many atoms of each layer A, B and both remove, beside chance.
 
     Args:
         a: a mask.
         b: another mask of the same model.
-        by: "layer", or "expert" for a row for each expert.
 
     Returns:
-        Columns layer (and expert), n_atoms, removed_a, removed_b, both; jaccard (both ÷
-        either), share_of_a (both ÷ removed_a), share_of_b; of `both` under chance the
-        mean `expected`, the standard deviation `sd`, and z, (both − expected) ÷ sd.
-        What is divided by 0 is missing.
+        Columns layer, n_atoms, removed_a, removed_b, both; jaccard (both ÷ either),
+        share_of_a (both ÷ removed_a), share_of_b; of `both` under chance the mean
+        `expected`, the standard deviation `sd`, and z, (both − expected) ÷ sd. What is
+        divided by 0 is missing.
 
     Raises:
-        SpecError: the masks are of different models, or `by` is another word.
+        SpecError: the masks are of different models.
     """
-    if by not in {"layer", "expert"}:
-        raise SpecError(f"by is {by!r}, expected 'layer' or 'expert'")
     check_same_model(a, b)
-    frames = [_counts(layer, a, b, by=by) for layer in a.layers]
-    counts = pd.concat(frames, ignore_index=True)
+    rows = [
+        (layer, *_counts(~a.by_layer(layer), ~b.by_layer(layer))) for layer in a.layers
+    ]
+    counts = pd.DataFrame(rows, columns=["layer", *_COUNTS])
     return _with_chance(counts, *_chance(counts))
 
 
-def _counts(layer: int, a: KeepMask, b: KeepMask, *, by: str) -> pd.DataFrame:
-    gone_a, gone_b = ~a.by_layer(layer), ~b.by_layer(layer)
-    every = np.ones_like(gone_a)
-    masks = np.stack([every, gone_a, gone_b, gone_a & gone_b])
-    counts = pd.DataFrame(masks.sum(axis=2).T, columns=_COUNTS)
-    if by == "layer":
-        counts = counts.sum().to_frame().T
-    else:
-        counts.insert(0, "expert", range(len(counts)))
-    counts.insert(0, "layer", layer)
-    return counts
+def _counts(gone_a: np.ndarray, gone_b: np.ndarray) -> tuple[int, int, int, int]:
+    return gone_a.size, gone_a.sum(), gone_b.sum(), (gone_a & gone_b).sum()
 
 
 def _chance(counts: pd.DataFrame) -> tuple[pd.Series, pd.Series]:

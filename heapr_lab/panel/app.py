@@ -203,7 +203,7 @@ def _prepare(source: str, page: Any, notebook: Any, cwd: str) -> None:  # noqa: 
         return
     if size := _bytes_of(source):
         said = _AGAIN.format(size=compact(size, "B"))
-        notebook.cells.insert(0, new_markdown_cell(said))
+        notebook.cells.append(new_markdown_cell(said))
 
 
 def _bytes_of(source: str) -> int:

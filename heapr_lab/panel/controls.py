@@ -72,22 +72,22 @@ class NumberBox(ipw.FloatText):
         """The number that is shown.
 
         Raises:
-            SpecError: it is not whole, or not from `least` to `most`.
+            SpecError: as `check`.
         """
-        check_value(self, self.value)
+        self.check(self.value)
         return int(self.value)
 
+    def check(self, value: float) -> None:
+        """Make sure that the box takes a value.
 
-def layer_box(name: str, table: ImportanceTable) -> NumberBox:
-    """A box for the index of a layer of the table."""
-    layers = table.shapes()
-    return NumberBox(name, min(layers), least=min(layers), most=max(layers))
-
-
-def expert_box(name: str, table: ImportanceTable) -> NumberBox:
-    """A box for the number of an expert, of the layer that has the most."""
-    most = max(n_experts for n_experts, _ in table.shapes().values())
-    return NumberBox(name, 0, least=0, most=most - 1)
+        Raises:
+            SpecError: it is not whole, or not from `least` to `most`.
+        """
+        if value % 1 or not self.least <= value <= self.most:
+            raise SpecError(
+                f"{label_of(self)} is {value:g}, expected a whole number from "
+                f"{self.least} to {self.most}"
+            )
 
 
 def shown_by(control: ipw.Widget) -> Any:
@@ -108,18 +108,6 @@ def said_by(*controls: ipw.Widget) -> str:
     return ", ".join(f"{label_of(control)} {shown_by(control)}" for control in controls)
 
 
-def offer(box: ipw.Dropdown, options: Sequence[Any]) -> None:
-    """Offer other options in one message: between two, another would be chosen.
-
-    What is chosen stays if its name is among them, else it is the first.
-    """
-    names = [option[0] if isinstance(option, tuple) else option for option in options]
-    with box.hold_sync():
-        label = box.label
-        box.options = options
-        box.index = names.index(label) if label in names else 0
-
-
 def several_of(
     name: str, options: Sequence[str], value: Sequence[str]
 ) -> ipw.SelectMultiple:
@@ -130,23 +118,6 @@ def several_of(
         rows=min(5, max(2, len(options))),
         description=name,
     )
-
-
-def check_value(control: ipw.Widget, value: Any) -> None:
-    """Make sure that a list or a box for numbers can show a value.
-
-    Raises:
-        SpecError: it cannot.
-    """
-    if isinstance(control, NumberBox):
-        fits = value % 1 == 0 and control.least <= value <= control.most
-        shown = f"{value:g}"
-        expected = f"a whole number from {control.least} to {control.most}"
-    else:
-        fits, shown = value in control.options, repr(value)
-        expected = f"one of {', '.join(control.options)}"
-    if not fits:
-        raise SpecError(f"{label_of(control)} is {shown}, expected {expected}")
 
 
 class Controls(ipw.VBox):

@@ -5,7 +5,7 @@ this needs no torch.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import ipywidgets as ipw
@@ -15,25 +15,19 @@ import pandas as pd
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.atom_contexts import find_contexts, place_text
-from heapr_lab.panel.controls import (
-    NumberBox,
-    expert_box,
-    layer_box,
-    said_by,
-)
+from heapr_lab.panel.controls import NumberBox, said_by
 from heapr_lab.panel.evaluations import edit_of
 from heapr_lab.panel.jobs import Report, ResultJob, jobs_in, parts_of
 from heapr_lab.panel.looks import failure, folded, one_of, status
-from heapr_lab.panel.map_section import MapSection
 from heapr_lab.panel.passage_html import (
     companions_html,
+    contexts_html,
     continuations_html,
     left_out_html,
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import Pin, PruningSession, named
+from heapr_lab.panel.session import PruningSession, named
 from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -70,6 +64,24 @@ def nearest_the_cut(
     return pd.DataFrame(columns | {"score": best.to_numpy()})
 
 
+def _place_text(place: Iterable[int]) -> str:
+    """A place as text, for example `layer 0, expert 1, atom 2`."""
+    pairs = zip(KEYS, place, strict=True)
+    return ", ".join(f"{name} {number}" for name, number in pairs)
+
+
+def _said(keep: KeepMask, selection: Selection, recipe: WeightRecipe) -> str:
+    """The pruned share, and the settings, as text."""
+    removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
+    return f"{removed} ({named(selection, recipe)})"
+
+
+def _box(name: str, numbers: Collection[int]) -> NumberBox:
+    """A box for a number from the least of these to the most."""
+    least = min(numbers)
+    return NumberBox(name, least, least=least, most=max(numbers))
+
+
 # --- the tab ----------------------------------------------------------------------
 
 
@@ -78,7 +90,6 @@ class InspectTab(ipw.VBox):
 
     Attributes:
         session: it has the model, and the selection of the masked model.
-        map: the section with the map of experts.
         why: the section that attributes the change of the loss.
         losses: the last result of `passages.token_losses`; likewise `routes`, `atoms`,
             `contexts`, `companions` (the atoms that fire there) and `continuations`
@@ -92,21 +103,16 @@ class InspectTab(ipw.VBox):
     companions: pd.DataFrame | None = None
     continuations: tuple[pd.DataFrame, pd.DataFrame] | None = None
 
-    def __init__(
-        self, session: PruningSession, *, pins: Callable[[], Sequence[Pin]] = tuple
-    ) -> None:
+    def __init__(self, session: PruningSession) -> None:
         """Lay the tab out.
 
         Args:
-            session: what is inspected; without a workbench there is only the map, and
-                the tab says that the rest needs a model.
-            pins: the pins that the map can show the difference to.
+            session: what is inspected; without a workbench the tab only says that it
+                needs a model.
         """
         self.session = session
-        self.map = MapSection(session, pins=pins, choose=self._take_place)
         if session.workbench is None:
-            super().__init__([self.map, ipw.HTML(status(_NO_MODEL))])
-            self.map.refresh()
+            super().__init__([ipw.HTML(status(_NO_MODEL))])
             return
         self._build_text()
         self._build_routing()
@@ -149,7 +155,7 @@ class InspectTab(ipw.VBox):
         )
 
     def _build_routing(self) -> None:
-        self.layer = layer_box("layer of the token", self.session.table)
+        self.layer = _box("layer of the token", self.session.table.shapes())
         self.position = NumberBox("position of the token", 1, least=0, most=1)
         self.route = ResultJob(
             "Show routing",
@@ -161,11 +167,11 @@ class InspectTab(ipw.VBox):
         )
 
     def _build_atom(self) -> None:
-        table = self.session.table
-        widest = max(d_inter for _, d_inter in table.shapes().values())
-        self.atom_layer = layer_box("layer of the atom", table)
-        self.expert = expert_box("expert", table)
-        self.atom = NumberBox("atom", 0, least=0, most=widest - 1)
+        shapes = self.session.table.shapes()
+        n_experts, d_inter = map(max, zip(*shapes.values(), strict=True))
+        self.atom_layer = _box("layer of the atom", shapes)
+        self.expert = _box("expert", range(n_experts))
+        self.atom = _box("atom", range(d_inter))
         self._boxes = (self.atom_layer, self.expert, self.atom)
         self.nearest = one_of("pruned last", [("none", ())], width="460px")
         self.note = ipw.HTML()
@@ -184,7 +190,6 @@ class InspectTab(ipw.VBox):
         token = place, self.route, self.why.explain
         atom = ipw.HBox(self._boxes), self.note, self.show_contexts
         return [
-            folded("Map of the experts", self.map),
             self.text,
             folded("Continue the text", self.n_tokens, self.generate),
             folded("Where pruning hurts the text", self.compare),
@@ -196,8 +201,7 @@ class InspectTab(ipw.VBox):
     # --- what follows the selection and the controls ---------------------------------
 
     def refresh(self) -> None:
-        """Show the map and the atoms pruned last; called when the selection changes."""
-        self.map.refresh()
+        """Show the atoms pruned last; called when the selection changes."""
         if not self.session.is_ready:
             return
         self._limit_position()
@@ -218,20 +222,13 @@ class InspectTab(ipw.VBox):
         atoms = nearest[list(KEYS)].itertuples(index=False, name=None)
         options: list[tuple[str, tuple[int, ...]]] = [(first, ())]
         for atom, score in zip(atoms, nearest["score"], strict=True):
-            name = place_text(dict(zip(KEYS, atom, strict=True)))
-            options.append((f"{name} (score {score:.3g})", atom))
+            options.append((f"{_place_text(atom)} (score {score:.3g})", atom))
         self.nearest.options = options
 
     def _take_atom(self, change: Any) -> None:
-        """Put the chosen atom into the boxes."""
-        if change["new"]:
-            self._take_place(*change["new"])
-
-    def _take_place(self, *place: int) -> None:
-        """Put layer, expert and atom into the boxes, if there is a model."""
-        if self.session.workbench is not None:
-            for box, value in zip(self._boxes, place, strict=True):
-                box.value = value
+        """Put layer, expert and atom into the boxes, if an atom is chosen."""
+        for box, value in zip(self._boxes, change["new"], strict=False):
+            box.value = value
 
     def _limit_position(self, _change: Any = None) -> None:
         """Limit the position to those of the text."""
@@ -316,25 +313,32 @@ class InspectTab(ipw.VBox):
     def _contexts(
         self, report: Report, selection: Selection, recipe: WeightRecipe, *numbers: int
     ) -> str:
-        from heapr_lab.inspection.activations import atoms_at_tokens
+        from heapr_lab.inspection.activations import atoms_at_tokens, top_contexts
 
-        place = dict(zip(KEYS, numbers, strict=True))
+        bench, (layer, expert, atom) = self._bench, numbers
         keep, pruned = self._pruned(selection, recipe)
-        calibration, layer = self.session.calibration, place["layer"]
-        kept = keep.by_layer(layer)[place["expert"], place["atom"]]
-        self.contexts, view = find_contexts(
-            self._bench,
-            calibration,
-            place,
-            report,
-            said=f"{'kept' if kept else 'pruned'}; masked model: {pruned}",
+        kept = keep.by_layer(layer)
+        report(0, 1, "reading the corpus")
+        windows = bench.calibration_set(self.session.calibration)
+        self.contexts = top_contexts(
+            bench.model,
+            windows,
+            tokenizer=bench.tokenizer,
+            layer=layer,
+            expert=expert,
+            atom=atom,
+            progress=lambda done, n: report(done, n, f"window {done} of {n}"),
         )
-        windows = self._bench.calibration_set(calibration)
         self.companions = atoms_at_tokens(
-            self._bench.model, windows, self.contexts, layer=layer
+            bench.model, windows, self.contexts, layer=layer
         )
-        return view + companions_html(
-            self.companions, keep.by_layer(layer), layer=layer
+        summary = (
+            f"{_place_text(numbers).capitalize()}: "
+            f"{'kept' if kept[expert, atom] else 'pruned'}; masked model: {pruned}. "
+            f"Searched: {windows.n_sequences} windows of {windows.label}."
+        )
+        return contexts_html(self.contexts, summary=summary) + companions_html(
+            self.companions, kept, layer=layer
         )
 
     # --- what they work on --------------------------------------------------------
@@ -360,8 +364,7 @@ class InspectTab(ipw.VBox):
         made = self.session.made(selection, recipe, part=parts_of(report))
         keep, down_projs = edit_of(made)
         assert keep is not None  # which only the dense model has not
-        removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        return keep, down_projs, f"{removed} ({named(selection, recipe)})"
+        return keep, down_projs, _said(keep, selection, recipe)
 
     def _masked(
         self, selection: Selection, recipe: WeightRecipe, text: str
@@ -374,6 +377,4 @@ class InspectTab(ipw.VBox):
     ) -> tuple[KeepMask, str]:
         """The mask of a selection, and both as text."""
         keep = self.session.keep_of(selection, recipe)
-        removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-        text = named(selection, recipe)
-        return keep, f"{removed} ({text}), masked, not compensated"
+        return keep, f"{_said(keep, selection, recipe)}, masked, not compensated"

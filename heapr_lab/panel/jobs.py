@@ -4,7 +4,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import ipywidgets as ipw
 from IPython.core.getipython import get_ipython
@@ -15,6 +15,8 @@ from heapr_lab.panel.glossary import widgets_in
 from heapr_lab.panel.looks import alert, button, failure, mark_stale, status
 from heapr_lab.progress import StartPart, TimeLeft, time_left_text
 
+SECONDS: Final = 1.0
+"""Seconds from the last move of a control to what need not keep up with it."""
 _OUT_OF_DATE = (
     "Out of date: made with other settings, or from another text, than those above; "
     "press the button again."
@@ -195,22 +197,17 @@ def jobs_in(widget: ipw.Widget) -> Iterator[Job]:
 
 
 class Debounced:
-    """Does something once, some time after the last of several requests."""
+    """Does something once, `SECONDS` after the last of several requests."""
 
-    def __init__(self, work: Callable[[], None], seconds: float) -> None:
-        """Nothing is asked for yet.
-
-        Args:
-            work: called in a thread.
-            seconds: from the last request to the call.
-        """
-        self._work, self._seconds = work, seconds
-        self._timer = threading.Timer(seconds, work)
+    def __init__(self, work: Callable[[], None]) -> None:
+        """Nothing is asked for yet; `work` is called in a thread."""
+        self._work = work
+        self._timer = threading.Timer(SECONDS, work)
 
     def again(self) -> None:
         """Ask for it; what was asked for before and has not begun is not done."""
         self._timer.cancel()
-        self._timer = threading.Timer(self._seconds, self._work)
+        self._timer = threading.Timer(SECONDS, self._work)
         self._timer.daemon = True
         self._timer.start()
 

@@ -40,15 +40,21 @@ _LEGIBLE = "color: var(--jp-ui-font-color1)"
 _ANSWERS = f'.{PANEL} [aria-label="what pruning saves and costs"]'
 _IN_A_ROW = "display: inline-grid; grid-template-columns: repeat(4, auto)"
 _COMPACT = f"""@media (max-height: 720px) {{
-  .{PANEL} > .widget-html:has([role=note]) {{order: 1}}
+  .{PANEL} > .widget-html:has([role=note]), .{PANEL} > .heapr-earlier {{order: 1}}
   {_ANSWERS} {{gap: 8px}}
   {_ANSWERS} > div {{margin: 0 !important}}
   {_ANSWERS} > div > span {{font-size: 1em !important}}
   .{PANEL} > .widget-tab > .widget-tab-contents {{padding: 4px}}
 }}
 @media (max-height: 500px) {{.{PANEL} > .widget-accordion {{order: 1}}}}"""
-"""In a low window what the panel is of stands last, as Advanced does in a very low one,
-so that the picture is seen without scrolling."""
+"""In a low window what the panel is of and what it offers stand last, as Advanced does
+in a very low one, so that the picture is seen without scrolling."""
+_ARROW = (
+    '--jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg xmlns='
+    "'http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E%3Cpath fill='%23bbb' "
+    "d='M5 6.5h8L9 11.5z'/%3E%3C/svg%3E\")"
+)
+"""The arrow of lists in a dark theme: that of ipywidgets is dark in any."""
 _TURNED = "invert(0.88) hue-rotate(180deg)"
 _GREY = "opacity: 0.35; filter: grayscale(1)"
 MEASURED = "measured"
@@ -106,6 +112,7 @@ def panel_style() -> ipw.HTML:
     for dark in _DARK:
         rules.append(f"{dark} .{PICTURE} {{filter: {_TURNED}}}")
         rules.append(f"{dark} .{PICTURE}.{STALE} {{{_GREY} {_TURNED}}}")
+        rules.append(f"{dark} .{PANEL} {{{_ARROW}}}")
     rules += [f"{_ANSWERS} {{{_IN_A_ROW}}}", _COMPACT]
     return ipw.HTML(f"<style>{' '.join(rules)}</style>", layout={"display": "none"})
 

@@ -20,13 +20,11 @@ from heapr_lab.panel.answer import (
     numbers_of,
     numbers_text,
 )
-from heapr_lab.panel.cautions import cautions, cautions_html
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import Controls, WeightsBar
 from heapr_lab.panel.evaluate_tab import EvaluateTab
 from heapr_lab.panel.export_tab import ExportTab
 from heapr_lab.panel.glossary import HelpSection, add_tooltips
-from heapr_lab.panel.header import header_html
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, jobs_in, take_turns
 from heapr_lab.panel.loading import session_of
@@ -42,12 +40,13 @@ from heapr_lab.panel.looks import (
     status,
     table_html,
 )
+from heapr_lab.panel.notes import cautions, cautions_html, header_html
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
 from heapr_lab.panel.session_bar import LastSession, SessionBar
 from heapr_lab.panel.session_file import read_session
 from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
-from heapr_lab.panel.sweep import SEARCH, Target
+from heapr_lab.panel.sweep import SEARCH, search_ratio
 from heapr_lab.pruning.options import Selection
 from heapr_lab.tasks.paper_tasks import available_tasks
 from heapr_lab.text.calibration_spec import Calibration
@@ -175,7 +174,7 @@ class Explorer(ipw.VBox):
         self.comparison = CompareTab(
             session, corpora=corpora, on_pins=self._changed, load=self._load
         )
-        self.inspection = InspectTab(session, pins=lambda: self.comparison.pins)
+        self.inspection = InspectTab(session)
         self.export = ExportTab(session, self.weights)
         caption = ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>")
         choice = ipw.VBox([self.picture, caption, self.behind])
@@ -333,10 +332,11 @@ class Explorer(ipw.VBox):
 
     def _search(self, report: Report) -> None:
         """Evaluate ratios until the largest within the target is known."""
-        target = Target(self._target_corpus, self.controls.rise.value)
-        target.search(
+        search_ratio(
             self.session,
             self.controls.selection,
+            self._target_corpus,
+            rise=self.controls.rise.value,
             report=report,
             on_points=self.evaluation.show_points,
         )

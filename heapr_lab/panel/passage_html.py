@@ -359,21 +359,20 @@ def companions_html(atoms: pd.DataFrame, kept: np.ndarray, *, layer: int) -> str
 
 
 def contexts_html(contexts: pd.DataFrame, *, summary: str) -> str:
-    """The tokens that activate an atom, or an expert, most, in their contexts.
+    """The tokens that activate an atom most, in their contexts.
 
     Args:
         contexts: as `activations.top_contexts` has them.
-        summary: which atom or expert it is, and whether it is pruned.
+        summary: which atom it is, and whether it is pruned.
     """
     if contexts.empty:
         return status(f"{summary} No token of these windows is routed to its expert.")
-    rows, of_atom = [*contexts.itertuples()], "h" in contexts
-    activations = numbers(contexts["h"], "+.4g") if of_atom else []
+    rows = [*contexts.itertuples()]
     columns = {
-        **({"activation h": activations} if of_atom else {}),
+        "activation h": numbers(contexts["h"], "+.4g"),
         "routing weight p": numbers(contexts["p"], ".3f"),
         "window:position": [f"{row.window}:{row.position}" for row in rows],
         "context": [_in_place(row.before, row.token, row.after) for row in rows],
     }
-    caption = f"The {len(rows)} tokens at which {'|h|' if of_atom else 'p'} is largest"
+    caption = f"The {len(rows)} tokens at which |h| is largest"
     return f"{status(summary)}{columns_html(caption, columns)}"

@@ -31,7 +31,6 @@ from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
 from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, literal
 from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.expert_map import expert_load, first_rows
 from heapr_lab.panel.session import setting_text
 from heapr_lab.pruning.masks import KeepMask
 
@@ -143,7 +142,8 @@ class ChoicePicture:
     def _show_scores(self, estimator: str, *, whole: bool) -> None:
         """Show other scores: of atoms, or their sums over whole experts."""
         scores = self.table.scores(estimator)
-        self._firsts = first_rows(self.table) if whole else None
+        atoms = self.table.column("atom")
+        self._firsts = np.flatnonzero(atoms == 0) if whole else None
         if self._firsts is not None:
             scores = np.add.reduceat(scores, self._firsts)
         self._bins = bin_scores(scores, bins=_N_BINS)
@@ -361,9 +361,12 @@ def drawn_png(draw: Callable[[], Figure]) -> bytes:
 def _load_colors(table: ImportanceTable, full: KeepMask, ax: Axes) -> np.ndarray:
     """(layers, experts, 3): the colour of each unpruned expert."""
     missing = full.widths().isna().to_numpy()
-    load = expert_load(table) if "tokens" in table.frame else np.ones(missing.shape)
+    load = np.ones(missing.shape)
+    if "tokens" in table.frame:
+        tokens = table.expert_tokens().pivot(index="layer", columns="expert")
+        load = tokens.div(tokens.mean(axis=1), axis=0).fillna(1.0).to_numpy()
     scale = ScalarMappable(Normalize(0, 2), _LOAD)
-    colors = np.asarray(scale.to_rgba(np.nan_to_num(load, nan=1.0)))[..., :3]
+    colors = np.asarray(scale.to_rgba(load))[..., :3]
     colors[missing] = _IDLE
     bar = ax.figure.colorbar(scale, ax=ax, pad=0.02, extend="max")
     bar.set_label("expert load [× even share]")

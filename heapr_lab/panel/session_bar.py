@@ -21,7 +21,7 @@ import msgspec
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.controls import Controls, WeightsBar, check_value, shown_by
+from heapr_lab.panel.controls import Controls, WeightsBar, shown_by
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Debounced
 from heapr_lab.panel.looks import beside, button, failure, line, one_of, status
@@ -43,8 +43,6 @@ from heapr_lab.storage.cache import cache_path
 VARIABLE: Final = "HEAPR_LAB_RESUME"
 KIND: Final = "sessions"
 """Folder in the cache, with a folder for each table and its test data."""
-SECONDS: Final = 1.0
-"""Seconds from the last change to the file: moves must not wait for it."""
 MOST_KEPT: Final = 8
 """Sessions of one table; the oldest are removed."""
 
@@ -120,7 +118,6 @@ class SessionBar(ipw.VBox):
             tuple(self._comparison.pins),
             points_of(session.points),
             self._inspected(),
-            self._inspection.map.state,
             rows_of(self._comparison.runs.rows),
         )
         if session.workbench is None and self._opened is not None:
@@ -173,7 +170,6 @@ class SessionBar(ipw.VBox):
         self._check_same(saved)
         fresh = self._check_selections(saved)
         inspected = self._checked_inspected(saved)
-        self._inspection.map.check_state(saved.map, n_pins=len(saved.pins))
         self._session.points, self._session.texts = saved.frame(), saved.texts
         methods = list(map(dict, saved.methods))
         self._comparison.show_pins(list(saved.pins), methods)
@@ -184,7 +180,6 @@ class SessionBar(ipw.VBox):
         self._controls.show(fresh)
         self._opened = saved
         self._refresh()
-        self._inspection.map.show_state(saved.map)
 
     def _check_same(self, saved: SavedSession) -> None:
         table = fingerprint_of(self._session.table)
@@ -230,7 +225,7 @@ class SessionBar(ipw.VBox):
         values = msgspec.structs.asdict(saved.inspected)
         for name, value in values.items():
             if name not in {"text", "position"}:  # the text decides on the last one
-                check_value(getattr(self._inspection, name), value)
+                getattr(self._inspection, name).check(value)
         return values
 
     # --- buttons ------------------------------------------------------------------
@@ -299,7 +294,7 @@ class LastSession(ipw.HBox):
             files: it has the state of the panel, and can show another.
         """
         self._files, self._shown = files, False
-        self._soon = Debounced(self.write, SECONDS)
+        self._soon = Debounced(self.write)
         self.path, earlier = None, list[tuple[float, Path]]()
         if os.environ.get(VARIABLE) != "0":
             folder = cache_path(KIND, files.place(), extension="json").with_suffix("")
@@ -312,6 +307,7 @@ class LastSession(ipw.HBox):
         self.resume = button("Resume", hint, self._press)
         layout = {"flex_flow": "row wrap", "display": "none"}
         super().__init__([self.message, self.earlier, self.resume], layout=layout)
+        self.add_class("heapr-earlier")  # for the style
         if len(earlier) == 1:
             self._say(status("A session of this table is kept."))
         elif earlier:

@@ -21,8 +21,6 @@ from heapr_lab.panel.looks import image_html
 
 CLASS: Final = "heapr-copy"
 """CSS class of every copy; each has another one, of its panel alone."""
-SECONDS: Final = 1.0
-"""Seconds from the last move of a control to the copy: moves must not wait for it."""
 _WIDGET = "A panel, which needs a running kernel; a copy is below."
 _NOTE = "A copy of the panel without its controls; to use it, run the notebook."
 
@@ -43,7 +41,7 @@ class StaticCopy:
         self._bundle = bundle
         self._name = uuid.uuid4().hex
         self._shown = self._stale = False
-        self._soon = Debounced(self.update, SECONDS)
+        self._soon = Debounced(self.update)
         self._publishing = threading.Lock()
         style = f"<style>.{CLASS}-{self._name} {{display: none}}</style>"
         self.hides = ipw.HTML(style, layout={"display": "none"})

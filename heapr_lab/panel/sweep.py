@@ -112,8 +112,8 @@ class Sweep:
         *,
         report: Report,
         on_points: Callable[[], None],
-    ) -> int:
-        """Evaluate what is missing, and return the number of selections that were.
+    ) -> None:
+        """Evaluate what is missing.
 
         Args:
             session: points are added to it; those of what is finished stay if a
@@ -147,7 +147,6 @@ class Sweep:
                 report=tell,
             )
             on_points()
-        return len(missing)
 
 
 def sweep_of(
@@ -188,43 +187,37 @@ def _with(current: Selection, ratio: float, estimator: str) -> Selection:
     )
 
 
-@dataclass(frozen=True)
-class Target:
-    """A loss increase that must not be exceeded on a corpus."""
+def search_ratio(
+    session: PruningSession,
+    selection: Selection,
+    corpus: str,
+    *,
+    rise: float,
+    report: Report,
+    on_points: Callable[[], None],
+) -> None:
+    """Evaluate ratios until the largest within a target is known, in whole per cent.
 
-    corpus: str
-    rise: float
-    """The largest allowed increase, in nats per token."""
+    Args:
+        session: its weights are evaluated; what has a point is not run again.
+        selection: what is pruned; its ratio is not used.
+        corpus: what Δloss is measured on.
+        rise: the largest allowed Δloss, in nats per token.
+        report: called with the progress of each evaluation.
+        on_points: called after each.
 
-    def search(
-        self,
-        session: PruningSession,
-        selection: Selection,
-        *,
-        report: Report,
-        on_points: Callable[[], None],
-    ) -> float:
-        """The largest ratio found, in whole per cent; its points are the session's.
+    Raises:
+        SpecError: there is no model.
+    """
+    recipe = session.recipe
 
-        Args:
-            session: its weights are evaluated; what has a point is not run again.
-            selection: what is pruned; its ratio is not used.
-            report: called with the progress of each evaluation.
-            on_points: called after each.
+    def loss_at(ratio: float) -> float:
+        tried = replace(selection, ratio=round(ratio, 2))
+        sweep = Sweep((tried,), (corpus,), recipe=recipe)
+        sweep.run(session, report=report, on_points=on_points)
+        return session.loss_of(tried, recipe, corpus)
 
-        Raises:
-            SpecError: there is no model.
-        """
-        recipe = session.recipe
-
-        def loss_at(ratio: float) -> float:
-            tried = replace(selection, ratio=round(ratio, 2))
-            sweep = Sweep((tried,), (self.corpus,), recipe=recipe)
-            sweep.run(session, report=report, on_points=on_points)
-            return session.loss_of(tried, recipe, self.corpus)
-
-        highest = _feasible(session.table, selection)
-        return round(largest_ratio(loss_at, self.rise, highest=highest), 2)
+    largest_ratio(loss_at, rise, highest=_feasible(session.table, selection))
 
 
 def _feasible(table: ImportanceTable, selection: Selection) -> float:

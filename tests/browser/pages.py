@@ -143,23 +143,6 @@ class Panel:
         """The drop-down list of that name."""
         return self.root.get_by_role("combobox", name=name, exact=True)
 
-    @property
-    def map(self) -> Locator:
-        """The map of experts."""
-        return self.root.get_by_role("grid")
-
-    def click_expert(self, layer: int, expert: int) -> None:
-        """Click a cell of the map of the tiny model, experts being as numbered."""
-        box = self.map.bounding_box()
-        assert box is not None
-        x, y = (expert + 0.5) * box["width"] / 4, (layer + 0.5) * box["height"] / 2
-        self.map.click(position={"x": x, "y": y})
-
-    def expert(self, layer: int, expert: int) -> Locator:
-        """What is said of the chosen expert, if it is this one."""
-        text = re.compile(f"Layer {layer}, expert {expert}: .* atoms kept")
-        return self.root.get_by_role("status").filter(has_text=text)
-
     def unfold(self, title: str) -> None:
         """Open the section of that title, unless it is open."""
         header = self.root.locator(".jupyter-widget-Collapse-header")

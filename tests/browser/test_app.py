@@ -1,6 +1,7 @@
 """The panel as a page of its own, which `heapr-lab app` serves."""
 
 import re
+import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -28,12 +29,14 @@ def app(
     temporary = private / "tmp"
     temporary.mkdir()
     command = ["heapr_lab", "app", str(tiny_model), "--profile", "small"]
-    variables = environment | {"TMPDIR": str(temporary)}
+    variables = environment | {"TMPDIR": str(temporary), "HEAPR_LAB_RESUME": "1"}
     with served([*command, "--no-browser"], private=private, environment=variables) as (
         address,
         process,
     ):
         yield address, process, temporary
+    # Other tests use the same table, and would be offered these.
+    shutil.rmtree(Path(environment["HEAPR_CACHE_DIR"], "sessions"))
 
 
 def test_a_closed_page_ends_its_kernel(
@@ -55,12 +58,32 @@ def test_a_closed_page_ends_its_kernel(
     assert psutil.wait_procs(kernels, timeout=TIMEOUT / 1000)[1] == []
 
 
+def test_notices_leave_the_picture_in_sight(
+    chromium: "sync_api.Browser", app: tuple[str, "subprocess.Popen[bytes]", Path]
+) -> None:
+    """At 1000 × 700 and 150 %, an earlier session and a second page are said below."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 1000})
+    for ratio in ("0.5", "0.4"):
+        page = context.new_page()
+        page.goto(app[0], timeout=TIMEOUT)
+        panel = Panel(page.locator("body"))
+        panel.is_ready()
+        panel.type_ratio(ratio)
+        page.wait_for_timeout(3000)  # it is kept a second after the change
+    page.set_viewport_size({"width": 667, "height": 467})
+    for seen in (panel.handle, panel.picture):
+        expect(seen).to_be_in_viewport(ratio=0.99)
+    for notice in ("is open in another page", "of this table (is|are) kept"):
+        expect(page.get_by_text(re.compile(notice))).to_be_visible()
+    context.close()
+
+
 def test_the_app_shows_the_panel(
     chromium: "sync_api.Browser",
     app: tuple[str, "subprocess.Popen[bytes]", Path],
     shots: Path,
 ) -> None:
-    """It follows keys, typing and a click on the map, evaluates, and stays local."""
+    """It follows keys and typing, evaluates, and stays local."""
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()
     watch = Watch.of(context, page)
@@ -91,9 +114,6 @@ def test_the_app_shows_the_panel(
     expect(panel.root.get_by_text(told)).to_be_visible(timeout=TIMEOUT)
     page.screenshot(path=shots / "app-dark-evaluated-1280.png")
     panel.open("Inspect")
-    panel.unfold("Map of the experts")
-    panel.click_expert(1, 2)
-    expect(panel.expert(1, 2)).to_be_visible()
     page.screenshot(path=shots / "app-dark-inspect-1280.png")
     assert nameless(panel.root) == []
     assert violations(panel.root) == []

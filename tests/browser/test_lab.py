@@ -135,53 +135,6 @@ def test_inspects_a_text(page: "sync_api.Page") -> None:
     assert panel.root.get_by_role("alert").count() == 0
 
 
-def test_a_cell_chooses_an_expert(page: "sync_api.Page") -> None:
-    """By a click, or by arrows and Enter; its colour follows the ratio."""
-    panel, _ = panels(page)
-    panel.open("Inspect")
-    panel.unfold("Map of the experts")
-    panel.unfold("Inputs that activate")
-    panel.type_ratio("0.5")
-    panel.map.scroll_into_view_if_needed()
-    for layer, expert in ((1, 2), (0, 3)):
-        panel.click_expert(layer, expert)
-        expect(panel.expert(layer, expert)).to_contain_text("of 8 atoms kept")
-        for name, value in (("layer of the atom", layer), ("expert", expert)):
-            box = panel.root.get_by_role("spinbutton", name=name, exact=True)
-            expect(box).to_have_value(str(value))
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowLeft")
-    cell = panel.root.get_by_role("gridcell", name="layer 1, expert 2: ")
-    expect(cell).to_have_attribute("aria-selected", "false")
-    page.keyboard.press("Enter")
-    expect(panel.expert(1, 2)).to_be_visible()
-    expect(cell).to_have_attribute("aria-selected", "true")
-    expect(panel.map).to_be_focused()
-    panel.map.hover(position={"x": 4, "y": 4})
-    expect(
-        panel.root.get_by_text(re.compile(r"^layer 0, expert 0: \d"))
-    ).to_be_visible()
-    panel.button("Show contexts of the expert").click()
-    note = panel.root.get_by_text("Layer 1, expert 2: of the dense model. Searched: ")
-    expect(note).to_be_visible(timeout=TIMEOUT)
-    half = panel.map.locator("canvas").screenshot()
-    assert pixels(half).std() > 0.01, "all cells have one colour"
-    panel.type_ratio("0")
-    expect(panel.expert(1, 2)).to_contain_text("8 of 8")
-    page.mouse.move(0, 0)
-    assert (
-        abs(pixels(panel.map.locator("canvas").screenshot()) - pixels(half)).max() > 0.2
-    )
-    panel.choice("map of").select_option("difference to a pin")
-    expect(panel.root.get_by_role("alert")).to_contain_text("nothing is pinned")
-    expect(panel.map).to_have_count(0)
-    panel.choice("map of").select_option("expert load")
-    panel.choice("order of experts").select_option("by expert load")
-    expect(panel.root.get_by_text("layer ↓ rank →")).to_be_visible()
-    panel.choice("order of experts").select_option("as numbered")
-    panel.choice("map of").select_option("kept share")
-
-
 def test_compares_exports_and_reloads(page: "sync_api.Page", server: Lab) -> None:
     """Two pins in one chart and as files; the model is written, and loads again."""
     panel, _ = panels(page)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from browser.pages import TIMEOUT, Panel, panels, use_theme
+from browser.pages import TIMEOUT, Panel, panels, pixels, use_theme
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
@@ -35,6 +35,15 @@ def test_pictures_are_dark_in_a_dark_theme(other: "sync_api.Page") -> None:
     dark = panel.pixels()
     assert dark.mean() < 0.35
     assert blueness(dark)[blueness(light) > 0.5].mean() > 0.1
+
+
+def test_arrows_of_lists_are_seen_in_both_themes(other: "sync_api.Page") -> None:
+    """They differ from what they stand on."""
+    panel, _ = panels(other)
+    for theme in ("Light", "Dark"):
+        use_theme(other, f"JupyterLab {theme}")
+        arrow = pixels(panel.choice("weights").screenshot())[4:-4, -18:-4]
+        assert np.ptp(arrow.mean(axis=-1)) > 0.3
 
 
 def blueness(pixels: np.ndarray) -> np.ndarray:

@@ -101,15 +101,6 @@ def test_what_is_not_there(tokenizer: Any) -> None:
             top_contexts(model, windows, tokenizer=tokenizer, **query | {name: value})
 
 
-def read_in_batches(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Any, torch.Tensor]:
-    """A model, and five windows, of which it is to read two at a time."""
-    monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
-    return model_of(family), ids
-
-
 # --- contexts ---------------------------------------------------------------------
 
 
@@ -118,7 +109,9 @@ def test_top_contexts(
     tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest |h| of all, found batch by batch, with the text around each."""
-    model, ids = read_in_batches(family, monkeypatch)
+    monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
+    model = model_of(family)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
     layer, expert, atom = find_experts(model)[0].layer, 2, 3
     every = atoms_by_hand(model, ids)
     top = every[every["layer"].eq(layer) & every["expert"].eq(expert)]
@@ -171,23 +164,6 @@ def test_atoms_at_tokens(family: str) -> None:
     some = atoms_at_tokens(model, windows, places, layer=layer, n=3)
     assert some["share"].tolist() == table["share"].nlargest(3).tolist()
     assert atoms_at_tokens(model, windows, places[:0], layer=layer).empty
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_top_contexts_of_an_expert(
-    tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The largest routing weights of one expert among all, whatever its atoms do."""
-    model, ids = read_in_batches(family, monkeypatch)
-    every, layer = atoms_by_hand(model, ids), find_experts(model)[0].layer
-    top = every[every["layer"].eq(layer) & every["expert"].eq(2) & every["atom"].eq(0)]
-    top = top.sort_values(["p", "place"], ascending=[False, True]).head(6)
-    windows = CalibrationSet.from_ids(ids)
-    query: dict[str, Any] = {"layer": layer, "expert": 2, "atom": None, "n": 6}
-    rows = top_contexts(model, windows, tokenizer=tokenizer, **query)
-    assert (rows["window"] * 11 + rows["position"]).tolist() == top["place"].tolist()
-    np.testing.assert_allclose(rows["p"], top["p"], **CLOSE)
-    assert "h" not in rows
 
 
 def test_of_equal_activations_the_first(

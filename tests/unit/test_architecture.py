@@ -121,7 +121,6 @@ WITHOUT_TORCH = (
     "pruning.selection",
     "experiments.notebooks",
     "panel.inspect_tab",
-    "panel.expert_map",
 )
 _IMPORT_ALL = """
 import importlib, sys
@@ -175,5 +174,4 @@ def test_any_module_of_formats_comes_first() -> None:
         "import heapr_lab.models.ragged_experts",
         "import heapr_lab.models.folders",
         "import heapr_lab.methods.composed_experts",
-        "import heapr_lab.methods.composed_files",
     )

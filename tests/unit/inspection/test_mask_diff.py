@@ -64,17 +64,14 @@ def removed(keep: KeepMask) -> set[Atom]:
     return {(k, e, i) for k, e, i in atoms() if not keep.by_layer(k)[e, i]}
 
 
-@pytest.mark.parametrize("by", ["layer", "expert"])
-def test_overlap_is_that_of_sets(by: str) -> None:
+def test_overlap_is_that_of_sets() -> None:
     """Every count and quotient; chance by counting masks."""
     a, b = scored("A", 1), scored("B", 2, share=0.7)
-    frame = overlap(a.keep, b.keep, by=by)
-    keys = ["layer", "expert"][: 1 if by == "layer" else 2]
-    places = dict.fromkeys(place[: len(keys)] for place in atoms())
-    assert [*frame[keys].itertuples(index=False, name=None)] == [*places]
-    for row, place in zip(frame.to_dict("records"), places, strict=True):
+    frame = overlap(a.keep, b.keep)
+    assert frame["layer"].tolist() == [*SHAPES]
+    for row in frame.to_dict("records"):
         mine, other, every = (
-            {atom for atom in group if atom[: len(place)] == place}
+            {atom for atom in group if atom[0] == row["layer"]}
             for group in (removed(a.keep), removed(b.keep), set(atoms()))
         )
         counts = [len(every), len(mine), len(other), len(mine & other)]
@@ -244,14 +241,12 @@ def test_masks_of_different_models_are_refused() -> None:
     assert len(ranks(a, scored("B", 2))[0]) == 29  # of an unknown model
 
 
-def test_what_cannot_be_compared_is_named() -> None:
-    """Too few scores, and an unknown way to count."""
+def test_too_few_scores_are_named() -> None:
+    """With their number, and that of the atoms."""
     a = scored("A", 1)
     short = ScoredMask("B", a.keep, a.scores[:-1])
     with pytest.raises(SpecError, match=r"of B have the shape \(28,\), expected \(29,"):
         rank_agreement(a, short)
-    with pytest.raises(SpecError, match="by is 'atom', expected 'layer' or 'expert'"):
-        overlap(a.keep, a.keep, by="atom")
 
 
 def test_the_model_is_that_of_the_table() -> None:

@@ -55,15 +55,14 @@ def test_no_control_is_of_another_kind(panel: Explorer) -> None:
 
 
 def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
-    """It stands in the list's tooltip; only atoms and pins are data."""
+    """It stands in the list's tooltip; only atoms are data."""
     lists = those_of(panel, ipw.Dropdown)
-    data = (panel.inspection.nearest, panel.inspection.map.pin)
     assert {"estimator", "scope", "granularity", "structure", "budget"} <= {
         label_of(box) for box in lists
     }
     for box in lists:
         values = [one if isinstance(one, str) else one[-1] for one in box.options]
-        if box in data:
+        if box is panel.inspection.nearest:
             assert not any(isinstance(value, str) for value in values)
             continue
         for value in values:

@@ -60,14 +60,13 @@ def test_nearest_the_cut() -> None:
 
 
 def test_tab_of_a_table_alone(reading: PruningSession) -> None:
-    """Without a model there is the map, and text says what the rest needs."""
+    """Without a model text says that one is needed."""
     tab = InspectTab(PruningSession(reading.table))
     tab.refresh()
     assert [c for c in widgets_in(tab) if isinstance(c, ipw.Button)] == []
-    tab.map.map.selected = [1, 2]
-    assert "Layer 1, expert 2" in tab.map.card.value
-    assert "open_workbench" in tab.children[-1].value
-    assert 'role="status"' in tab.children[-1].value
+    (said,) = tab.children
+    assert "open_workbench" in said.value
+    assert 'role="status"' in said.value
 
 
 def test_tab_can_be_printed(tab: InspectTab) -> None:
@@ -157,33 +156,6 @@ def test_tab_shows_contexts(tab: InspectTab) -> None:
     assert "8 windows" in tab.show_contexts.value
 
 
-def test_tab_shows_contexts_of_an_expert(tab: InspectTab) -> None:
-    """The expert is that of the chosen cell; its best atom is in the boxes below."""
-    section, bench = tab.map, bench_of(tab)
-    section.map.selected = [1, 2]
-    table = tab.session.table
-    atoms = table.frame.assign(score=table.score("heapr")).query("layer == 1")
-    best = atoms.query("expert == 2").nlargest(1, "score").iloc[0]
-    boxes = tab.atom_layer.value, tab.expert.value, tab.atom.value
-    assert boxes == (1, 2, best["atom"])
-    press(section.show_contexts)
-    assert section.contexts is not None
-    p = section.contexts["p"]
-    assert p.is_monotonic_decreasing
-    rows = cells(section.show_contexts.value)
-    assert [row[0] for row in rows] == p.map("{:.3f}".format).tolist()
-    windows = bench.calibration_set(tab.session.calibration).ids
-    first = section.contexts.iloc[0]
-    assert first["token"] == bench.tokenizer.decode(
-        windows[first["window"], first["position"]]
-    )
-    section.expert.value = 1
-    assert "Out of date" in section.show_contexts.note.value
-    tab.atom_layer.value, tab.expert.value, tab.atom.value = 0, 0, 0
-    tab.refresh()  # a new selection chooses no other atom
-    assert (tab.atom_layer.value, tab.expert.value, tab.atom.value) == (0, 0, 0)
-
-
 def test_atoms_follow_the_choice(tab: InspectTab) -> None:
     """Another choice has other atoms near its cut; none, and one that fails, say so."""
     before = tab.nearest.options
@@ -235,7 +207,7 @@ def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("generate", "compare", "route", "show_contexts", "map.show_contexts"),
+        *("generate", "compare", "route", "show_contexts"),
         *("why.attribute", "why.explain"),
     ],
 )

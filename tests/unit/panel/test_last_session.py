@@ -10,7 +10,7 @@ import pytest
 from pressing import press
 from random_tables import random_table, small_table
 
-from heapr_lab.panel import session_bar, static_copy
+from heapr_lab.panel import jobs, session_bar, static_copy
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session_bar import KIND, VARIABLE
 from heapr_lab.panel.session_file import VERSION
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where sessions are kept, in a cache of its own; nothing is displayed."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(session_bar, "SECONDS", 0.01)
+    monkeypatch.setattr(jobs, "SECONDS", 0.01)
     monkeypatch.setattr(static_copy, "display", lambda *_, **__: None)
     return tmp_path / "cache" / KIND
 

@@ -4,9 +4,11 @@ import time
 from io import BytesIO
 
 import numpy as np
+import pandas as pd
 from matplotlib.image import imread
 from random_tables import random_table, small_table
 
+from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
@@ -42,6 +44,24 @@ def test_picture_shows_the_mask() -> None:
     other = picture.draw(keep, estimator="random")
     assert other != first
     assert picture.draw(keep, estimator="heapr") == first
+
+
+def test_cells_have_the_colour_of_their_load() -> None:
+    """The busiest is the reddest; where no token went it is as for an even share.
+
+    Experts that a layer does not have are grey.
+    """
+    frame = random_table(2, 2, 4).frame
+    tokens = np.repeat([0, 20, 0, 0], 4)
+    few = ImportanceTable.from_frame(frame.assign(tokens=tokens))
+    more = random_table(1, 3, 4).frame.assign(layer=5, tokens=7)
+    table = ImportanceTable.from_frame(pd.concat([few.frame, more]))
+    picture = ChoicePicture(table)
+    picture.draw(KeepMask.full(table), estimator="heapr")
+    cells = picture.figure.axes[1].images[0].get_array()
+    assert cells[0, 0, 0] < cells[1, 0, 0] < cells[0, 1, 0]
+    np.testing.assert_array_equal(cells[1, :2], cells[2, :2])
+    assert (cells[:2, 2] == cells[0, 2, 0]).all()
 
 
 def test_the_cut_is_the_highest_score_removed() -> None:

@@ -15,16 +15,14 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import answers
 from heapr_lab.panel.magic import parts_of
-from heapr_lab.panel.map_section import DIFFERENCE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_bar import SessionBar
-from heapr_lab.panel.session_file import VERSION, Inspected, Mapped, fingerprint_of
+from heapr_lab.panel.session_file import VERSION, Inspected, fingerprint_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
-MAP = Mapped(DIFFERENCE, "by traffic", pin=1, layer=1, expert=3)
 INSPECTED = Inspected.__struct_fields__
 
 
@@ -51,7 +49,6 @@ def used(panel: Explorer) -> Explorer:
         tab.text.value = "Another text: “größer”, of the model."
         tab.n_tokens.value, tab.layer.value, tab.position.value = 7, 1, 3
         tab.atom_layer.value, tab.expert.value, tab.atom.value = 1, 2, 5
-    tab.map.show_state(MAP)
     return panel
 
 
@@ -68,7 +65,6 @@ def state(panel: Explorer) -> dict[str, Any]:
         "points": panel.session.points.to_json(default_handler=repr),
         "said": (panel.status.value, panel.error.value),
         "boxes": boxes,
-        "map": (tab.map.state, tab.map.map.title, tab.map.note.value),
         "calibration": panel.session.calibration,
     }
 
@@ -203,6 +199,20 @@ def test_a_session_of_before_recipes_could_heal(
     assert state(other) == state(panel)
 
 
+def test_a_session_of_before_the_map_went(
+    fresh: Callable[..., Explorer], tmp_path: Path
+) -> None:
+    """What a file says of the map of experts is passed over, and written no more."""
+    panel, file = used(fresh()), tmp_path / "s.json"
+    plain = save(panel, file)
+    shown = {"variable": "kept share", "order": "by traffic", "pin": 1, "layer": 1}
+    file.write_text(json.dumps(plain | {"map": shown | {"expert": 3}}))
+    other = fresh()
+    assert "Opened" in opened(other, file)
+    assert state(other) == state(panel)
+    assert save(other, file) == plain
+
+
 def _changed(plain: Any, path: tuple[Any, ...], value: Any) -> str:
     copy = json.loads(json.dumps(plain))
     *way, last = path
@@ -238,9 +248,6 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("inspected", "expert"), KeyError), (("inspected",), []), (("more",), 1),
     (("selection", "ratios"), 0.5), (("way", "weights"), "magic"),
     (("way", "own_text"), 1.5), (("texts",), []), (("texts",), KeyError),
-    (("map",), {}), (("map", "layer"), 9),
-    (("map", "variable"), "beauty"), (("map", "order"), 1), (("map", "pin"), 2),
-    (("map", "expert"), -1), (("map", "pin"), None),
 ]  # fmt: skip
 
 

@@ -18,9 +18,10 @@ from pressing import press
 from random_tables import small_table
 
 from heapr_lab.experiments.notebooks import normalise
-from heapr_lab.panel import static_copy
+from heapr_lab.panel import jobs, static_copy
+from heapr_lab.panel.jobs import SECONDS
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.static_copy import CLASS, SECONDS
+from heapr_lab.panel.static_copy import CLASS
 from heapr_lab.pruning.options import Selection
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -90,7 +91,7 @@ def test_moves_are_followed_by_one_update(
     shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the last of many moves is copied, into the same output."""
-    monkeypatch.setattr(static_copy, "SECONDS", SECONDS / 4)
+    monkeypatch.setattr(jobs, "SECONDS", SECONDS / 4)
     panel = explore(small_table(), selection=Selection(0.5))
     panel.controls.ratio.value = "0.25"
     time.sleep(SECONDS / 2)
