@@ -153,32 +153,6 @@ def _check_named(folder: Path) -> None:
         )
 
 
-_SAID = ("structure", "base_model", "keep_fingerprint")
-"""What the manifest of every pruned checkpoint says."""
-_MEASURED = ("perplexity", "savings")
-"""Measurements that a manifest may have, by name."""
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the manifest of the pruned checkpoint in `folder` says.
-
-    Raises:
-        CacheError: there is none, or it is damaged.
-    """
-    path = folder / MANIFEST_FILE
-    manifest = files.read_json(path) if path.is_file() else None
-    if not (
-        isinstance(manifest, dict)
-        and all(isinstance(manifest.get(name), str) for name in _SAID)
-        and all(isinstance(manifest.get(name, {}), dict) for name in _MEASURED)
-    ):
-        raise CacheError(
-            f"{path} is missing or damaged: expected a JSON object with "
-            f"{', '.join(_SAID)}; take the one that was written with the weights"
-        )
-    return manifest
-
-
 def checksums_in(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file of weights in `folder`."""
     paths = sorted(folder.glob("*.safetensors"))

@@ -20,8 +20,7 @@ from heapr_lab.models.safetensors_headers import INDEX, read_headers
 from heapr_lab.models.sources import source_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
-from heapr_lab.streaming.blocks import dequantised, quantised
-from heapr_lab.streaming.fp8 import SCALES
+from heapr_lab.streaming.fp8 import SCALES, dequantised, quantised
 from heapr_lab.streaming.shards import index_of
 
 _PACKED = ("up_rows", "down_columns")

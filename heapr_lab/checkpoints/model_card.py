@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from heapr_lab.checkpoints.folder import read_manifest
+from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.models.folders import is_native, read_config
 from heapr_lab.pruning.savings import at_context
 
@@ -84,7 +84,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
     stock, wrapped = _is_stock(manifest), "pruned" in manifest
     header = ModelCardData(
         base_model=name if manifest["base_model"] else None,
-        license=licence_of(source),
+        license=_licence_of(source),
         library_name="transformers",
         tags=["mixture-of-experts", "pruning", "heapr"],
         pipeline_tag="image-text-to-text" if wrapped else "text-generation",
@@ -96,7 +96,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         percent=1 - manifest["atoms_kept"] / manifest["atoms"],
         kept=manifest["atoms_kept"],
         atoms=manifest["atoms"],
-        selected=_selected_by(manifest.get("method", _HEAPR)),
+        selected=_selected_by(manifest["method"]),
         rows="\n".join(f"| {key} | {value} |" for key, value in _rows(manifest)),
         held_out=_held_out(manifest.get("held_out", [])),
         use=use,
@@ -109,12 +109,8 @@ def _is_stock(manifest: Mapping[str, Any]) -> bool:
     return uniform
 
 
-_HEAPR = "HEAPr"
-"""The method of a manifest that names no other."""
-
-
 def _selected_by(method: str) -> str:
-    if method == _HEAPR:
+    if method == "HEAPr":
         return "HEAPr's\nsecond-order importance of each (Li et al., ICLR 2026)"
     return f"the\nmethod `{method}` of heapr_lab"
 
@@ -126,7 +122,7 @@ def loading_code(folder: Path) -> str:
         CacheError: its manifest is damaged.
         SpecError: its configuration is.
     """
-    manifest = read_manifest(folder)
+    manifest = read_provenance(folder)
     name = _class_of(manifest)
     plain = _is_stock(manifest) and is_native(read_config(folder))
     lines = [] if plain else ["import heapr_lab"]
@@ -169,7 +165,7 @@ def _number(value: float | None) -> str:
     return "—" if value is None else f"{value:.4f}"
 
 
-def licence_of(source: Path) -> str | None:
+def _licence_of(source: Path) -> str | None:
     """The licence in the base model's card, if it is on this machine and has one."""
     path = source / "README.md"
     if not (source / "config.json").is_file() or not path.is_file():
@@ -180,14 +176,7 @@ def licence_of(source: Path) -> str | None:
 
 def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     selection = manifest["selection"]
-    shown = (
-        "estimator",
-        "scope",
-        "granularity",
-        "ratio",
-        "of",
-        "multiple",
-    )
+    shown = ("estimator", "scope", "granularity", "ratio", "of", "multiple")
     settings = ", ".join(
         f"{key} {selection[key]}" for key in shown if selection.get(key) is not None
     )
@@ -206,29 +195,17 @@ def _rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     if saved:
         rows.append(("parameters", _change(saved, "parameters")))
         part = " of the language model" if "pruned" in manifest else ""
-        rows.append((_flops(saved) + part, _change(saved, "flops")))
+        per_token = f"FLOPs per token, {at_context(saved['seq_len'])}{part}"
+        rows.append((per_token, _change(saved, "flops")))
     rows.append(("size of the files", _bytes(manifest)))
-    for key, whose in _PERPLEXITIES.items():
-        for corpus, (before, after) in manifest.get(key, {}).items():
-            name = f"perplexity of {whose}, {corpus}"
-            rows.append((name, f"{before:.2f} → {after:.2f}"))
-    if not manifest.get("perplexity"):
+    measured = manifest.get("perplexity", {})
+    for corpus, (before, after) in measured.items():
+        name = f"perplexity of these weights, {corpus}"
+        rows.append((name, f"{before:.2f} → {after:.2f}"))
+    if not measured:
         rows.append(("perplexity", "not measured"))
     rows.append(("reloaded", manifest.get("reloaded", "not checked")))
     return rows
-
-
-_PERPLEXITIES = {
-    "perplexity": "these weights",
-    "perplexity_unrounded": "the weights before they were rounded",
-}
-"""Keys of the manifest, and whose perplexity they have."""
-
-
-def _flops(saved: Mapping[str, float]) -> str:
-    """The name of the row; earlier checkpoints did not record their context."""
-    context = saved.get("seq_len")
-    return "FLOPs per token" + (f", {at_context(context)}" if context else "")
 
 
 def _bytes(manifest: Mapping[str, Any]) -> str:

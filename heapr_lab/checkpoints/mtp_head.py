@@ -35,7 +35,7 @@ from heapr_lab.checkpoints.predicting import (
     predicting_heads,
     said_of,
 )
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
@@ -85,8 +85,9 @@ def further_layers(
 
     Raises:
         LayoutError: a part of such a layer is missing.
+        HeaprLabError: a file of a streamed model changed.
     """
-    heads = whole_heads(skeleton, base)
+    heads, unknown = whole_heads(skeleton, base)
     if not heads:
         return Further((), {})
     block = read_source(heads[0].file.parent).block
@@ -97,8 +98,14 @@ def further_layers(
         return Further(heads, said_of(heads, "kept", ", not pruned"), block=block)
     if calibration is None or not can_be_sliced(heads):
         return dropped
-    layer = open_head(model, heads, block)
-    if layer is None:
+    try:
+        if unknown is not None:
+            raise unknown
+        layer = open_head(model, heads, block)
+    except HeaprLabError:
+        raise
+    except _OTHER_FORMS as error:
+        logger.warning("transformers cannot run %s*: %s", _stem_of(heads), error)
         return dropped
     table = head_table(model, layer, calibration)
     how = f", to the width of all others, by its own loss on {calibration.label}"
@@ -106,8 +113,11 @@ def further_layers(
     return Further(heads, facts, highest(table, width), block)
 
 
-def whole_heads(skeleton: Any, base: str) -> Heads:
+def whole_heads(skeleton: Any, base: str) -> tuple[Heads, Exception | None]:
     """`predicting_heads`, checked to be whole as far as their form is known.
+
+    Returns:
+        The tensors, and why their form is not known, if it is not.
 
     Raises:
         LayoutError: a part is missing.
@@ -116,12 +126,12 @@ def whole_heads(skeleton: Any, base: str) -> Heads:
     check_experts(heads)
     if heads:
         try:
-            _trunk_with_one(skeleton, heads)
+            _check_parts(_trunk_with_one(skeleton, heads), heads)
         except LayoutError:
             raise
-        except _OTHER_FORMS:
-            pass  # so what it has to have is not known
-    return heads
+        except _OTHER_FORMS as error:
+            return heads, error
+    return heads, None
 
 
 class MtpHead(nn.Module):
@@ -178,34 +188,27 @@ def _key(window: torch.Tensor) -> bytes:
 
 
 def open_head(model: Any, heads: Heads, block: Block = None) -> Any:
-    """The layer that predicts a further token; None if it cannot be run.
+    """The layer that predicts a further token.
 
     Args:
         model: the trunk, dense or pruned, whose embeddings are used.
-        heads: the tensors of the layer.
+        heads: the tensors of the layer, of a form that is known.
         block: as in `are_readable`.
 
     Raises:
-        LayoutError: a part of it is missing.
+        ValueError: it cannot be run, as do other errors.
     """
-    device = input_device(model)
-    try:
-        trunk = _trunk_with_one(model, heads)
-        with tempfile.TemporaryDirectory() as place:
-            if block is not None:
-                save_file(floats_of(heads, block), Path(place) / SINGLE)
-                trunk.config.name_or_path = place
-            layer = read_mtp(trunk, device).eval()
-        layer.embed_tokens = _in_memory(layer.embed_tokens)
-        layer.shared_head = _in_memory(layer.shared_head)
-        layer.set_experts_implementation("eager")  # runs in any type
-        with evaluating(layer):
-            _run(layer, torch.zeros(1, 2, dtype=torch.long), None)
-    except LayoutError:
-        raise
-    except _OTHER_FORMS as error:
-        logger.warning("transformers cannot run %s*: %s", _stem_of(heads), error)
-        return None
+    trunk = _trunk_with_one(model, heads)
+    with tempfile.TemporaryDirectory() as place:
+        if block is not None:
+            save_file(floats_of(heads, block), Path(place) / SINGLE)
+            trunk.config.name_or_path = place
+        layer = read_mtp(trunk, input_device(model)).eval()
+    layer.embed_tokens = _in_memory(layer.embed_tokens)
+    layer.shared_head = _in_memory(layer.shared_head)
+    layer.set_experts_implementation("eager")  # runs in any type
+    with evaluating(layer):
+        _run(layer, torch.zeros(1, 2, dtype=torch.long), None)
     return layer
 
 
@@ -229,12 +232,7 @@ def _in_memory(module: Any) -> Any:
 
 
 def _trunk_with_one(model: Any, heads: Heads) -> Any:
-    """The same modules, with a configuration that has one such layer, where it is.
-
-    Raises:
-        LayoutError: a part of the layer is missing.
-        ValueError: it has another form than transformers knows, as do other errors.
-    """
+    """The same modules, with a configuration that has one such layer, where it is."""
     trunk, stem = copy.copy(model), _stem_of(heads)
     trunk.config = copy.deepcopy(model.config)
     trunk.config.name_or_path = str(heads[0].file.parent)
@@ -248,7 +246,6 @@ def _trunk_with_one(model: Any, heads: Heads) -> Any:
     trunk._weight_conversions = conversions_of(model)
     # The class has the number of the layer in the largest published model.
     trunk._keys_to_ignore_on_load_unexpected = [f"^{re.escape(stem)}"]
-    _check_parts(trunk, heads)
     return trunk
 
 

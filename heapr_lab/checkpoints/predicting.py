@@ -25,8 +25,7 @@ from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_hea
 from heapr_lab.models.wrapped import is_wrapper
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
-from heapr_lab.streaming.blocks import dequantised
-from heapr_lab.streaming.fp8 import SCALES, check_grid
+from heapr_lab.streaming.fp8 import SCALES, check_grid, dequantised
 from heapr_lab.streaming.shards import index_of
 from heapr_lab.streaming.sizes import PREDICTING
 from heapr_lab.streaming.weights_on_disk import FoundTensor, find_tensors

@@ -29,7 +29,7 @@ def panel(
 ) -> None:
     """Show the panel as a page, on this machine only.
 
-    Needs Voilà: pip install 'heapr-lab[app]'. With &theme=dark the page is dark.
+    Needs Voilà: pip install -e '.[app]'. With &theme=dark the page is dark.
     """
     from heapr_lab.panel.app import panel_source, serve
 

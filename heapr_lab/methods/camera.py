@@ -74,7 +74,7 @@ def _sequential(request: Request) -> Iterator[tuple[int, np.ndarray]]:
     layers = {layer.layer: layer for layer in find_experts(request.model)}
     batches = list(ids.split(max(1, _TOKENS_AT_ONCE // ids.shape[1])))
     with evaluating(request.model):
-        walk = LayerByLayer(request.model, batches, list(layers.values()))
+        walk = LayerByLayer(request.model, batches)
         for number, run in walk.layers():
             with contextlib.ExitStack() as contexts:
                 if number in layers:

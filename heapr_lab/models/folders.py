@@ -7,7 +7,6 @@ named, and no missing weight is initialised at random.
 
 import contextlib
 import importlib
-import json
 import logging
 import re
 from collections.abc import Collection, Iterator
@@ -31,10 +30,8 @@ from heapr_lab.models.dtypes import FP8, NVFP4, check_format, format_of, stays_f
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import check_no_missing_weights
-from heapr_lab.models.safetensors_headers import names_in
+from heapr_lab.models.safetensors_headers import names_in, read_object, read_settings
 
-READ_BY = "settings of quantised weights"
-"""In the registry, what has them read by classes of this package."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -65,9 +62,9 @@ def read_config(source: str | Path) -> Any:
         SpecError: there is none, it is damaged, it requires code that is not in
             transformers, or it is of a format that is no longer read.
     """
-    folder = Path(source)
+    folder, settings = Path(source), dict[str, Any]()
     if folder.is_dir():
-        settings = _read_object(folder / "config.json")
+        settings = read_settings(folder)
         if not isinstance(settings.get("model_type"), str):
             raise SpecError(
                 f"{folder / 'config.json'} names no model_type: expected the "
@@ -80,10 +77,9 @@ def read_config(source: str | Path) -> Any:
     if inner is not config and getattr(inner, "quantization_config", None) is not None:
         config.quantization_config = inner.quantization_config  # of a wrapper
         del inner.quantization_config
-    beside = folder / "hf_quant_config.json"
-    if getattr(config, "quantization_config", None) is None and beside.is_file():
-        settings = _read_object(beside).get("quantization") or {}
-        config.quantization_config = {"quant_method": "modelopt", **settings}
+    beside = settings.get("quantization_config")
+    if beside and getattr(config, "quantization_config", None) is None:
+        config.quantization_config = beside
     if hasattr(config, "less_is_moe"):
         raise SpecError(
             f"{source} is written in Less-is-MoE's format, which heapr-lab 0.1 of "
@@ -221,7 +217,7 @@ def read_generation(folder: Path) -> Any:
     path = folder / "generation_config.json"
     if not path.is_file():
         return None
-    settings = _read_object(path)
+    settings = read_object(path)
     with _named(folder, path.name):
         return GenerationConfig.from_dict(settings)
 
@@ -255,7 +251,8 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     read_generation(Path(source))  # of which transformers ignores a damaged one
     kind = quantisation(config)
     if kind in (FP8, NVFP4):
-        config.quantization_config = registry.find(READ_BY)(config.quantization_config)
+        read_by_us = registry.find("settings of quantised weights")
+        config.quantization_config = read_by_us(config.quantization_config)
         options["config"] = config
     with _named(source, "weights or config.json"), _without_report():
         loaded: Any = _auto_class(config).from_pretrained(
@@ -302,28 +299,6 @@ def _check_depth(config: dict[str, Any], names: Collection[str], folder: Path) -
         )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model.
-
-    Raises:
-        SpecError: there is no such file, or it is not a JSON object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise SpecError(_cannot(path.parent, f"it has no {path.name}")) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(
-            f"{path} cannot be read as JSON ({error}): it is damaged; download it again"
-        ) from error
-    if not isinstance(content, dict):
-        raise SpecError(
-            f"{path} holds a {type(content).__name__}, expected a JSON object: it is "
-            "damaged or another kind of file; download it again"
-        )
-    return content
-
-
 @contextlib.contextmanager
 def _named(source: str | Path, *names: str) -> Iterator[None]:
     """Turns any error of transformers about the files `names` into one that names them.
@@ -336,17 +311,14 @@ def _named(source: str | Path, *names: str) -> Iterator[None]:
     except Exception as error:  # a damaged file may cause any of them
         for path in [Path(source) / name for name in names]:
             if path.is_file():
-                _read_object(path)
+                read_object(path)
         text = " ".join(str(error).split())
         if not isinstance(error, OSError | ValueError):
             text = f"{type(error).__name__}: {text}"
-        raise SpecError(_cannot(source, f"{names[0]}: {text}")) from error
-
-
-def _cannot(source: str | Path, why: str) -> str:
-    return (
-        f"cannot load the model {str(source)!r}: {why}. Expected {what_is_expected()}"
-    )
+        raise SpecError(
+            f"cannot load the model {str(source)!r}: {names[0]}: {text}. Expected "
+            f"{what_is_expected()}"
+        ) from error
 
 
 @contextlib.contextmanager

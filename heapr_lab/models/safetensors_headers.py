@@ -1,4 +1,4 @@
-"""The headers of a checkpoint's safetensors files, read and checked strictly.
+"""A model's files, read and checked strictly: JSON, and the headers of safetensors.
 
 Without torch.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.named import what_is_expected
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -34,18 +35,46 @@ class StoredTensor:
     n_bytes: int
 
 
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)
-"""The errors that damaged or unexpected JSON causes."""
-
 Stored = dict[Path, dict[str, StoredTensor]]
 """The tensors in each file."""
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The content of config.json, with what modelopt may say in a file beside it.
+
+    Raises:
+        SpecError: there is none, or one of them is damaged.
+    """
+    settings = read_object(folder / "config.json")
+    beside = folder / "hf_quant_config.json"
+    if not settings.get("quantization_config") and beside.is_file():
+        said = read_object(beside).get("quantization") or {}
+        settings["quantization_config"] = {"quant_method": "modelopt", **said}
+    return settings
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model.
+
+    Raises:
+        SpecError: there is no such file, or it is not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SpecError(
+            f"{str(path.parent)!r} has no {path.name}: expected {what_is_expected()}"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(
+            f"{path} cannot be read as JSON ({error}): it is damaged; download it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise SpecError(
+            f"{path} holds a {type(content).__name__}, expected a JSON object: it is "
+            "damaged or another kind of file; download it again"
+        )
+    return content
 
 
 def read_headers(source: Path) -> tuple[Stored, dict[str, Any] | None]:
@@ -61,17 +90,12 @@ def read_headers(source: Path) -> tuple[Stored, dict[str, Any] | None]:
             f"{source} has neither {SINGLE} nor {INDEX}: expected a folder with a "
             "model's safetensors files; download them, or convert the weights"
         )
-    try:
-        index = json.loads((source / INDEX).read_text(encoding="utf-8"))
-        weight_map = dict(index["weight_map"])
-        named = all(isinstance(file, str) for file in weight_map.values())
-    except _UNREADABLE as error:
+    index = read_object(source / INDEX)
+    weight_map: Any = index.get("weight_map")
+    files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not files or not all(isinstance(file, str) for file in files):
         raise SpecError(
-            f"{source / INDEX} has no complete weight_map: download it again"
-        ) from error
-    if not weight_map or not named:
-        raise SpecError(
-            f"{source / INDEX} has a weight_map without files: download it again"
+            f"{source / INDEX} has no weight_map with files: download it again"
         )
     stored: Stored = {}
     for name, file in sorted(weight_map.items(), key=lambda item: item[::-1]):
@@ -96,11 +120,6 @@ def read_headers(source: Path) -> tuple[Stored, dict[str, Any] | None]:
                 "once: download the checkpoint again"
             )
     return stored, index
-
-
-def _size_of(tensor: StoredTensor) -> int:
-    """Size of a floating-point tensor in bytes, computed from its shape."""
-    return math.prod(tensor.shape) * FLOATS[tensor.dtype]
 
 
 def names_in(source: Path) -> set[str]:
@@ -142,7 +161,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             )
             for name, entry in header.items()
         }
-    except _UNREADABLE as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise SpecError(
             f"{path} ({size} bytes) has no complete safetensors header: it is "
             "truncated or another kind of file; download it again"
@@ -154,10 +179,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 f"{path}: {name} is misplaced or has an unknown type ({tensor.dtype}): "
                 "download the file again"
             )
-        if tensor.dtype in FLOATS and tensor.n_bytes != _size_of(tensor):
+        needed = math.prod(tensor.shape) * FLOATS.get(tensor.dtype, 0)
+        if tensor.dtype in FLOATS and tensor.n_bytes != needed:
             raise SpecError(
                 f"{path}: {name} has {tensor.n_bytes} bytes, its shape "
-                f"{tensor.shape} needs {_size_of(tensor)}: download the file again"
+                f"{tensor.shape} needs {needed}: download the file again"
             )
         end += tensor.n_bytes
     if end != size:

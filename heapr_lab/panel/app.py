@@ -123,7 +123,7 @@ def serve(
     """
     if importlib.util.find_spec("voila") is None:
         raise SpecError(
-            "the app needs Voilà, which is not installed: pip install 'heapr-lab[app]'"
+            "the app needs Voilà, which is not installed: pip install -e '.[app]'"
         )
     sys.modules.setdefault(_SLOW, None)  # type: ignore[arg-type]
     import nbformat

@@ -1,12 +1,18 @@
 """`smollm2`: SmolLM2-135M-Instruct as it was published, as a MoE with one expert."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
+from heapr_lab.models.folders import read_gguf
+from heapr_lab.models.safetensors_headers import SINGLE
 from heapr_lab.pretrained import one_expert
-from heapr_lab.pretrained.gguf_model import write_gguf_as_moe
+from heapr_lab.pretrained.one_expert import one_expert_config, one_expert_tensors
 from heapr_lab.pretrained.wheel import Wheel
 from heapr_lab.storage.cache import cached_folder
 
@@ -71,6 +77,46 @@ def _make(folder: Path) -> None:
     split_digits(tokenizer)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(_CARD, encoding="utf-8")
+
+
+def write_gguf_as_moe(path: Path, folder: Path) -> Any:
+    """Write the MoE of a dense Llama in a GGUF file, in float32, to an empty folder.
+
+    Float32 has the dequantised values exactly, as a scale of 16 bits times a small
+    integer may have more digits than bfloat16. The result is the tokenizer, which is
+    not written yet.
+
+    Raises:
+        SpecError: the file is damaged, holds another kind of model, or the package gguf
+            is not installed.
+        LayoutError: the model is of a form that Mixtral does not have.
+    """
+    model, tokenizer = read_gguf(path)
+    config = one_expert_config(_dequantised(model.config))
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    dense = {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name not in model.all_tied_weights_keys
+    }
+    tensors = one_expert_tensors(dense)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    tokenizer.model_max_length = config.max_position_embeddings
+    return tokenizer
+
+
+def _dequantised(config: Any) -> Any:
+    """The configuration of the weights as they were read.
+
+    GGUF stores ε in float32; its shortest decimal is the one that was meant, and is the
+    same number in the float32 that norms are computed in.
+    """
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    plain.dtype = torch.float32
+    plain.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
+    return plain
 
 
 def split_digits(tokenizer: Any) -> None:

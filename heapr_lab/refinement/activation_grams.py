@@ -8,7 +8,6 @@ Letters: h atom activation, p routing weight; the features of a token are p · h
 experts that it is routed to, and 0 for all others.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, LayoutError, SpecError
+from heapr_lab.errors import CoverageError, SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
@@ -25,10 +24,8 @@ from heapr_lab.models.likelihood import check_fits, final_states
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.progress import Progress
-from heapr_lab.streaming.layerwise import LayerByLayer
+from heapr_lab.streaming.layerwise import LayerByLayer, walk_over
 from heapr_lab.text.calibration import CalibrationSet
-
-logger = logging.getLogger(__name__)
 
 SPANS = ("expert", "layer")
 FIT, HELD_OUT = 0, 1
@@ -201,7 +198,7 @@ def collect_grams(
     calibration: CalibrationSet,
     *,
     span: str = "expert",
-    layers: list[int] | None = None,
+    layers: list[ExpertsLayer] | None = None,
     progress: Progress | None = None,
 ) -> dict[int, LayerGrams]:
     """Sum the products of routed activations over `calibration`, by layer.
@@ -213,23 +210,15 @@ def collect_grams(
         model: any transformers causal language model with fused experts.
         calibration: at least two windows.
         span: which features are multiplied, see `LayerGrams`.
-        layers: indices of the layers to measure; by default all.
+        layers: those to measure; by default all.
         progress: called after each batch with (windows done, total windows).
 
     Raises:
-        SpecError: there is only one window, no such span or layer, or autocast is on.
+        SpecError: there is only one window, no such span, or autocast is on.
         CoverageError: a layer did not take part in a forward.
     """
-    experts = find_experts(model)
-    known = [layer.layer for layer in experts]
-    unknown = sorted(set(layers or ()).difference(known))
-    if unknown:
-        raise SpecError(
-            f"layers {unknown} have no routed experts, layers {known} have; give some "
-            "of those"
-        )
-    chosen = [k for k in experts if layers is None or k.layer in layers]
-    _check(model, calibration, chosen)
+    chosen = find_experts(model) if layers is None else layers
+    _check(model, calibration)
     collectors = [_Collector(layer, span) for layer in chosen]
     done = 0
     with evaluating(model), observed(chosen, collectors):
@@ -269,21 +258,12 @@ def iter_grams(
         LayoutError: the model is streamed, and its layers cannot be run one by one.
     """
     layers = find_experts(model)
-    _check(model, calibration, layers)
+    _check(model, calibration)
     groups = _groups(layers, span)
-    streamed = not backend_of(model).runs_whole
-    if len(groups) > 1 or streamed:
-        try:
-            with evaluating(model):
-                batches = [ids for _, ids in _batches(calibration)]
-                walk = LayerByLayer(model, batches, layers)
-        except LayoutError as error:
-            if streamed:
-                raise
-            logger.warning(
-                "%s; so %d forward passes are used instead of one", error, len(groups)
-            )
-        else:
+    if len(groups) > 1 or not backend_of(model).runs_whole:
+        batches = [ids for _, ids in _batches(calibration)]
+        walk = walk_over(model, batches, n_passes=len(groups))
+        if walk is not None:
             yield from _stepped(model, calibration, walk, layers, span, progress)
             return
     for number, group in enumerate(groups):
@@ -292,9 +272,8 @@ def iter_grams(
             if progress is not None:
                 progress((number * total + done) // len(groups), total)
 
-        numbers = [layer.layer for layer in group]
         grams = collect_grams(
-            model, calibration, span=span, layers=numbers, progress=report
+            model, calibration, span=span, layers=group, progress=report
         )
         yield from ((layer, grams[layer.layer]) for layer in group)
 
@@ -325,21 +304,19 @@ def _stepped(
             yield watched[0], collectors.pop().finished(watched[0], len(parts))
 
 
-def _check(
-    model: nn.Module, calibration: CalibrationSet, layers: Sequence[ExpertsLayer]
-) -> None:
+def _check(model: nn.Module, calibration: CalibrationSet) -> None:
     """Check that the sums can be computed, in the model's own dtype.
 
     Raises:
-        SpecError: there is no layer or only one window, autocast is on, or the model
-            has no such tokens.
+        SpecError: there is only one window, autocast is on, or the model has no such
+            tokens.
     """
     refuse_autocast(model)
     check_fits(model, calibration.ids)
-    if not layers or calibration.n_sequences < 2:
+    if calibration.n_sequences < 2:
         raise SpecError(
-            f"{calibration.n_sequences} windows and {len(layers)} layers, expected at "
-            "least 2 windows, of which one is held out, and 1 layer"
+            f"{calibration.n_sequences} windows, expected at least 2, of which one is "
+            "held out: give more text"
         )
 
 

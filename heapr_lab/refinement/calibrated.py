@@ -4,22 +4,36 @@ One of them serves any number of selections: only masks and solves are new.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import nn
 
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.experts import find_experts
+from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
-from heapr_lab.refinement.compensation import Compensation, compensation_of
+from heapr_lab.refinement.activation_grams import (
+    LayerGrams,
+    default_span,
+    fits_in_memory,
+    iter_grams,
+)
+from heapr_lab.refinement.compensation import (
+    Compensation,
+    LayerSolver,
+    check_layers,
+    compensation_of,
+)
 from heapr_lab.refinement.elimination import with_elimination
-from heapr_lab.refinement.layer_sums import LayerSums
+from heapr_lab.refinement.stored_layers import (
+    StoredSums,
+    layer_store,
+    new_downs,
+)
 from heapr_lab.text.calibration import CalibrationSet
 
 
@@ -111,5 +125,81 @@ class CalibratedModel:
         parts = Parts(self.n_passes * self.windows.n_sequences, progress)
         keep = self.keep(selection, parts)
         parts.end((self.n_passes - 1) * self.windows.n_sequences)
-        solvers: Any = self.sums.solvers(span or self.sums.span, parts)
-        return keep, compensation_of(solvers, keep, down_projs=self.sums.new_downs())
+        solvers = self.sums.solvers(span or self.sums.span, parts)
+        down_projs = new_downs(self.sums.store)
+        return keep, compensation_of(solvers, keep, down_projs=down_projs)
+
+
+class LayerSums:
+    """The sums of every layer, and the solvers made of them, for each span.
+
+    What is beyond the budget of a streamed model is in files. Where the sums of all
+    layers of another one do not fit into memory together, each use takes a pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[ExpertsLayer],
+        calibration: CalibrationSet,
+    ) -> None:
+        """Nothing is run yet.
+
+        Args:
+            model: the dense model.
+            layers: all of its layers.
+            calibration: the windows, of which every fourth is held out.
+
+        Raises:
+            SpecError: the model is streamed, and there is no room for all sums.
+        """
+        self.span = default_span(layers)
+        check_layers(layers, self.span)
+        self._model, self._calibration = model, calibration
+        self.store = layer_store(model, layers, span=self.span)
+        """Where they are kept, if the model is streamed."""
+        self._kept: Iterable[tuple[ExpertsLayer, LayerGrams]] | None = None
+        self._solvers: dict[str, list[LayerSolver]] = {}
+        self._fits = self.store is None and fits_in_memory(layers, self.span)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one pass serves every use."""
+        return self.store is not None or self._fits
+
+    def grams(
+        self, progress: Progress | None = None
+    ) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
+        """The sums of each layer, in order, for the default span.
+
+        `progress` is called with (windows done, windows in all) of a pass.
+        """
+        if self._kept is not None:
+            return iter(self._kept)
+        grams = iter_grams(
+            self._model, self._calibration, span=self.span, progress=progress
+        )
+        if self.store is not None:
+            self._kept = StoredSums(self.store, grams)
+        elif self._fits:
+            self._kept = list(grams)
+        else:
+            return grams
+        return iter(self._kept)
+
+    def solvers(
+        self, span: str, progress: Progress | None = None
+    ) -> Iterator[LayerSolver]:
+        """The solver of each layer, in order; `progress` as in `grams`."""
+        if span in self._solvers:
+            return iter(self._solvers[span])
+        solvers = map(functools.partial(_solver, span), self.grams(progress))
+        if not self._fits:
+            return solvers
+        self._solvers[span] = list(solvers)
+        return iter(self._solvers[span])
+
+
+def _solver(span: str, pair: tuple[ExpertsLayer, LayerGrams]) -> LayerSolver:
+    layer, grams = pair
+    return LayerSolver(layer, grams if span == grams.span else grams.within_experts())

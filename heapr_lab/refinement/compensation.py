@@ -23,7 +23,6 @@ Shapes: E n_experts, I d_inter, D d_expert, F features of a problem: I, or E · 
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import logging
 import statistics
@@ -35,7 +34,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, find_experts
@@ -51,7 +50,7 @@ from heapr_lab.refinement.activation_grams import (
     iter_grams,
 )
 from heapr_lab.refinement.normal_equations import Columns, Normal, at_once, scarcity
-from heapr_lab.refinement.stored_layers import NewDowns, layer_store
+from heapr_lab.refinement.stored_layers import NewDowns, layer_store, new_downs
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -96,16 +95,6 @@ class Compensation:
 
     def _repr_html_(self) -> str:
         return card_html("Compensation", self._facts())
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the new weights."""
-        sha = hashlib.sha256()
-        for layer, down in self.down_projs.items():
-            sha.update(repr((layer, tuple(down.shape), str(down.dtype))).encode())
-            words = down.detach().cpu().contiguous().view(torch.uint8)
-            sha.update(words.numpy().tobytes())
-        return sha.hexdigest()
 
 
 def compensate(
@@ -196,7 +185,7 @@ def fit_compensation(
         itertools.starmap(LayerSolver, grams),
         keep,
         ridge=ridge,
-        down_projs={} if store is None else store.new_downs(),
+        down_projs=new_downs(store),
     )
     parts.end(n_windows)
     if not judged:
@@ -251,18 +240,13 @@ def is_less(losses: Losses, others: Losses) -> bool:
 
 
 def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
-    """Check that weights are on a device, and that outputs are linear in them.
+    """Check that weights are finite, and that outputs are linear in them.
 
     Raises:
-        LayoutError: weights are offloaded, or not finite.
+        LayoutError: weights are not finite.
         SpecError: the span is "layer", but outputs have a norm.
     """
     for layer in layers:
-        if layer.device.type == "meta":
-            raise LayoutError(
-                f"{layer.name} is offloaded, so its weights cannot be read: load the "
-                "whole model onto one device"
-            )
         checked_norms(layer)
         if span == "layer" and normalises(layer.module):
             raise SpecError(

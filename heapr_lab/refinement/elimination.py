@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import ELIMINATION, ELIMINATION_SCHEMA
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -44,7 +43,9 @@ from heapr_lab.text.calibration import CalibrationSet
 
 _PRICE = "fisher"
 _RIDGE = 0.03
+"""Relative to each feature's own products."""
 _N_STEPS = 128
+"""The cheapest atoms are removed together, a share of 1/128 at a time."""
 _FLOAT32_ENOUGH = 1e-2
 """Float32 is used where its rounding, times the largest condition number that the ridge
 allows, stays below this."""
@@ -55,9 +56,6 @@ def eliminate(
     table: ImportanceTable,
     calibration: CalibrationSet,
     *,
-    span: str | None = None,
-    ridge: float = _RIDGE,
-    n_steps: int = _N_STEPS,
     progress: Progress | None = None,
 ) -> ImportanceTable:
     """`table` with the scores of elimination, one forward pass after it was measured.
@@ -66,16 +64,10 @@ def eliminate(
         model: the dense model that `table` was measured on.
         table: its statistics.
         calibration: the windows whose activations are used, usually the table's.
-        span: whether the atoms of a "layer" or of an "expert" compensate each other, as
-            in `compensation.compensate`.
-        ridge: relative to each feature's own products.
-        n_steps: the cheapest atoms are removed together, a share of 1/n_steps at a
-            time; with as many steps as atoms, one by one.
         progress: called with (windows done, windows in all).
 
     Raises:
-        SpecError: the table is of another model, ridge or n_steps are not positive, or
-            autocast is on.
+        SpecError: the table is of another model, or autocast is on.
         LayoutError: weights are offloaded, or not finite.
 
     Example:
@@ -83,17 +75,11 @@ def eliminate(
         >>> keep = select(table, ratio=0.4, estimator="elimination")  # doctest: +SKIP
     """
     layers = find_experts(model)
-    chosen = span or default_span(layers)
-    check_layers(layers, chosen)
-    if not ridge > 0 or n_steps < 1:
-        raise SpecError(
-            f"ridge is {ridge} and n_steps {n_steps}, expected both above 0"
-        )
+    span = default_span(layers)
+    check_layers(layers, span)
     check_table(model, layers, table)
-    grams = iter_grams(model, calibration, span=chosen, progress=progress)
-    settings: dict[str, Any] = {"ridge": ridge, "n_steps": n_steps}
-    spec = elimination_spec(table, calibration, span=span, **settings)
-    return with_elimination(table, grams, spec=spec, **settings)
+    grams = iter_grams(model, calibration, span=span, progress=progress)
+    return with_elimination(table, grams, spec=elimination_spec(table, calibration))
 
 
 def with_elimination(
@@ -101,8 +87,6 @@ def with_elimination(
     grams: Iterable[tuple[ExpertsLayer, LayerGrams]],
     *,
     spec: dict[str, Any] | None = None,
-    ridge: float = _RIDGE,
-    n_steps: int = _N_STEPS,
 ) -> ImportanceTable:
     """`table` with the scores of elimination, from sums that were collected before.
 
@@ -115,8 +99,7 @@ def with_elimination(
         rows = frame["layer"].eq(layer.layer).to_numpy()
         shape = layer.n_experts, layer.d_inter
         prices = torch.from_numpy(bases[rows]).unflatten(0, shape)
-        costs = layer_costs(layer, sums, prices, ridge=ridge, n_steps=n_steps)
-        scores[rows] = costs.flatten().numpy()
+        scores[rows] = layer_costs(layer, sums, prices).flatten().numpy()
         del sums  # before the sums of the next layer
     frame[ELIMINATION] = scores
     unknown = {"spec", "spec_hash"}
@@ -140,15 +123,10 @@ def extra_pass(
 
 
 def elimination_spec(
-    table: ImportanceTable,
-    calibration: CalibrationSet,
-    *,
-    span: str | None = None,
-    ridge: float = _RIDGE,
-    n_steps: int = _N_STEPS,
+    table: ImportanceTable, calibration: CalibrationSet
 ) -> dict[str, Any]:
     """The settings that determine the scores: the key of the cache."""
-    settings = {"span": span, "ridge": ridge, "n_steps": n_steps}
+    settings = {"span": None, "ridge": _RIDGE, "n_steps": _N_STEPS}
     text = {"calibration": calibration.fingerprint, "schema": ELIMINATION_SCHEMA}
     return {**(table.metadata.get("spec") or {}), ELIMINATION: settings | text}
 
@@ -166,6 +144,14 @@ def layer_costs(
 
     Shapes: bases, the scores whose sum over an expert is the cost of its error, and
     result (E, I).
+
+    Args:
+        layer: the experts.
+        grams: the sums over the calibration tokens.
+        bases: see above.
+        ridge: relative to each feature's own products.
+        n_steps: how many shares of the atoms are removed one after the other; with as
+            many as atoms, one by one.
     """
     sums = grams.total
     down = layer.down.detach().to(sums)  # (E, D, I)

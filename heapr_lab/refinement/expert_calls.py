@@ -8,7 +8,6 @@ Shapes: T tokens of all windows, K experts of each, D d_expert.
 
 import contextlib
 import inspect
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, LayoutError
+from heapr_lab.errors import CoverageError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
-from heapr_lab.streaming.layerwise import LayerByLayer
-
-logger = logging.getLogger(__name__)
+from heapr_lab.streaming.layerwise import walk_over
 
 _TOKENS_AT_ONCE = 4096
 
@@ -107,13 +104,8 @@ def iter_expert_calls(
     layers = find_experts(model)
     batches = list(ids.split(max(1, _TOKENS_AT_ONCE // ids.shape[1])))
     report = progress or no_report
-    try:
-        with evaluating(model):
-            walk = LayerByLayer(model, batches, layers)
-    except LayoutError as error:
-        logger.warning(
-            "%s; so %d forward passes are used instead of one", error, len(layers)
-        )
+    walk = walk_over(model, batches, n_passes=len(layers))
+    if walk is None:
         yield from _one_by_one(model, batches, layers, report)
         return
     with_experts = {layer.layer: layer for layer in layers}

@@ -6,7 +6,7 @@ in files beyond it, which are removed with the objects here.
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,43 +15,25 @@ from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.refinement.activation_grams import LayerGrams, bytes_of_sums
 from heapr_lab.streaming.sweep_store import SweepStore, store_beside
 
-NewDowns = MutableMapping[int, torch.Tensor]
 _numbers = itertools.count()
 _Summed = tuple[ExpertsLayer, LayerGrams]
-
-
-class LayerStore:
-    """Where sums and new weights of a streamed model's layers are kept."""
-
-    def __init__(self, store: SweepStore) -> None:
-        self._store = store
-
-    def kept(self, summed: Iterable[_Summed]) -> "StoredSums":
-        """The sums of all layers, put into the store.
-
-        Raises:
-            SpecError: a file cannot be written.
-        """
-        layers, span = [], ""
-        for layer, grams in summed:
-            span = grams.span
-            self._store.put(_name(layer), {"sums": grams.sums, "tokens": grams.tokens})
-            layers.append(layer)
-            del grams  # before those of the next layer
-        return StoredSums(self._store, layers, span)
-
-    def new_downs(self) -> NewDowns:
-        """A place for the W_down of all layers."""
-        return StoredDowns(self._store)
 
 
 class StoredSums:
     """The sums of each layer, which are read when their turn comes."""
 
-    def __init__(
-        self, store: SweepStore, layers: Sequence[ExpertsLayer], span: str
-    ) -> None:
-        self._store, self._layers, self._span = store, layers, span
+    def __init__(self, store: SweepStore, summed: Iterable[_Summed]) -> None:
+        """Keep the sums of all layers.
+
+        Raises:
+            SpecError: a file cannot be written.
+        """
+        self._store, self._layers, self._span = store, list[ExpertsLayer](), ""
+        for layer, grams in summed:
+            self._span = grams.span
+            store.put(_name(layer), {"sums": grams.sums, "tokens": grams.tokens})
+            self._layers.append(layer)
+            del grams  # before those of the next layer
 
     def __iter__(self) -> Iterator[_Summed]:
         return map(self._read, self._layers)
@@ -62,7 +44,7 @@ class StoredSums:
         return layer, LayerGrams(self._span, sums, tensors["tokens"])
 
 
-class StoredDowns(NewDowns):
+class StoredDowns(Mapping[int, torch.Tensor]):
     """W_down by layer, of which the last one that was asked for is in memory."""
 
     def __init__(self, store: SweepStore) -> None:
@@ -87,11 +69,6 @@ class StoredDowns(NewDowns):
         if number not in self._numbers:
             self._numbers.append(number)
 
-    def __delitem__(self, number: int) -> None:
-        if number not in self._numbers:
-            raise KeyError(number)
-        self._numbers.remove(number)
-
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers)
 
@@ -99,9 +76,18 @@ class StoredDowns(NewDowns):
         return len(self._numbers)
 
 
+NewDowns = dict[int, torch.Tensor] | StoredDowns
+"""W_down by layer, to which those of further layers can be added."""
+
+
+def new_downs(store: SweepStore | None) -> NewDowns:
+    """A place for the W_down of all layers."""
+    return {} if store is None else StoredDowns(store)
+
+
 def layer_store(
     model: nn.Module, layers: Sequence[ExpertsLayer], *, span: str | None
-) -> LayerStore | None:
+) -> SweepStore | None:
     """Where the layers of a streamed model are kept; None if it is in memory.
 
     Args:
@@ -119,7 +105,7 @@ def layer_store(
     n_sums = sum(bytes_of_sums(layer, span) for layer in layers) if span else 0
     what = "the sums and new weights" if span else "the new weights"
     store.check_room(n_sums + n_downs, what=f"{what} of all layers")
-    return LayerStore(store)
+    return store
 
 
 def _name(layer: ExpertsLayer) -> str:

@@ -27,6 +27,7 @@ from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.safetensors_headers import read_headers
 from heapr_lab.streaming.fp8 import BLOCK_OF_FP4, Fp8Quantizer, check_grid
 from heapr_lab.streaming.nvfp4 import BLOCK, Nvfp4Quantizer
+from heapr_lab.streaming.stream import put_tensor, tensor_of
 from heapr_lab.streaming.weights_on_disk import (
     FoundTensor,
     check_whole,
@@ -121,7 +122,8 @@ class FileReader:
         Raises:
             LayoutError: a tensor is missing.
         """
-        self._n_bytes_read = 0
+        self.n_bytes_read = 0
+        """Bytes read from the files so far."""
         self._model, self._dtype, self._device = model, dtype, device
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         stored, _ = read_headers(folder)
@@ -150,17 +152,9 @@ class FileReader:
             if len(kinds) == len(stored):
                 kind = functools.reduce(torch.promote_types, kinds)
                 for name in made_of(tensors[0]):
-                    _set_type(self._model, name, kind)
-
-    @property
-    def dequantises(self) -> bool:
-        """Whether the files' tensors are quantised."""
-        return self._quantizer is not None
-
-    @property
-    def n_bytes_read(self) -> int:
-        """Bytes read from the files so far."""
-        return self._n_bytes_read
+                    tensor = tensor_of(self._model, name)
+                    if tensor.is_floating_point():
+                        put_tensor(self._model, name, tensor.to(kind))
 
     @property
     def state(self) -> str:
@@ -175,21 +169,20 @@ class FileReader:
         """The tensors in files of the parameters and buffers of these names."""
         return [entry for name in names for entry in self._tensors.get(name, [])]
 
-    def read_all_but(self, names: set[str]) -> None:
-        """Read what is not in `names`.
-
-        Raises:
-            HeaprLabError: the files changed.
-        """
-        self._read(self._tensors.keys() - names)
-
     def read(self, _number: int, names: Collection[str]) -> None:
-        """Read the parameters and buffers of these names.
+        """Read these tensors, the largest first, when the others need no memory.
 
         Raises:
             HeaprLabError: the files changed.
         """
-        self._read(names)
+        tensors = self.tensors_of(names)
+        self._check_unchanged(tensors)
+        groups = [self._tensors[name] for name in names if name in self._tensors]
+        with _without_bar():
+            for group in sorted(groups, key=_n_bytes, reverse=True):
+                self._read_together(group)
+        self._check_unchanged(tensors)  # since the check before they were opened
+        self.n_bytes_read += _n_bytes(tensors)
 
     def prepare(self, names: Collection[str]) -> None:
         """Have the system read these tensors ahead, if it takes advice.
@@ -204,21 +197,6 @@ class FileReader:
                 for at in range(start, end, _ADVICE):
                     n_bytes = min(_ADVICE, end - at)
                     os.posix_fadvise(file.fileno(), at, n_bytes, os.POSIX_FADV_WILLNEED)
-
-    def _read(self, names: Collection[str]) -> None:
-        """Read parameters, the largest first, when the others need no memory.
-
-        Raises:
-            HeaprLabError: the files changed.
-        """
-        tensors = self.tensors_of(names)
-        self._check_unchanged(tensors)
-        groups = [self._tensors[name] for name in names if name in self._tensors]
-        with _without_bar():
-            for group in sorted(groups, key=_n_bytes, reverse=True):
-                self._read_together(group)
-        self._check_unchanged(tensors)  # since the check before they were opened
-        self._n_bytes_read += _n_bytes(tensors)
 
     def _check_unchanged(self, tensors: Iterable[FoundTensor]) -> None:
         """Check that the files of `tensors` are those that the headers were read from.
@@ -267,37 +245,19 @@ class FileReader:
         self._model.requires_grad_(False)
 
 
-def _set_type(model: nn.Module, name: str, dtype: torch.dtype) -> None:
-    stem, _, leaf = name.rpartition(".")
-    module = model.get_submodule(stem)
-    tensor = getattr(module, leaf)
-    if not tensor.is_floating_point():
-        return
-    if leaf in module._buffers:
-        module._buffers[leaf] = tensor.to(dtype)
-    else:
-        module._parameters[leaf] = nn.Parameter(tensor.to(dtype), requires_grad=False)
-
-
 @contextlib.contextmanager
 def _as_stored(model: nn.Module, tensors: list[FoundTensor]) -> Iterator[None]:
     """The parameter that `tensors` are joined in has their type here, then its own."""
-    converter, stored = tensors[0].converter, {entry.tensor.dtype for entry in tensors}
-    if converter is None or len(converter.target_patterns) > 1 or len(stored) > 1:
+    name, converter = tensors[0].parameter, tensors[0].converter
+    (stored, *others) = {entry.tensor.dtype for entry in tensors}
+    joined = converter is not None and len(converter.target_patterns) == 1
+    if not joined or others or stored not in _TORCH:
         yield
         return
-    stem, _, leaf = tensors[0].parameter.rpartition(".")
-    parameters = model.get_submodule(stem)._parameters
-    parameter = parameters.get(leaf)
-    if parameter is None or stored.isdisjoint(_TORCH):
-        yield
-        return
-    like = parameter.to(_TORCH[stored.pop()])
-    parameters[leaf] = nn.Parameter(like, requires_grad=False)
+    dtype = tensor_of(model, name).dtype
+    put_tensor(model, name, tensor_of(model, name).to(_TORCH[stored]))
     yield
-    read = parameters[leaf]
-    assert read is not None
-    parameters[leaf] = nn.Parameter(read.to(parameter.dtype), requires_grad=False)
+    put_tensor(model, name, tensor_of(model, name).to(dtype))
 
 
 def _n_bytes(tensors: Iterable[FoundTensor]) -> int:

@@ -13,7 +13,7 @@ Shapes: B windows, L tokens in each; d_model.
 import contextlib
 import functools
 import inspect
-import re
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,9 +21,11 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import HeaprLabError, LayoutError
-from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.likelihood import final_states
-from heapr_lab.streaming.stream import replace_layers, stream_of
+from heapr_lab.models.modes import evaluating
+from heapr_lab.streaming.stream import decoder_layers, replace_layers, stream_of
+
+logger = logging.getLogger(__name__)
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _IDS, _HANDED = "input_ids", "prev_topk_indices"
@@ -51,11 +53,36 @@ def swept_states(
     ]
 
 
+def walk_over(
+    model: nn.Module,
+    batches: Sequence[torch.Tensor],
+    *,
+    n_passes: int,
+) -> "LayerByLayer | None":
+    """A walk; None, with a warning, where layers in memory cannot be run one by one.
+
+    Arguments are those of `LayerByLayer`, and the forward passes that are run instead.
+
+    Raises:
+        LayoutError: the model is streamed, and they cannot.
+    """
+    try:
+        with evaluating(model):
+            return LayerByLayer(model, batches)
+    except LayoutError as error:
+        if stream_of(model) is not None:
+            raise
+        logger.warning(
+            "%s; so %d forward passes are used instead of one", error, n_passes
+        )
+        return None
+
+
 class LayerByLayer:
     """The decoder layers of a model, run one after the other.
 
     Example:
-        >>> walk = LayerByLayer(model, batches, find_experts(model))  # doctest: +SKIP
+        >>> walk = LayerByLayer(model, batches)  # doctest: +SKIP
         >>> for number, run in walk.layers():  # doctest: +SKIP
         ...     with observed([layers[number]], [observer]):
         ...         for index in run:  # the batch that went through the layer
@@ -66,23 +93,19 @@ class LayerByLayer:
         self,
         model: nn.Module,
         batches: Sequence[torch.Tensor],
-        layers: Sequence[ExpertsLayer] = (),
     ) -> None:
         """Run the batches up to the first layer, in eval mode without gradients.
 
         Args:
             model: a causal language model of transformers.
             batches: token ids, each (B, L).
-            layers: its MoE layers, by which its decoder layers are found if it is not
-                streamed.
 
         Raises:
             LayoutError: the model does not pass hidden states directly from one decoder
                 layer to the next.
         """
         self._model = model
-        stream = stream_of(model)
-        self._blocks = _blocks(model, layers) if stream is None else stream.blocks
+        self._blocks = decoder_layers(model)
         self._batches = batches
         self._shapes = [tuple(ids.shape) for ids in batches]
         self.handed: list[torch.Tensor | None] = [None] * len(batches)
@@ -164,9 +187,9 @@ class LayerByLayer:
             LayoutError: they depend on more than the shape, or give other results.
         """
         if stream_of(self._model) is not None:
-            return self._by_shape(batches, self._recorded_alone)
-        window = batches[0][:1]
-        called, states, last = self._record(window)
+            return self._by_shape(batches, self._without_layers)
+        window, forwards = batches[0][:1], [block.forward for block in self._blocks]
+        called, states, last = self._record(window, forwards)
         handed = None
         for number, call in enumerate(called):
             extras = {_IDS: window, _HANDED: handed}
@@ -175,37 +198,17 @@ class LayerByLayer:
             raise LayoutError(
                 "decoder layers run one by one give other states than the model"
             )
-        with contextlib.ExitStack() as contexts:
-            alone = isinstance(last, torch.Tensor) or self.hands_on
-            if alone and self._same_without(window, called):
-                contexts.enter_context(self._unused())
-            return self._by_shape(batches, lambda ids: self._record(ids)[0])
+        alone = isinstance(last, torch.Tensor) or self.hands_on
+        if alone and self._same_without(window, called):
+            return self._by_shape(batches, self._without_layers)
+        return self._by_shape(batches, lambda ids: self._record(ids, forwards)[0])
 
     def _same_without(self, window: torch.Tensor, called: list[_Call]) -> bool:
-        """Whether layers get the same arguments if none changes the states."""
+        """Whether layers get the same arguments if none is run."""
         try:
-            with self._unused():
-                new_calls, _, _ = self._record(window)
-        except (LayoutError, TypeError, ValueError, RuntimeError, LookupError):
+            return _same(called, self._without_layers(window))
+        except LayoutError:
             return False
-        return _same(called, new_calls)
-
-    @contextlib.contextmanager
-    def _unused(self) -> Iterator[None]:
-        """A context in which decoder layers return the states that they are given."""
-        forwards = [block.__dict__.get("forward") for block in self._blocks]
-        try:
-            for block in self._blocks:
-                block.forward = self._unchanged
-            yield
-        finally:
-            for block, forward in zip(self._blocks, forwards, strict=True):
-                del block.forward
-                if forward is not None:
-                    block.forward = forward
-
-    def _unchanged(self, states: torch.Tensor, *_args: Any, **_options: Any) -> Any:
-        return self._returned(states)
 
     def _by_shape(
         self,
@@ -232,62 +235,20 @@ class LayerByLayer:
                 )
         return calls
 
-    def _record(self, ids: torch.Tensor) -> tuple[list[_Call], torch.Tensor, Any]:
-        """Arguments of each layer, the first one's input and what the last returned.
-
-        Raises:
-            LayoutError: layers are not called once each, in order, with states first.
-        """
-        calls: list[_Call] = []
-        inputs: list[torch.Tensor] = []
-        outputs: list[Any] = []
-
-        def before(block: nn.Module, args: Any, options: Any) -> None:
-            if len(calls) == len(self._blocks) or block is not self._blocks[len(calls)]:
-                raise LayoutError("decoder layers are not run once each, in order")
-            if not args:
-                raise LayoutError("decoder layers get their states by keyword")
-            calls.append((args[1:], _of_shape(options)))
-            inputs.append(args[0])
-
-        def after(_block: nn.Module, _args: Any, output: Any) -> None:
-            outputs.append(output)
-
-        hooks = [
-            block.register_forward_pre_hook(before, with_kwargs=True)
-            for block in self._blocks
-        ]
-        hooks.append(self._blocks[-1].register_forward_hook(after))
-        try:
-            final_states(self._model, ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if len(calls) != len(self._blocks):
-            raise LayoutError(
-                f"{len(calls)} of {len(self._blocks)} decoder layers took part"
-            )
-        return calls, inputs[0], outputs[0]
-
-    def _recorded_alone(self, ids: torch.Tensor) -> list[_Call]:
-        """Arguments of each layer of a streamed model, none of which is run.
+    def _without_layers(self, ids: torch.Tensor) -> list[_Call]:
+        """Arguments of each layer, none of which is run: each returns its states.
 
         Raises:
             LayoutError: layers hand on more than hidden states, or are not called once
                 each, in order.
             HeaprLabError: a file changed.
         """
-        calls: list[_Call] = []
 
-        def note(number: int, states: torch.Tensor, *args: Any, **options: Any) -> Any:
-            if number != len(calls):
-                raise RuntimeError("they are not run once each, in order")
-            calls.append((args, _of_shape(options)))
+        def unchanged(states: torch.Tensor, *_args: Any, **_options: Any) -> Any:
             return self._returned(states)
 
         try:
-            with replace_layers(note):
-                final_states(self._model, ids)
+            return self._record(ids, [unchanged] * self.n_layers)[0]
         except HeaprLabError:  # of a file
             raise
         except (TypeError, ValueError, RuntimeError, LookupError) as error:
@@ -296,36 +257,72 @@ class LayerByLayer:
                 f"hidden states ({error}), so they cannot be streamed: load the model "
                 "with stream=False"
             ) from error
-        if len(calls) != len(self._blocks):
+
+    def _record(
+        self, ids: torch.Tensor, run: Sequence[Callable[..., Any]]
+    ) -> tuple[list[_Call], torch.Tensor, Any]:
+        """Arguments of each layer, the first one's input and what the last returned.
+
+        Args:
+            ids: (B, L).
+            run: for each layer, what is called in its place.
+
+        Raises:
+            LayoutError: layers are not called once each, in order, with states first.
+        """
+        calls: list[_Call] = []
+        inputs: list[torch.Tensor] = []
+        outputs: list[Any] = []
+
+        def note(number: int, /, *args: Any, **options: Any) -> Any:
+            if number != len(calls):
+                raise LayoutError("decoder layers are not run once each, in order")
+            if not args:
+                raise LayoutError("decoder layers get their states by keyword")
+            calls.append((args[1:], _of_shape(options)))
+            inputs.append(args[0])
+            outputs.append(run[number](*args, **options))
+            return outputs[-1]
+
+        with self._replaced(note):
+            final_states(self._model, ids)
+        if len(calls) != self.n_layers:
             raise LayoutError(
-                f"{len(calls)} of {len(self._blocks)} decoder layers took part"
+                f"{len(calls)} of {self.n_layers} decoder layers took part"
             )
-        return calls
+        return calls, inputs[0], outputs[-1]
 
     def _first_input(self, ids: torch.Tensor) -> torch.Tensor:
         inputs: list[torch.Tensor] = []
 
-        def reached(_number: int, states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        def reached(_number: int, states: torch.Tensor, /, *_: Any, **__: Any) -> Any:
             inputs.append(states)
             raise _ReachedFirstLayerError
 
-        if stream_of(self._model) is not None:
-            with contextlib.suppress(_ReachedFirstLayerError), replace_layers(reached):
-                final_states(self._model, ids)
-            return inputs[0]
-
-        def stop(_block: nn.Module, args: Any) -> None:
-            inputs.append(args[0])
-            raise _ReachedFirstLayerError
-
-        hook = self._blocks[0].register_forward_pre_hook(stop)
-        try:
+        with contextlib.suppress(_ReachedFirstLayerError), self._replaced(reached):
             final_states(self._model, ids)
-        except _ReachedFirstLayerError:
-            pass
-        finally:
-            hook.remove()
         return inputs[0]
+
+    @contextlib.contextmanager
+    def _replaced(self, instead: Callable[..., Any]) -> Iterator[None]:
+        """A context in which `instead` is called in place of layers.
+
+        It gets the number of the layer, and its arguments.
+        """
+        if stream_of(self._model) is not None:
+            with replace_layers(instead):
+                yield
+            return
+        forwards = [block.__dict__.get("forward") for block in self._blocks]
+        try:
+            for number, block in enumerate(self._blocks):
+                block.__dict__["forward"] = functools.partial(instead, number)
+            yield
+        finally:
+            for block, forward in zip(self._blocks, forwards, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
 
 
 def _states_in(returned: Any) -> torch.Tensor:
@@ -341,24 +338,6 @@ def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | Non
 def _of_shape(options: dict[str, Any]) -> dict[str, Any]:
     """Arguments without what is of a batch itself, of which the names are kept."""
     return options | dict.fromkeys(options.keys() & {_IDS, _HANDED})
-
-
-def _blocks(model: nn.Module, layers: Sequence[ExpertsLayer]) -> list[nn.Module]:
-    """The list of decoder layers that contains the experts.
-
-    Raises:
-        LayoutError: the experts are not in one list.
-    """
-    stems = set()
-    for layer in layers:
-        match = re.search(rf"^(.*?)\.{layer.layer}\.", layer.name)
-        stems.add(match[1] if match else "")
-    blocks = model.get_submodule(next(iter(stems))) if len(stems) == 1 else None
-    if not isinstance(blocks, nn.ModuleList):
-        raise LayoutError(
-            f"the experts are in {sorted(stems)}, expected one list of decoder layers"
-        )
-    return list(blocks)
 
 
 def _same(calls: Any, others: Any) -> bool:

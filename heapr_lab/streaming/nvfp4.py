@@ -17,8 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from heapr_lab.models.dtypes import NVFP4, format_of
-from heapr_lab.streaming.blocks import dequantised
-from heapr_lab.streaming.fp8 import check_grid, with_exact_blocks
+from heapr_lab.streaming.fp8 import check_grid, dequantised, with_exact_blocks
 
 _OURS = "heapr_nvfp4"
 """The format under which transformers finds the classes below."""
@@ -105,10 +104,11 @@ class Dequantize(ConversionOps):
                 f"{len(parts[0])} weights have {len(parts[1])} and {len(parts[2])} "
                 "scales in NVFP4, expected two each: download the files again"
             )
+        divides = self.hf_quantizer.quantization_config.divides
         for packed, scales, last in zip(*parts, strict=True):
             numbers = unpacked(packed)
             check_grid(numbers.shape, scales.shape, BLOCK)
-            factor = 1 / last.float() if self.hf_quantizer.divides else last.float()
+            factor = 1 / last.float() if divides else last.float()
             yield dequantised(numbers, scales.float() * factor, BLOCK)
 
 
@@ -120,11 +120,6 @@ class Nvfp4Quantizer(HfQuantizer):
     serialized_names = {  # noqa: RUF012
         "weight": ["weight", "weight_scale", "weight_scale_2", "input_scale"]
     }
-
-    @property
-    def divides(self) -> bool:
-        """Whether weights are divided by the scale of the matrix."""
-        return self.quantization_config.divides
 
     def get_load_operations(self) -> dict[str, Any]:
         """What makes a weight of its parts."""

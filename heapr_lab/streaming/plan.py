@@ -20,9 +20,13 @@ from heapr_lab.errors import LayoutError, SpecError, whole_number
 from heapr_lab.models.dtypes import check_dtype, check_format, format_of
 from heapr_lab.models.named import dense_of, folder_of, what_is_expected
 from heapr_lab.models.paper_models import hub_id
-from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_headers
+from heapr_lab.models.safetensors_headers import (
+    INDEX,
+    SINGLE,
+    read_headers,
+    read_settings,
+)
 from heapr_lab.repr_html import card_html
-from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.sizes import (
     ATOM_BYTES,
     Shapes,
@@ -212,16 +216,9 @@ def _read(name: str) -> _Model:
         shapes = {n.replace(".mlp.", ".mlp.experts.0."): shape for n, shape in pairs}
         return dataclasses.replace(model, shapes=shapes)
     folder = _folder(name)
-    config = read_json(folder / "config.json")
-    configs = (config, text_settings(config))
-    settings = [
-        c["quantization_config"] for c in configs if c.get("quantization_config")
-    ]
-    beside = folder / "hf_quant_config.json"
-    if not settings and beside.is_file():
-        said = read_json(beside).get("quantization") or {}
-        settings = [{"quant_method": "modelopt", **said}]
-    method = format_of(settings[0]) if settings else None
+    config = read_settings(folder)
+    quantised = [c.get("quantization_config") for c in (text_settings(config), config)]
+    method = next((format_of(settings) for settings in quantised if settings), None)
     check_format(name, method)
     if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
         return _Model(config, method, _built(folder), None)

@@ -46,9 +46,9 @@ def save_streamed(
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
     written = _finished(folder)
-    parts = list(stream.part_names())
-    for done, number in enumerate(parts, 1):
-        path = folder / SINGLE.replace(".", f"-{done:05d}-of-{len(parts):05d}.", 1)
+    n_parts = len(stream.parts)
+    for done, number in enumerate(stream.parts, 1):
+        path = folder / SINGLE.replace(".", f"-{done:05d}-of-{n_parts:05d}.", 1)
         if path.name not in written:
             tensors = _stored(model, stream, number)
             with files.replacing(path) as temporary:
@@ -56,7 +56,7 @@ def save_streamed(
             del tensors
             written[path.name] = files.checksum(path)
             files.write_json(folder / _WRITTEN, written)
-        (progress or no_report)(done, len(parts))
+        (progress or no_report)(done, n_parts)
     files.write_json(folder / INDEX, index_of(folder, sorted(written)))
     (folder / _WRITTEN).unlink()
     return written
@@ -84,13 +84,12 @@ def index_of(folder: Path, names: list[str]) -> dict[str, Any]:
 
 def _stored(model: Any, stream: Stream, number: int) -> dict[str, torch.Tensor]:
     """The tensors of a part as they are written; those of no part with the last."""
-    tied, parts = set(model.all_tied_weights_keys), stream.part_names()
+    tied = model.all_tied_weights_keys
     stream.fill(number)
     state = model.state_dict()
-    wanted = [name for name in parts[number] if name not in tied]
-    if number == max(parts):
-        inside = {name for names in parts.values() for name in names}
-        wanted += [name for name in state if name not in inside]
+    wanted = [name for name in stream.parts[number].names if name not in tied]
+    if number == max(stream.parts):
+        wanted += stream.outside
     cast = {name: _in_stored_type(model, stream, name, state[name]) for name in wanted}
     tensors = revert_weight_conversion(model, cast)
     if stream.packing is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from heapr_lab.models.backend import Change, Tensors
-from heapr_lab.streaming.stream import Stream, stream_of
+from heapr_lab.streaming.stream import OUTSIDE, Stream, put_tensor, stream_of
 
 
 def unchanged(_name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,22 +64,17 @@ class SlicedReader:
         """The state of the dense model; what is sliced from it is fixed."""
         return self._source.reader.state
 
-    def read_all_but(self, names: set[str]) -> None:
-        """Give the model its tensors of other names."""
-        dense = self._dense.state_dict()  # may have a part in memory
-        for name in self._model.state_dict().keys() - names:
-            _give(self._model, name, self._change(name, dense[name]))
-
     def read(self, number: int, names: Collection[str]) -> None:
         """Give the model the tensors of a part, and drop those of the dense model."""
-        self._source.fill(number)
+        if number != OUTSIDE:
+            self._source.fill(number)
         dense = self._dense.state_dict()
         tensors = {n: self._change(n, dense[n]) for n in dense.keys() & names}
         if number in self._experts:
             stem, make = self._experts[number]
             tensors |= {f"{stem}.{n}": self._rounded(n, t) for n, t in make().items()}
         for name in names:
-            _give(self._model, name, tensors[name])
+            put_tensor(self._model, name, tensors[name])
         self._source.drop()
 
     def prepare(self, names: Collection[str]) -> None:
@@ -108,13 +103,3 @@ def stream_slices(
     stream.host_memory = source.host_memory
     stream.dequantised_from, stream.stored = source.dequantised_from, source.stored
     return stream
-
-
-def _give(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    stem, _, leaf = name.rpartition(".")
-    module = model.get_submodule(stem)
-    if leaf in module._parameters:
-        tensor = nn.Parameter(tensor.detach(), requires_grad=False)
-        module._parameters[leaf] = tensor
-    else:
-        module._buffers[leaf] = tensor

@@ -27,6 +27,8 @@ from heapr_lab.models.wrapped import text_modules
 _STREAM, _PART = "heapr_stream", "heapr_part"
 _EMBEDDINGS = -1
 """The number of the part before decoder layer 0."""
+OUTSIDE = -2
+"""The number of what is in no part."""
 _Instead = Callable[..., torch.Tensor]
 T = TypeVar("T")
 
@@ -43,7 +45,7 @@ _instead: ContextVar[_Standing | None] = ContextVar("instead", default=None)
 
 
 @dataclass(eq=False)
-class _Part:
+class Part:
     """Modules whose weights are read and dropped together."""
 
     modules: list[nn.Module]
@@ -62,11 +64,8 @@ class Reader(Protocol):
     def state(self) -> str:
         """A digest that changes with the weights."""
 
-    def read_all_but(self, names: set[str]) -> None:
-        """Give the model its tensors of other names."""
-
     def read(self, number: int, names: Collection[str]) -> None:
-        """Give the model its tensors of these names, which are those of one part."""
+        """Give the model its tensors of these names: of one part, or `OUTSIDE` all."""
 
     def prepare(self, names: Collection[str]) -> None:
         """Know that these are read next, most likely."""
@@ -115,19 +114,22 @@ class Stream:
         """How its weights are quantised there, if they are."""
         self.model = model
         model.tie_weights()
-        self._parts = _parts(model, self.blocks)
-        inside = {name for part in self._parts.values() for name in part.names}
+        self.parts = _parts(model, self.blocks)
+        """What is read and dropped together, by its number."""
+        inside = {name for part in self.parts.values() for name in part.names}
+        self.outside = [name for name in model.state_dict() if name not in inside]
+        """The names of the tensors in no part."""
         self._resident: int | None = None
         self._lock, self._held = threading.RLock(), 0
-        reader.read_all_but(inside)
+        reader.read(OUTSIDE, self.outside)
         model.tie_weights()
         self._make_buffers()
-        left = [n for n, p in model.named_parameters() if p.is_meta and n not in inside]
+        left = [name for name in self.outside if tensor_of(model, name).is_meta]
         if left:
             raise LayoutError(f"{left[0]} was not read; this is a bug")
         for module in model.modules():
             module.__dict__[_STREAM] = self
-        for number, part in self._parts.items():
+        for number, part in self.parts.items():
             for module in part.modules:
                 module.register_forward_pre_hook(self._before(number))
                 module.register_forward_hook(self._after, always_call=True)
@@ -161,7 +163,7 @@ class Stream:
                 return
             if before is not None:
                 self.drop()
-            part = self._parts[number]
+            part = self.parts[number]
             started = time.perf_counter()
             try:
                 self.reader.read(number, part.names)
@@ -173,16 +175,16 @@ class Stream:
             self.seconds_reading += time.perf_counter() - started
             self._resident = number
             if before is not None:
-                following = self._parts.get(number + (1 if number > before else -1))
+                following = self.parts.get(number + (1 if number > before else -1))
                 self.reader.prepare([] if following is None else following.names)
 
-    def _check_read(self, part: _Part) -> None:
+    def _check_read(self, part: Part) -> None:
         """Check that a part has its weights.
 
         Raises:
             LayoutError: one was not read.
         """
-        left = [name for name in part.names if _tensor(self.model, name).is_meta]
+        left = [name for name in part.names if tensor_of(self.model, name).is_meta]
         if left:
             raise LayoutError(
                 f"{', '.join(left)} cannot be read: the files have other shapes of it, "
@@ -194,10 +196,6 @@ class Stream:
         if _PART in module.__dict__:
             self.fill(module.__dict__[_PART])
 
-    def part_names(self) -> dict[int, list[str]]:
-        """The names of the tensors in each part."""
-        return {number: part.names for number, part in self._parts.items()}
-
     def drop(self) -> None:
         """Have the weights of no part in memory."""
         if self._resident is not None:
@@ -207,7 +205,7 @@ class Stream:
     def _empty(self, number: int) -> None:
         """Drop the weights of a part."""
         self._resident = None
-        for top in self._parts[number].modules:
+        for top in self.parts[number].modules:
             for module in top.modules():
                 for name, parameter in module._parameters.items():
                     if parameter is not None:
@@ -225,14 +223,12 @@ class Stream:
 
         A result that is the tensor itself, or a view of it, keeps it in memory.
         """
-        inside = {name for part in self._parts.values() for name in part.names}
-        for name, tensor in self.model.state_dict().items():
-            if name not in inside:
-                yield name, measure(tensor)
-        for number, part in self._parts.items():
+        for name in self.outside:
+            yield name, measure(tensor_of(self.model, name))
+        for number, part in self.parts.items():
             for name in part.names:
                 self.fill(number)
-                yield name, measure(_tensor(self.model, name))
+                yield name, measure(tensor_of(self.model, name))
 
     def _before(self, number: int) -> Callable[..., None]:
         def fill(module: nn.Module, _args: Any) -> None:
@@ -271,7 +267,7 @@ class Stream:
                 self.model._init_weights(module)
 
 
-def _parts(model: Any, blocks: list[nn.Module]) -> dict[int, _Part]:
+def _parts(model: Any, blocks: list[nn.Module]) -> dict[int, Part]:
     """The parts of a model by number, in the order in which they run."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = ends[1] is not None and ends[0].weight is ends[1].weight
@@ -281,17 +277,29 @@ def _parts(model: Any, blocks: list[nn.Module]) -> dict[int, _Part]:
     groups |= {n: [block] for n, block in enumerate(blocks)}
     stems = {id(module): name for name, module in model.named_modules()}
     return {
-        n: _Part(
+        n: Part(
             group, [f"{stems[id(m)]}.{name}" for m in group for name in m.state_dict()]
         )
         for n, group in sorted(groups.items())
     }
 
 
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
+    """The parameter or buffer of that name."""
     stem, _, leaf = name.rpartition(".")
     tensor: torch.Tensor = getattr(model.get_submodule(stem), leaf)
     return tensor
+
+
+def put_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Let `tensor`, without gradients, be the parameter or buffer of that name."""
+    stem, _, leaf = name.rpartition(".")
+    module = model.get_submodule(stem)
+    if leaf in module._parameters:
+        parameter = nn.Parameter(tensor.detach(), requires_grad=False)
+        module._parameters[leaf] = parameter
+    else:
+        module._buffers[leaf] = tensor
 
 
 def _share(modules: list[nn.Module]) -> None:

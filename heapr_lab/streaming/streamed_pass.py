@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import GradientPass
 from heapr_lab.progress import noted
 from heapr_lab.streaming.sizes import EXTRA_STATES, state_bytes, state_of
@@ -85,7 +84,6 @@ def _windows_at_once(
         len(run.ids),
         n_bytes=run.ids.shape[1] * token_bytes(model, stream.dtype) * n_groups,
         batch_size=run.batch_size,
-        budget=0 if run.state is not None else budget_of(stream),
         store=store,
     )
     store.put("windows", {"at_once": torch.tensor(size)})
@@ -99,7 +97,7 @@ def token_bytes(model: Any, dtype: torch.dtype) -> int:
 
 
 def fitting_windows(
-    n_windows: int, *, n_bytes: int, batch_size: int, budget: int, store: SweepStore
+    n_windows: int, *, n_bytes: int, batch_size: int, store: SweepStore
 ) -> int:
     """How many windows' states there is room for: whole batches where possible.
 
@@ -107,20 +105,14 @@ def fitting_windows(
         n_windows: the largest result.
         n_bytes: of the states of one window.
         batch_size: windows in a batch.
-        budget: bytes in memory.
-        store: with files for the others.
+        store: of the states, which is empty.
 
     Raises:
-        SpecError: not even those of one window do.
+        SpecError: there is none for one window.
     """
-    fit = (budget + store.free) // n_bytes
-    if fit < 1:
-        raise SpecError(
-            f"the states of one window need {n_bytes / 1e9:.1f} GB; there are "
-            f"{budget / 1e9:.1f} GB of host memory for them and "
-            f"{store.free / 1e9:.1f} GB on the disk of {store.folder}: free "
-            "some, raise host_memory, or take shorter windows (seq_len)"
-        )
+    remedy = "take shorter windows (seq_len)"
+    store.check_room(n_bytes, what="the states of one window", remedy=remedy)
+    fit = sum(store.room) // n_bytes
     if fit >= n_windows:
         return n_windows
     return max(fit // batch_size * batch_size, min(fit, batch_size))

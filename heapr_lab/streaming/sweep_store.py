@@ -37,6 +37,7 @@ _HELD = "held.lock"
 _SHARE_OF_FREE = 0.5
 """The share of free memory to use if no budget is given."""
 _SHARE_OF_DISK = 0.9
+_LARGER_DISK = "set $HEAPR_CACHE_DIR to a larger disk"
 
 Group = dict[str, torch.Tensor]
 
@@ -49,11 +50,7 @@ def budget_of(stream: Stream) -> int:
 
 
 class SweepStore:
-    """Groups of tensors on the CPU, by name.
-
-    Attributes:
-        n_bytes_written: to files so far.
-    """
+    """Groups of tensors on the CPU, by name."""
 
     def __init__(self, folder: Path, *, budget: int, durable: bool) -> None:
         """Nothing is written yet.
@@ -64,8 +61,7 @@ class SweepStore:
                 asked for.
             durable: whether groups in memory are written to files as well.
         """
-        self.folder, self.n_bytes_written = folder, 0
-        self._section = ""
+        self.folder, self._section = folder, ""
         self._room, self._durable = budget, durable
         self._memory: dict[str, Group] = {}
 
@@ -92,7 +88,6 @@ class SweepStore:
             self._memory[self._path(name).stem] = tensors
         if self._durable or not fits:
             self._write(name, tensors)
-            self.n_bytes_written += size
 
     def get(self, name: str) -> Group:
         """A group that was kept.
@@ -113,26 +108,30 @@ class SweepStore:
             path.unlink()
 
     @property
-    def free(self) -> int:
-        """Bytes that files may take."""
-        return int(_SHARE_OF_DISK * shutil.disk_usage(self.folder).free)
+    def room(self) -> tuple[int, int]:
+        """Bytes that there is room for in memory alone, and in files."""
+        free = int(_SHARE_OF_DISK * shutil.disk_usage(self.folder).free)
+        return 0 if self._durable else self._room, free
 
-    def check_room(self, n_bytes: int, *, what: str) -> None:
+    def check_room(
+        self, n_bytes: int, *, what: str, remedy: str = _LARGER_DISK
+    ) -> None:
         """Check that there is room for what will be put.
 
         Args:
             n_bytes: its size.
             what: for the message: a plural noun with its article.
+            remedy: for the message: what helps besides more room here.
 
         Raises:
             SpecError: there is not.
         """
-        if n_bytes > self._room + self.free:
+        memory, disk = self.room
+        if n_bytes > memory + disk:
             raise SpecError(
-                f"{what} need {n_bytes / 1e9:.3g} GB; there are "
-                f"{self._room / 1e9:.3g} GB of host memory for them and "
-                f"{self.free / 1e9:.3g} GB on the disk of {self.folder}: free some, "
-                "raise host_memory, or set $HEAPR_CACHE_DIR to a larger disk"
+                f"{what} need {n_bytes / 1e9:.3g} GB; there are {memory / 1e9:.3g} GB "
+                f"of host memory for them and {disk / 1e9:.3g} GB on the disk of "
+                f"{self.folder}: free some, raise host_memory, or {remedy}"
             )
 
     def _forget(self, stem: str) -> None:

@@ -70,7 +70,7 @@ class TwoSweeps:
         # Clones are no inference tensors, even if the ids are.
         self._batches = [run.ids[w].clone().to(self._device) for w in self.windows]
         with torch.no_grad():
-            self._walk = LayerByLayer(model, self._batches, run.layers)
+            self._walk = LayerByLayer(model, self._batches)
         self._tokens = {layer.layer: _Tokens(layer) for layer in run.layers}
 
     @torch.no_grad()

@@ -30,9 +30,8 @@ from heapr_lab.checkpoints.save import (
     save_pruned,
 )
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.dropping import drop_experts
-from heapr_lab.methods.save_compressed import save_compressed
-from heapr_lab.models.experts import find_experts, sliced_experts
+from heapr_lab.methods.compression import ExpertComposition, Made
+from heapr_lab.models.experts import describe, find_experts, sliced_experts
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
@@ -378,6 +377,8 @@ def test_other_methods_write_the_type_of_the_source(
 ) -> None:
     """Dropping experts does so, as pruning by atoms does."""
     model, _ = load_model(halves, device="cpu", dtype="float32", stream=False)
-    kept = {layer.layer: (0, 1, 3) for layer in find_experts(model)}
-    save_compressed(drop_experts(model, kept), tmp_path / "dropped")
+    shapes = describe(model).layers
+    kept = dict.fromkeys(shapes, (0, 1, 3))
+    dropped = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
+    dropped.save(model, tmp_path / "dropped")
     same_types(tmp_path / "dropped", halves, torch.bfloat16)

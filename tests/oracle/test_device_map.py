@@ -16,6 +16,7 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement.compensation import compensate
 from heapr_lab.refinement.compress import compress
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -96,6 +97,7 @@ def test_offloaded_layers_are_refused(family: str, tmp_path: Path) -> None:
         lambda: collect_statistics(model, WINDOWS),
         lambda: prune(model, keep),
         lambda: masking(model, keep).__enter__(),
+        lambda: compensate(model, keep, WINDOWS),
         lambda: compress(model, WINDOWS, ratio=0.5),
     ]
     for each in tried:

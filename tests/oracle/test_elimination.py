@@ -1,5 +1,6 @@
 """Elimination is greedy least squares: what goes is made up for by what stays."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.selection import select
+from heapr_lab.refinement import elimination
+from heapr_lab.refinement.activation_grams import collect_grams
 from heapr_lab.refinement.compensation import fit_compensation
-from heapr_lab.refinement.elimination import eliminate
+from heapr_lab.refinement.elimination import eliminate, layer_costs
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
@@ -73,11 +76,13 @@ def test_one_by_one_it_is_greedy_least_squares(
 ) -> None:
     """Costs in order, and which atom has which, against every set solved by itself."""
     model, table = measured
-    scored = eliminate(model, table, WINDOWS, span=span, ridge=RIDGE, n_steps=10**6)
     layer = find_experts(model)[0]
+    grams = collect_grams(model, WINDOWS, span=span)[layer.layer]
+    rows = table.frame["layer"].eq(layer.layer).to_numpy()
+    base = torch.from_numpy(table.score("fisher").to_numpy()[rows])
+    base = base.view(layer.n_experts, layer.d_inter)
+    costs = layer_costs(layer, grams, base, ridge=RIDGE, n_steps=10**6).numpy()
     features = features_of(model, WINDOWS.ids)[layer.layer]
-    rows = scored.frame[scored.frame["layer"].eq(layer.layer)]
-    costs = rows["elimination"].to_numpy().reshape(layer.n_experts, -1)
     rate = rates(table, layer, features)
     down = layer.down.detach()
     if span == "layer":
@@ -102,12 +107,16 @@ def test_one_by_one_it_is_greedy_least_squares(
             np.testing.assert_allclose(cost[atom], expected, **CLOSE)
 
 
-def test_together_is_nearly_one_by_one(measured: tuple[Any, ImportanceTable]) -> None:
+def test_together_is_nearly_one_by_one(
+    measured: tuple[Any, ImportanceTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A few at a time: another order, yet as little error after compensation."""
     model, table = measured
     errors = []
     for n_steps in (8, 10**6):
-        scored = eliminate(model, table, WINDOWS, n_steps=n_steps)
+        costs = functools.partial(layer_costs, n_steps=n_steps)
+        monkeypatch.setattr(elimination, "layer_costs", costs)
+        scored = eliminate(model, table, WINDOWS)
         keep = select(scored, ratio=0.5, estimator="elimination")
         report = fit_compensation(model, keep, WINDOWS, ridge=1e-3).report
         errors.append(report["compensated"].sum())

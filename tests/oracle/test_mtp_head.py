@@ -88,9 +88,7 @@ def opened(folder: Path) -> tuple[Any, Any]:
     """The model in a folder in float64, and its layer."""
     model = read_weights(folder, dtype=torch.float64)
     model.set_experts_implementation("eager")
-    layer = open_head(model, predicting_heads(model, str(folder)))
-    assert layer is not None
-    return model, layer
+    return model, open_head(model, predicting_heads(model, str(folder)))
 
 
 def slow_nll(model: Any, layer: Any, window: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from tiny_folder import D_VOCAB, write_tokenizer
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.dtypes import format_of
+from heapr_lab.models.folders import read_config
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.streaming.plan import plan
@@ -99,6 +100,10 @@ def test_settings_beside_config_json_are_read(stream: bool, tmp_path: Path) -> N
     assert needs.engine
     with pytest.raises(SpecError, match=r"modelopt \(FP8\)'.*quantise the result"):
         load_model(tmp_path, device="cpu", stream=stream)
+    beside.write_text("[")
+    for read in (plan, read_config):
+        with pytest.raises(SpecError, match=r"hf_quant_config\.json.*it is damaged"):
+            read(tmp_path)
 
 
 def test_a_plan_counts_numbers(quantised: tuple[Path, Path]) -> None:

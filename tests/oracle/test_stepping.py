@@ -7,7 +7,6 @@ import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.models.experts import find_experts
 from heapr_lab.models.modes import evaluating
 from heapr_lab.refinement import activation_grams as grams
 from heapr_lab.streaming.layerwise import LayerByLayer
@@ -46,7 +45,7 @@ def test_what_is_kept_between_layers_is_foreseen(family: str) -> None:
     text = model.config.get_text_config()
     n_numbers, n_indices = state_of(text.to_dict(), text.hidden_size)
     with evaluating(model):
-        walk = LayerByLayer(model, [WINDOWS.ids], find_experts(model))
+        walk = LayerByLayer(model, [WINDOWS.ids])
         for _, run in walk.layers():
             assert list(run) == [0]
             assert walk.states[0][0, 0].numel() == n_numbers
@@ -62,4 +61,4 @@ def test_what_cannot_be_stepped_through_is_refused() -> None:
         evaluating(model),
         pytest.raises(LayoutError, match="cannot be run one by one"),
     ):
-        LayerByLayer(model, list(WINDOWS.ids.split(4)), find_experts(model))
+        LayerByLayer(model, list(WINDOWS.ids.split(4)))

@@ -46,7 +46,8 @@ def answers(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
     """What the streamed model says."""
     from heapr_lab.tasks.harness_model import PackingHFLM
 
-    lm = PackingHFLM(model, tokenizer, tokens_at_once=TOKENS_AT_ONCE)
+    lm = PackingHFLM(model, tokenizer)
+    lm.tokens_at_once = TOKENS_AT_ONCE
     pairs: list[tuple[float, bool]] = lm.loglikelihood(task().instances)
     return pairs
 

@@ -151,7 +151,7 @@ def resident(model: Any) -> set[int]:
     """The parts that have weights in memory: embeddings, layers, head."""
     return {
         number
-        for number, part in stream(model)._parts.items()
+        for number, part in stream(model).parts.items()
         if any(not p.is_meta for module in part.modules for p in module.parameters())
     }
 
@@ -173,7 +173,7 @@ def test_one_part_is_in_memory_at_a_time(
         assert len(now) <= 1  # none where something stands in for the layers
         seen.update(now)
 
-    parts = stream(on_disk)._parts
+    parts = stream(on_disk).parts
     for part in parts.values():
         for module in part.modules:
             module.register_forward_hook(look)
@@ -195,7 +195,7 @@ def test_each_sweep_reads_each_part_once(pair: tuple[Any, Any]) -> None:
     reader: Any = stream(model).reader
     sizes = {
         number: sum(f.tensor.n_bytes for f in reader.tensors_of(part.names))
-        for number, part in stream(model)._parts.items()
+        for number, part in stream(model).parts.items()
     }
     embeddings, *layers, head = (sizes[number] for number in sorted(sizes))
 
@@ -309,7 +309,7 @@ def _written_to(path: Path) -> None:
 
 def file_of_layer(model: Any, number: int) -> Path:
     """A file that has weights of that layer alone."""
-    names, reader = stream(model).part_names()[number], stream(model).reader
+    names, reader = stream(model).parts[number].names, stream(model).reader
     rest = model.state_dict().keys() - names
     files = [{stored.file for stored in reader.tensors_of(n)} for n in (names, rest)]
     return min(files[0] - files[1])
@@ -487,7 +487,7 @@ def test_a_layer_that_was_read_in_part_is_dropped(
 def test_advice_about_files_that_are_shorter_or_gone(tmp_path: Path) -> None:
     """It is no error: who reads the weights says what is missing."""
     _, model = both(written("qwen3_moe", tmp_path))
-    reader, names = stream(model).reader, stream(model).part_names()[1]
+    reader, names = stream(model).reader, stream(model).parts[1].names
     reader.prepare(names)
     files = {stored.file for stored in reader.tensors_of(names)}
     for path in files:

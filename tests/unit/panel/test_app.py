@@ -73,7 +73,7 @@ def test_without_voila_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(app, "panel_source", lambda *_, **__: "")
     result = invoke("lab", "--no-browser")
     assert result.exit_code == 2
-    assert "pip install 'heapr-lab[app]'" in result.stderr
+    assert "pip install -e '.[app]'" in result.stderr
     assert "Traceback" not in result.stderr
 
 

