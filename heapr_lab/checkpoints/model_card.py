@@ -96,7 +96,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         percent=1 - manifest["atoms_kept"] / manifest["atoms"],
         kept=manifest["atoms_kept"],
         atoms=manifest["atoms"],
-        selected=_selected_by(manifest["method"]),
+        selected=_selected_by(manifest["selection"].get("estimator")),
         rows="\n".join(f"| {key} | {value} |" for key, value in _rows(manifest)),
         held_out=_held_out(manifest.get("held_out", [])),
         use=use,
@@ -109,10 +109,12 @@ def _is_stock(manifest: Mapping[str, Any]) -> bool:
     return uniform
 
 
-def _selected_by(method: str) -> str:
-    if method == "HEAPr":
-        return "HEAPr's\nsecond-order importance of each (Li et al., ICLR 2026)"
-    return f"the\nmethod `{method}` of heapr_lab"
+def _selected_by(estimator: str | None) -> str:
+    if estimator is None:
+        return "a\nmask given by hand"
+    if estimator != "heapr":
+        return f"the\nscore `{estimator}` of heapr_lab"
+    return "HEAPr's\nsecond-order importance of each (Li et al., ICLR 2026)"
 
 
 def loading_code(folder: Path) -> str:

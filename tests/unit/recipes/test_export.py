@@ -14,6 +14,7 @@ from stored_tensors import tensors_in
 from tiny_folder import D_VOCAB, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM
 
+from heapr_lab.checkpoints import model_card
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.sources import read_source, source_of, weights_bytes
@@ -238,6 +239,10 @@ def test_the_panels_card_is_full(root: Path, tmp_path: Path) -> None:
         f"| perplexity of these weights, {text} | {dense:.2f} → {pruned:.2f} |" in card
     )
     assert "not recorded" not in card.replace("| revision | not recorded |", "")
+    assert "selected by HEAPr's\nsecond-order importance" in card
+    for estimator, said in (("shrunk", "score `shrunk` of"), (None, "mask given by")):
+        other = manifest | {"selection": {"estimator": estimator}}
+        assert f"\n{said}" in model_card.card(other, source=tmp_path / "pruned")
 
 
 def test_the_panel_writes_own_text_too(root: Path, tmp_path: Path) -> None:
