@@ -1,1 +1,1 @@
-"""Measurements that are run by hand."""
+"""What is run by hand: measurements, and the training of the small models."""

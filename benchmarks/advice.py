@@ -26,34 +26,22 @@ _MIXTURE = "0.5*pydocs + 0.5*wikitext2"
 
 def tables() -> dict[str, pd.DataFrame]:
     """Every table of the page, by the name of its block."""
-    quality = of_atoms(results_of("quality_models"))
+    quality = results_of("quality_models")
     return {
-        "pretrained": pretrained_table(),
+        "pretrained": _less_heapr((real.DEFAULT,)).drop(columns="method"),
         "worse": worse_table(quality),
         "experts": experts_table(results_of("methods")),
-        "whole_experts": whole_experts_table(),
+        "whole_experts": _less_heapr(_OF_EXPERTS),
         "quantised": quantised_table(results_of("quantised")),
         "text": text_table(quality),
     }
 
 
-def of_atoms(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `benchmarks/quality.py` that remove as many atoms as HEAPr."""
-    return rows[rows["equal"].eq("atoms")] if "equal" in rows else rows
-
-
-def pretrained_table() -> pd.DataFrame:
-    """The default less HEAPr on the pretrained MoE, with 95 % intervals."""
-    return _less_heapr((real.DEFAULT,)).drop(columns="method")
-
-
-def whole_experts_table() -> pd.DataFrame:
-    """Methods of whole experts less HEAPr's atoms on the pretrained MoE."""
-    return _less_heapr(_OF_EXPERTS)
-
-
 def _less_heapr(methods: Sequence[str]) -> pd.DataFrame:
-    """A row for each ratio and method: what it loses less HEAPr, on the same text."""
+    """A row for each ratio and method: what it loses less HEAPr, on the same text.
+
+    On the pretrained MoE, with 95 % intervals.
+    """
     windows, items = (
         real.first_states(rows_beside("real", part)) for part in ("windows", "items")
     )
@@ -109,7 +97,7 @@ def worse_table(rows: pd.DataFrame) -> pd.DataFrame:
     What was not measured at a ratio has a dash there.
 
     Args:
-        rows: of `benchmarks/quality.py`, several models, at equal atoms.
+        rows: of `benchmarks/quality.py`, several models.
     """
     states = rows[rows["calibration"].eq(rows["test"])]
     paper = states[states["variant"].eq("heapr")].groupby("ratio")["delta_nll"].median()
@@ -180,7 +168,7 @@ def text_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Δloss of HEAPr at 40 % by the corpus of the calibration, mean of the models.
 
     Args:
-        rows: of `benchmarks/quality.py`, several models, at equal atoms.
+        rows: of `benchmarks/quality.py`, several models.
     """
     chosen = rows["variant"].eq("heapr") & rows["ratio"].eq(0.4) & rows["seed"].eq(0)
     part = rows[chosen]

@@ -37,10 +37,6 @@ def _as_measured(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def _cost_data(rows: pd.DataFrame) -> pd.DataFrame:
-    return cost.cost_data(rows, baseline="plain")
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """A table of results, and how it is presented."""
@@ -138,7 +134,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "cost.py",
                 "What scoring costs",
                 table=cost.cost_table,
-                data=_cost_data,
+                data=cost.cost_data,
                 figure=cost.figure_cost,
                 stem="9_cost",
             ),

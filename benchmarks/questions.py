@@ -36,7 +36,7 @@ class Committed:
     """What is committed: tables of the lab model, and results of the benchmarks."""
 
     summary: pd.DataFrame
-    """From `summary.summary_table`."""
+    """From `figures.summary_table`."""
     claims: pd.DataFrame
     """`claims.claims` of the lab model."""
     measured: Mapping[str, pd.DataFrame]
@@ -161,19 +161,15 @@ def _pretrained(committed: Committed) -> str:
 def _gains(committed: Committed) -> str:
     table = quality.models_table(committed.measured["quality_models"])
     rows = table.set_index("variant").loc[list(advice.COUNTED)]
-    columns = f"{_MIDDLE:.0%} [× HEAPr] ↓".replace("%", " %"), _ELSEWHERE
+    columns = "40 % [× HEAPr] ↓", "other text, 40, 60 % [× HEAPr] ↓"
     losses, other = (listed(rows[name].map("{:.2f}".format)) for name in columns)
     return (
-        f"Where {_MIDDLE:.0%} is removed, {listed(rows.index)} lose {losses} of what "
-        f"HEAPr loses, pooled over models and corpora; at worst, at 40 or 60%, "
-        f"{listed(rows[_WORST])}; and on text that nothing was calibrated on, at 40 "
-        f"and 60%, {other}. Points are left out where HEAPr itself loses less than "
-        f"{quality.MEASURABLE:g} nats per token."
+        f"Where 40% is removed, {listed(rows.index)} lose {losses} of what HEAPr "
+        "loses, pooled over models and corpora; at worst, at 40 or 60%, "
+        f"{listed(rows['worst at 40, 60 % [×]'])}; and on text that nothing was "
+        f"calibrated on, at 40 and 60%, {other}. Points are left out where HEAPr "
+        f"itself loses less than {quality.MEASURABLE:g} nats per token."
     )
-
-
-_WORST = "worst at 40, 60 % [×]"
-_ELSEWHERE = "other text, 40, 60 % [× HEAPr] ↓"
 
 
 def _best_methods(committed: Committed) -> str:
@@ -246,15 +242,14 @@ def _number(text: str) -> float:
 
 def _costs(committed: Committed) -> str:
     rows = committed.measured["cost"].groupby("method")["times_baseline"]
-    one, two = (value_range(rows.get_group(name), ".2f") for name in _WAYS)
+    one, two = (
+        value_range(rows.get_group(name), ".2f") for name in ("one_pass", "two_stage")
+    )
     return (
         f"Collecting the sums takes {one} × the time of a forward and backward pass "
         "without them, and Algorithm 1 of the paper, with a matrix for each expert, "
         f"{two} ×. Both give the same scores."
     )
-
-
-_WAYS = ("one_pass", "two_stage")
 
 
 def _of_claims(*numbers: int) -> Answer:

@@ -14,14 +14,17 @@ import pandas as pd
 from benchmarks.figures import real
 from benchmarks.index import BENCHMARKS, Benchmark, results_of, rows_beside
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments.claims import (
-    NO_WINDOWS,
-    ON_C4,
-    Evidence,
-    claims,
-    kept_of_items,
+from heapr_lab.experiments.claims import ON_C4, Evidence, claims
+from heapr_lab.experiments.intervals import (
+    AGREES,
+    DISAGREES,
+    UNDECIDED,
+    UNTESTED,
+    Interval,
+    accuracy_difference,
+    state,
 )
-from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNDECIDED, UNTESTED
+from heapr_lab.experiments.prose import value_range
 from heapr_lab.figures.files import table_markdown
 from heapr_lab.storage import paths
 
@@ -55,7 +58,7 @@ def _cost(rows: pd.DataFrame) -> str:
         method: rows.loc[rows["method"].eq(method), "times_baseline"]
         for method in ("one_pass", "two_stage")
     }
-    one, two = (f"{t.min():.2f} to {t.max():.2f}" for t in times.values())
+    one, two = (value_range(t, ".2f") for t in times.values())
     machine = BENCHMARKS["cost"].machine()
     return (
         f"Scoring takes {one} × the time of a forward and backward pass; the paper's "
@@ -108,6 +111,29 @@ def real_evidence(rows: pd.DataFrame) -> Evidence:
     )
 
 
+def kept_of_items(items: pd.DataFrame, removed: Mapping[float, float]) -> pd.DataFrame:
+    """`Evidence.kept` of HEAPr's states.
+
+    Args:
+        items: answers of the dense model and of HEAPr at several ratios.
+        removed: by ratio, the share of the whole model that is removed.
+    """
+    kept = {share: _kept(items, ratio) for ratio, share in removed.items()}
+    rows = [{"removed": share} | vars(part) for share, part in kept.items() if part]
+    return pd.DataFrame(rows, columns=["removed", "value", "low", "high"])
+
+
+def _kept(items: pd.DataFrame, ratio: float) -> Interval | None:
+    """The share of the accuracy on the items that the dense model and HEAPr share."""
+    change = accuracy_difference(items, "heapr", "dense", ratio)
+    if change is None:
+        return None
+    dense, pruned = (state(items, name, ratio) for name in ("dense", "heapr"))
+    shared = dense.merge(pruned[["task", "item"]])
+    whole = shared.groupby("task")["acc"].mean().mean()
+    return change.mapped(lambda x: 1 + x / whole)
+
+
 def _on_c4(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of HEAPr calibrated on C4, under a name of their own."""
     rows = frame[real.of_model(frame) & frame["fitted_to"].eq("c4")]
@@ -126,10 +152,8 @@ def claims_table(
     real_claims = claims(real_evidence(measured["real"])).set_index("number")
     real_claims = _refuted(real_claims, pd.read_csv(_REPRODUCED).set_index("number"))
     lab = lab.set_index("number")
-    rivals = claims(
-        Evidence("pydocs", windows=NO_WINDOWS, rivals=results_of("methods"))
-    ).set_index("number")
-    lab = _filled(lab, rivals)
+    rivals = claims(Evidence("pydocs", rivals=results_of("methods")))
+    lab = _filled(lab, rivals.set_index("number"))
     texts = real_claims["claim"] + " (the paper: " + real_claims["paper"] + ")"
     texts = texts.str.removesuffix(" (the paper: )")
     table = pd.DataFrame(

@@ -1,8 +1,5 @@
 """Figure 9: what measuring the scores costs, in time and memory."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -15,7 +12,7 @@ from heapr_lab.figures.style import add_legend, figure_of, own_axes, styled
 
 MIB = 2**20
 NOT_COMPARABLE = "paper, not comparable (other model, data and machine)"
-COST_COLUMNS = [
+_COLUMNS = [
     "source",
     "method",
     "model",
@@ -25,6 +22,7 @@ COST_COLUMNS = [
     "seconds",
     "peak_bytes",
     "state_bytes",
+    "times_baseline",
 ]
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\")
 """The hatches by which bars differ besides their colour."""
@@ -35,9 +33,7 @@ LABELS = {
 }
 
 
-def cost_data(
-    costs: Iterable[Mapping[str, Any]] | pd.DataFrame, *, baseline: str | None = None
-) -> pd.DataFrame:
+def cost_data(costs: pd.DataFrame, *, baseline: str = "plain") -> pd.DataFrame:
     """Measured costs and the paper's, in seconds and bytes.
 
     Args:
@@ -47,21 +43,20 @@ def cost_data(
 
     Returns:
         The rows of `costs` with `source` "ours", then the paper's with `source`
-        "paper"; with a column `times_baseline` if there is a baseline.
+        "paper".
 
     Raises:
         SpecError: the baseline was not measured on a model.
     """
-    ours = pd.DataFrame(costs).assign(source="ours")
-    if baseline is not None:
-        base = ours[ours["method"].eq(baseline)].set_index("model")["seconds"]
-        missing = sorted(set(ours["model"]) - set(base.index))
-        if missing:
-            raise SpecError(
-                f"no row of baseline {baseline!r} for {missing}: found methods "
-                f"{sorted(set(ours['method']))}. Measure the baseline on them too."
-            )
-        ours["times_baseline"] = ours["seconds"] / ours["model"].map(base)
+    base = costs[costs["method"].eq(baseline)].set_index("model")["seconds"]
+    missing = sorted(set(costs["model"]) - set(base.index))
+    if missing:
+        raise SpecError(
+            f"no row of baseline {baseline!r} for {missing}: found methods "
+            f"{sorted(set(costs['method']))}. Measure the baseline on them too."
+        )
+    times = costs["seconds"] / costs["model"].map(base)
+    ours = costs.assign(source="ours", times_baseline=times)
     published = paper_table("cost")
     paper = pd.DataFrame(
         {
@@ -72,14 +67,13 @@ def cost_data(
             "peak_bytes": 1e9 * published["memory_gb"],
         }
     )
-    extra = ["times_baseline"] if baseline is not None else []
-    return pd.concat([ours, paper], ignore_index=True)[[*COST_COLUMNS, *extra]]
+    return pd.concat([ours, paper], ignore_index=True)[_COLUMNS]
 
 
 def cost_table(data: pd.DataFrame) -> pd.DataFrame:
     """`cost_data` for readers: seconds and MiB, the paper's rows marked as such."""
     ours = data["source"].eq("ours")
-    table = pd.DataFrame(
+    return pd.DataFrame(
         {
             "method": [look(name).label for name in data["method"]],
             "model": data["model"],
@@ -89,18 +83,14 @@ def cost_table(data: pd.DataFrame) -> pd.DataFrame:
             LABELS["seconds"]: data["seconds"],
             LABELS["peak_bytes"]: data["peak_bytes"] / MIB,
             LABELS["state_bytes"]: data["state_bytes"] / MIB,
+            "time ÷ baseline [×] ↓": data["times_baseline"],
+            "source": ["measured here" if here else NOT_COMPARABLE for here in ours],
         }
     )
-    if "times_baseline" in data:
-        table["time ÷ baseline [×] ↓"] = data["times_baseline"]
-    table["source"] = ["measured here" if here else NOT_COMPARABLE for here in ours]
-    return table
 
 
 @styled
-def plot_cost(
-    data: pd.DataFrame, *, quantity: str = "seconds", ax: Axes | None = None
-) -> Axes:
+def plot_cost(data: pd.DataFrame, *, quantity: str, ax: Axes | None = None) -> Axes:
     """Bars of one measured cost, a group per model and a bar per method.
 
     The paper's costs are only in the table: they are of models a thousand times as

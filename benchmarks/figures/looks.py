@@ -5,15 +5,10 @@ from heapr_lab.figures.style import Look
 
 _LOOKS = {
     "heapr + compensation": Look("#56B4E9", "h", "HEAPr, compensated"),
-    "shrunk + compensation": Look("#999999", "d", "p·h, shrunk, compensated"),
     "elimination + compensation": Look("#222222", "*", "elimination, compensated"),
-    "fisher + compensation": Look("#D55E00", "s", "Fisher, compensated"),
     "compress": Look("#D55E00", "o", "compress"),
-    "compress + own text": Look("#882255", "P", "compress, with own text"),
-    "heapr-L": Look("#E69F00", "v", "HEAPr-L (layer-wise)"),
     "heapr-l": Look("#E69F00", "v", "HEAPr-L (layer-wise)"),
     "camera-p": Look("#CC79A7", "D", "CAMERA-P"),
-    "experts": Look("#D55E00", "s", "whole experts"),
     "ragged": Look("#888888", "", "ragged (a width for each expert)"),
     "aligned": Look("#0072B2", "o", "aligned"),
     "per_layer": Look("#E69F00", "^", "one width for each layer"),
@@ -24,8 +19,6 @@ _LOOKS = {
     "plain": Look("#999999", "o", "forward + backward"),
     "plain_eager": Look("#CCCCCC", "o", "the same, eager experts"),
     "one_pass": Look("#0072B2", "s", "one pass"),
-    "in memory": Look("#0072B2", "o", "all layers in memory"),
-    "streamed": Look("#D55E00", "s", "a layer at a time from disk"),
     "two_stage": Look("#D55E00", "^", "Algorithm 1, two stages"),
     "published": Look("#CC79A7", "D", "the same as published"),
 }

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.figures.looks import look
-from heapr_lab.figures.paper import paper_table
+from heapr_lab.figures.paper import paper_table, plain_name
 from heapr_lab.figures.style import (
     COLORS,
     PAPER_GREY,
@@ -193,14 +193,11 @@ def method_costs_data(measured: pd.DataFrame) -> pd.DataFrame:
         Columns variant, group, ratio, fit_seconds, fit_peak_bytes, pooled, best, and
         efficient: whether no other method has less Δloss in less time.
     """
-    return _with_front(methods_data(measured))
-
-
-def _with_front(data: pd.DataFrame) -> pd.DataFrame:
     columns = [
         "variant", "group", "ratio", "fit_seconds", "fit_peak_bytes", "pooled", "best",
     ]  # fmt: skip
-    rows = _complete(data).dropna(subset=["fit_seconds", "pooled"])[columns]
+    rows = _complete(methods_data(measured))
+    rows = rows.dropna(subset=["fit_seconds", "pooled"])[columns]
     rows = rows.sort_values(["fit_seconds", "pooled"], ignore_index=True)
     before = rows["pooled"].cummin().shift(fill_value=np.inf)
     return rows.assign(efficient=rows["pooled"] < before)
@@ -331,7 +328,7 @@ def rankings_table(data: pd.DataFrame) -> pd.DataFrame:
     its published perplexity divided by the dense model's, its Δloss here at the nearest
     ratio, both ranks among these methods (1 is best), and whether they agree.
     """
-    ours = {_plain(name): name for name in data["variant"]}
+    ours = {plain_name(name): name for name in data["variant"]}
     ratios = np.sort(data["ratio"].unique())
     tables = []
     complete = _complete(data)
@@ -339,7 +336,7 @@ def rankings_table(data: pd.DataFrame) -> pd.DataFrame:
         nearest = ratios[np.abs(ratios - rows["ratio"].iloc[0]).argmin()]
         at = complete[complete["ratio"].eq(nearest)]
         losses = at.set_index("variant")["pooled"]
-        names = rows["method"].map(_plain).map(ours)
+        names = rows["method"].map(plain_name).map(ours)
         known = rows.assign(name=names)[names.isin(losses.index)]
         if len(known) > 1:
             known = known.assign(here=losses.loc[known["name"]].to_numpy())
@@ -362,9 +359,3 @@ def _ranked(known: pd.DataFrame, nearest: float) -> pd.DataFrame:
             "same rank": ranks["relative"].eq(ranks["here"]),
         }
     )
-
-
-def _plain(name: str) -> str:
-    """A method's name without case, hyphens and accents: D^2-MoE is d2moe."""
-    plain = "".join(char for char in name.lower() if char.isalnum())
-    return plain.removesuffix("like")

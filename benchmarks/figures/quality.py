@@ -66,12 +66,12 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
         row = {"variant": variant, "forward passes": group["passes"].max()}
         for ratio, part in group.groupby("ratio"):
             row[f"{100 * ratio:g} % [× HEAPr] ↓"] = _pooled(part[same.loc[part.index]])
-        picked = group[group["ratio"].isin([0.4, 0.6])]
+        picked = group[group["ratio"].isin(_USUAL)]
         row["worst at 40, 60 % [×]"] = picked["relative_worst"].max()
         row["other corpus, 40 and 60 % [×] ↓"] = _pooled(
             picked[~same.loc[picked.index]]
         )
-        for ratio in (0.4, 0.6):
+        for ratio in _USUAL:
             name = f"ratio of the loss of HEAPr at {100 * ratio:g} % [×] ↑"
             row[name] = _ratio_gained(group[same.loc[group.index]], ratio)
         rows.append(row)

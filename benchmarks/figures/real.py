@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.figures.looks import look
+from heapr_lab.experiments.prose import value_range
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
     figure_of,
@@ -137,24 +138,19 @@ def tested_on(rows: pd.DataFrame) -> str:
 
 def _windows(rows: pd.DataFrame) -> str:
     counts = rows["windows"].str.split(", ", expand=True).astype(int)
-    return f"{' / '.join(_span(counts[corpus]) for corpus in counts)} windows"
+    spans = (value_range(counts[corpus], "d") for corpus in counts)
+    return f"{' / '.join(spans)} windows"
 
 
 def _items(rows: pd.DataFrame) -> str:
     same = rows["items"].nunique() == 1
     how = "the same for all" if same else "each set contained in the larger ones"
-    return f"the paper's seven tasks, {_span(rows['items'])} items each, {how}"
-
-
-def _span(counts: pd.Series) -> str:
-    fewest, most = counts.min(), counts.max()
-    return str(most) if fewest == most else f"{fewest} to {most}"
+    items = value_range(rows["items"], "d")
+    return f"the paper's seven tasks, {items} items each, {how}"
 
 
 @styled
-def plot_real(
-    data: pd.DataFrame, *, shown: str = "wikitext2", ax: Axes | None = None
-) -> Axes:
+def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes:
     """What the states of one model lose on one corpus, or of the mean accuracy.
 
     Args:

@@ -55,7 +55,7 @@ def streaming_data(measured: pd.DataFrame) -> pd.DataFrame:
 
 @styled
 def plot_streaming(
-    data: pd.DataFrame, *, quantity: str = "memory", ax: Axes | None = None
+    data: pd.DataFrame, *, quantity: str, ax: Axes | None = None
 ) -> Axes:
     """Bars of each run: memory side by side, or the times of its stages end to end.
 

@@ -8,7 +8,7 @@ from matplotlib.ticker import ScalarFormatter
 from benchmarks.figures.looks import look
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
-    figure_by_ratio,
+    figure_by,
     own_axes,
     styled,
 )
@@ -66,7 +66,9 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 @styled
 def figure_structures(data: pd.DataFrame) -> Figure:
     """One panel for each ratio."""
-    return figure_by_ratio(data, plot_structures, title="{:g} % removed")
+    return figure_by(
+        data, "ratio", plot_structures, title=lambda ratio: f"{100 * ratio:g} % removed"
+    )
 
 
 def structures_table(data: pd.DataFrame) -> pd.DataFrame:

@@ -28,30 +28,35 @@ def tour(
     values = results[results["metric"].eq("perplexity")]
     values = values.pivot(index="estimator", columns="dataset", values="value")
     dense, pruned = values.loc["dense", corpus], values.loc["heapr", corpus]
+    published = value_range(published_rises(), "+.1%")
     short = (
         "Without the quarter of the atomic experts with the lowest scores, the model "
         f"has {saved['parameter_reduction']:.1%} fewer parameters and takes "
         f"{saved['flops_reduction']:.1%} fewer operations per token "
         f"({at_context(saved['seq_len'])}). Perplexity on held-out text of {corpus} "
         f"goes from {dense:.2f} to {pruned:.2f} ({pruned / dense - 1:+.1%}; the "
-        f"paper's models on WikiText-2: {_published_rises()})."
+        f"paper's models on WikiText-2: {published})."
     )
     table = losses.pivot(index="mask", columns="dataset", values="delta_nll")
     return answer(short, [_on_other_text(table, corpus), _of_mixture(table, corpus)])
 
 
-def _published_rises() -> str:
-    rises = published_rises()
-    return f"{rises.min():+.1%} to {rises.max():+.1%}"
-
-
 def published_rises() -> "pd.Series[float]":
     """Relative rises of WikiText-2 perplexity that the paper has for HEAPr, to 25 %."""
-    rows = paper_table("main_results").query("ratio <= 0.25")
-    wide = rows.pivot(index="model", columns="method", values="wikitext2_ppl")
-    wide = wide[["Original", "HEAPr"]].astype(float).dropna()
-    rises: pd.Series[float] = wide["HEAPr"] / wide["Original"] - 1
+    pairs = published_pairs("wikitext2_ppl")
+    rises: pd.Series[float] = pairs["HEAPr"] / pairs["Original"] - 1
     return rises
+
+
+def published_pairs(column: str) -> pd.DataFrame:
+    """What the paper has for each model, dense ("Original") and by HEAPr, to 25 %.
+
+    Args:
+        column: one of the paper's main table.
+    """
+    rows = paper_table("main_results").query("ratio <= 0.25")
+    wide = rows.pivot(index="model", columns="method", values=column)
+    return wide[["Original", "HEAPr"]].astype(float).dropna()
 
 
 def _on_other_text(table: pd.DataFrame, text: str) -> str:
@@ -141,7 +146,7 @@ def quality(
 
 def _beside_heapr(windows: pd.DataFrame, method: str, ratio: float) -> str:
     gaps = {
-        name: loss_difference(windows, name, "dense", ratio, of=0.0)
+        name: loss_difference(windows, name, "dense", ratio)
         for name in (method, "heapr")
     }
     losses = {name: gap.value for name, gap in gaps.items() if gap is not None}

@@ -6,13 +6,13 @@ does not, and *cannot be tested here* where nothing was measured. There is no th
 that is not the paper's.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import pandas as pd
 
-from heapr_lab.experiments.answers import published_rises
+from heapr_lab.experiments.answers import published_pairs, published_rises
 from heapr_lab.experiments.intervals import (
     AGREES,
     DISAGREES,
@@ -23,10 +23,15 @@ from heapr_lab.experiments.intervals import (
     interval_of,
     loss_difference,
     of_error,
-    state,
     verdict_of,
 )
-from heapr_lab.experiments.paper_answers import early_peak, gaps_of, late_rise
+from heapr_lab.experiments.paper_answers import (
+    early_peak,
+    gaps_of,
+    late_rise,
+    prediction,
+)
+from heapr_lab.experiments.prose import value_range
 from heapr_lab.figures.paper import paper_table
 
 RATIOS = (0.2, 0.25, 0.4, 0.6)
@@ -38,8 +43,7 @@ RIVALS = (
 """The methods of the paper's main table."""
 ON_C4 = "heapr on c4"
 """The method, among windows and items, that is HEAPr calibrated on C4."""
-NO_WINDOWS = pd.DataFrame(columns=["method", "ratio", "corpus", "window", "nll"])
-"""The windows of a model whose losses were not measured window by window."""
+_NO_WINDOWS = pd.DataFrame(columns=["method", "ratio", "corpus", "window", "nll"])
 _SAME_SCORES = "tests/oracle/test_two_stage.py"
 
 
@@ -48,7 +52,7 @@ class Evidence:
     """What was measured of one model; a frame is empty where nothing was."""
 
     calibrated_on: str
-    windows: pd.DataFrame
+    windows: pd.DataFrame = field(default_factory=_NO_WINDOWS.copy)
     """Columns method, ratio, corpus, window, nll [nats per token]."""
     items: pd.DataFrame = field(default_factory=pd.DataFrame)
     """Columns method, ratio, and those of `task_items`."""
@@ -102,35 +106,10 @@ def claims(evidence: Evidence) -> pd.DataFrame:
     rows = []
     for number, claim in enumerate(CLAIMS, start=1):
         finding = claim.test(evidence) or Finding(UNTESTED, claim.missing)
-        rows.append(
-            {
-                "number": number,
-                "claim": claim.says,
-                "paper": claim.paper(),
-                "found": finding.found,
-                "verdict": finding.verdict,
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def kept_of_items(items: pd.DataFrame, removed: Mapping[float, float]) -> pd.DataFrame:
-    """`Evidence.kept` of HEAPr's states.
-
-    Args:
-        items: answers of the dense model and of HEAPr at several ratios.
-        removed: by ratio, the share of the whole model that is removed.
-    """
-    keys = ["task", "item"]
-    dense = state(items, "dense", 0.0)
-    rows = []
-    for ratio, share in removed.items():
-        change = accuracy_difference(items, "heapr", "dense", ratio, of=0.0)
-        if change is not None:
-            shared = dense.merge(state(items, "heapr", ratio)[keys])
-            whole = shared.groupby("task")["acc"].mean().mean()
-            rows.append((share, *(1 + x / whole for x in _three(change))))
-    return pd.DataFrame(rows, columns=["removed", "value", "low", "high"])
+        said = number, claim.says, claim.paper(), finding.found, finding.verdict
+        rows.append(said)
+    columns = ["number", "claim", "paper", "found", "verdict"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def kept_of_boundary(boundary: pd.DataFrame) -> pd.DataFrame:
@@ -146,19 +125,14 @@ def kept_of_boundary(boundary: pd.DataFrame) -> pd.DataFrame:
 
 
 def _published_losses() -> str:
-    rises, drop = published_rises(), _largest_drop()
-    return (
-        f"to 25 %: perplexity {rises.min():+.1%} to {rises.max():+.1%}, accuracy "
-        f"{-drop:+.2f} to 0"
-    )
+    rises = value_range(published_rises(), "+.1%")
+    return f"to 25 %: perplexity {rises}, accuracy {-_largest_drop():+.2f} to 0"
 
 
 def _largest_drop() -> float:
     """The most that HEAPr loses of the mean accuracy at up to 25 %."""
-    rows = paper_table("main_results").query("ratio <= 0.25")
-    wide = rows.pivot(index="model", columns="method", values="average")
-    wide = wide[["Original", "HEAPr"]].astype(float).dropna()
-    return float((wide["Original"] - wide["HEAPr"]).max())
+    averages = published_pairs("average")
+    return float((averages["Original"] - averages["HEAPr"]).max())
 
 
 def _published_averages(*names: str) -> str:
@@ -258,32 +232,20 @@ def _against_rivals(gaps: Mapping[str, Interval], over: str) -> Finding:
 
 def _nearly_lossless(evidence: Evidence) -> Finding | None:
     """No more lost than on the paper's model that loses most at up to 25 %."""
-    most, drop = float(np.log1p(published_rises().max())), _largest_drop()
+    most, drop = math.log1p(published_rises().max()), _largest_drop()
     windows = evidence.windows_on(calibrated=True)
     texts, verdicts = [], []
     for ratio in RATIOS[:2]:
-        loss = loss_difference(windows, "heapr", "dense", ratio, of=0.0)
+        loss = loss_difference(windows, "heapr", "dense", ratio)
         if loss is not None:
-            texts.append(f"perplexity {_as_rise(loss)} at {ratio:.0%}")
-            verdicts.append(_at_most(loss, most))
-        right = accuracy_difference(evidence.items, "heapr", "dense", ratio, of=0.0)
+            rise = loss.mapped(math.expm1).said("+.0%")
+            texts.append(f"perplexity {rise} at {ratio:.0%}")
+            verdicts.append(loss.mapped(lambda x: most - x).verdict)
+        right = accuracy_difference(evidence.items, "heapr", "dense", ratio)
         if right is not None:
             texts.append(f"accuracy {right.said('+.2f')}")
-            verdicts.append(Interval(*(x + drop for x in _three(right))).verdict)
+            verdicts.append(right.mapped(lambda x: x + drop).verdict)
     return _all_of(verdicts, texts)
-
-
-def _three(interval: Interval) -> tuple[float, float, float]:
-    return interval.value, interval.low, interval.high
-
-
-def _as_rise(loss: Interval) -> str:
-    return Interval(*map(float, np.expm1(_three(loss)))).said("+.0%")
-
-
-def _at_most(interval: Interval, most: float) -> str:
-    value, low, high = _three(interval)
-    return Interval(most - value, most - high, most - low).verdict
 
 
 def _all_of(verdicts: Sequence[str], texts: Sequence[str]) -> Finding | None:
@@ -348,11 +310,7 @@ def _deciding(gaps: Mapping[str, Interval]) -> str:
 def _predicts(evidence: Evidence) -> Finding | None:
     if evidence.bins.empty:
         return None
-    spearman = evidence.bins.attrs["spearman"]["index"]
-    rho = Interval(spearman["rho"], spearman["rho_low"], spearman["rho_high"])
-    rows = evidence.bins[evidence.bins["order"].eq("index")]
-    worst = rows.loc[rows["delta_nll"].idxmax()]
-    times = worst["delta_nll"] / worst["score_sum"]
+    rho, _, times = prediction(evidence.bins)
     return Finding(
         rho.verdict,
         f"Spearman {rho.said('.2f')}; the costliest tenth: {times:.1f} × its scores",
@@ -371,10 +329,9 @@ def _boundary(evidence: Evidence) -> Finding | None:
     at = within.loc[within["removed"].idxmax()]
     kept = Interval(at["value"], at["low"], at["high"])
     least = float(first["accuracy_retained"])
-    verdict = Interval(*(x - least for x in _three(kept))).verdict
     most = evidence.kept["removed"].max()
     return Finding(
-        verdict,
+        kept.mapped(lambda x: x - least).verdict,
         f"{kept.said('.0%')} of the accuracy at {at['removed']:.0%} of the model; "
         f"measured to {most:.0%}",
     )
@@ -422,13 +379,11 @@ def _over_draws(rows: pd.DataFrame) -> dict[str, Interval]:
 def _over_windows(windows: pd.DataFrame) -> dict[str, Interval]:
     """The same difference for one draw of each, at the one ratio of `ON_C4`."""
     ratios = windows.loc[windows["method"].eq(ON_C4), "ratio"].unique()
-    gaps = {}
-    for corpus, part in windows.groupby("corpus"):
-        for ratio in ratios:
-            gap = loss_difference(part, "heapr", ON_C4, ratio)
-            if gap is not None:
-                gaps[str(corpus)] = gap
-    return gaps
+    return {
+        str(corpus): gap
+        for corpus, part in windows.groupby("corpus")
+        for gap in gaps_of(part, "heapr", ON_C4, ratios).values()
+    }
 
 
 def _by_layer(evidence: Evidence) -> Finding | None:

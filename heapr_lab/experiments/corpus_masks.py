@@ -9,12 +9,11 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
-RATIO = 0.25
 MIXTURE = "mixture"
 
 
 def corpus_masks(
-    bench: Workbench, pair: tuple[str, str], *, ratio: float = RATIO
+    bench: Workbench, pair: tuple[str, str], *, ratio: float = 0.25
 ) -> dict[str, ScoredMask]:
     """The masks of two corpora and of half of each, by the corpus and `MIXTURE`.
 

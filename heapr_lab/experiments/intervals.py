@@ -6,7 +6,7 @@ interval contains zero.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,16 @@ class Interval:
         if self.low > 0:
             return AGREES
         return DISAGREES if self.high < 0 else UNDECIDED
+
+    def mapped(self, function: Callable[[float], float]) -> "Interval":
+        """The interval of a monotone function of the value.
+
+        Example:
+            >>> Interval(0.5, 0.25, 0.75).mapped(lambda x: 1 - x)
+            Interval(value=0.5, low=0.25, high=0.75)
+        """
+        low, high = sorted(map(function, (self.low, self.high)))
+        return Interval(function(self.value), low, high)
 
     def said(self, form: str = "+.3f") -> str:
         """The three numbers as text.
@@ -97,35 +107,27 @@ def verdict_of(verdicts: Iterable[str]) -> str:
 
 
 def state(frame: pd.DataFrame, method: str, ratio: float) -> pd.DataFrame:
-    """The rows of one method at one ratio, of windows or of items."""
-    return frame[frame["method"].eq(method) & frame["ratio"].eq(ratio)]
+    """The rows of one method at one ratio, of windows or items; "dense" has only 0."""
+    at = 0.0 if method == "dense" else ratio
+    return frame[frame["method"].eq(method) & frame["ratio"].eq(at)]
 
 
 def loss_difference(
-    windows: pd.DataFrame,
-    method: str,
-    other: str,
-    ratio: float,
-    *,
-    of: float = math.nan,
+    windows: pd.DataFrame, method: str, other: str, ratio: float
 ) -> Interval | None:
     """How much more one method loses than another, paired over windows.
 
     Args:
         windows: columns method, ratio, corpus, window and nll [nats per token].
         method: the one that is expected to lose more.
-        other: the other one.
+        other: the other one, or "dense".
         ratio: the ratio of both.
-        of: the ratio of `other`, if it is not the same.
 
     Returns:
         Nats per token; None if one of the two was not measured.
     """
     keys = ["corpus", "window"]
-    sides = (
-        state(windows, name, at)[[*keys, "nll"]]
-        for name, at in ((method, ratio), (other, ratio if math.isnan(of) else of))
-    )
+    sides = (state(windows, name, ratio)[[*keys, "nll"]] for name in (method, other))
     pairs = pd.merge(*sides, on=keys)
     if pairs.empty:
         return None
@@ -133,7 +135,7 @@ def loss_difference(
 
 
 def accuracy_difference(
-    items: pd.DataFrame, method: str, other: str, ratio: float, *, of: float = math.nan
+    items: pd.DataFrame, method: str, other: str, ratio: float
 ) -> Interval | None:
     """How much more of the tasks one state answers rightly, on the mean of the tasks.
 
@@ -146,8 +148,7 @@ def accuracy_difference(
     """
     if items.empty:
         return None
-    mine = state(items, method, ratio)
-    theirs = state(items, other, ratio if math.isnan(of) else of)
+    mine, theirs = (state(items, name, ratio) for name in (method, other))
     keys = ["task", "item"]
     common = pd.merge(mine[keys], theirs[keys])
     if common.empty:

@@ -53,7 +53,6 @@ def execute_notebook(
     parameters: Mapping[str, str],
     inputs: str = "",
     output: Path | str | None = None,
-    timeout: float = TIMEOUT_SECONDS,
     threads: int | None = None,
 ) -> Path:
     """Execute one notebook from top to bottom and write it atomically.
@@ -63,7 +62,6 @@ def execute_notebook(
         parameters: value of each name that its `parameters` cell assigns.
         inputs: digest of what the outputs depend on besides the sources; recorded.
         output: where the executed notebook is written; by default in place.
-        timeout: seconds for one cell.
         threads: number that its kernel may use; None leaves it to torch.
 
     Returns:
@@ -75,7 +73,7 @@ def execute_notebook(
     path = Path(path)
     target = path if output is None else Path(output)
     notebook = _prepared(path, parameters)
-    _run(notebook, path=path, timeout=timeout, threads=threads)
+    _run(notebook, path=path, threads=threads)
     normalise(notebook, name=path.name)
     notebook.metadata[MARK] = _record(notebook, inputs)
     with files.replacing(target) as temporary:
@@ -178,9 +176,7 @@ def _prepared(path: Path, parameters: Mapping[str, str]) -> nbformat.NotebookNod
     return notebook
 
 
-def _run(
-    notebook: nbformat.NotebookNode, *, path: Path, timeout: float, threads: int | None
-) -> None:
+def _run(notebook: nbformat.NotebookNode, *, path: Path, threads: int | None) -> None:
     """Execute the cells of `notebook` and store their outputs in it.
 
     Raises:
@@ -197,7 +193,7 @@ def _run(
     started = [0]
     client = NotebookClient(
         notebook,
-        timeout=timeout,
+        timeout=TIMEOUT_SECONDS,
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
         extra_arguments=["--HistoryManager.enabled=False", "--log-level=ERROR"],

@@ -225,7 +225,7 @@ def nested_tables(
 # --- predicted and measured loss ------------------------------------------------
 
 
-def bin_results(bench: Workbench, *, estimator: str = "heapr") -> pd.DataFrame:
+def bin_results(bench: Workbench) -> pd.DataFrame:
     """Loss change when a tenth of the atoms is pruned, for ten tenths in two orders.
 
     The orders are the original index, as in the paper's figure, and the score rank. As
@@ -238,10 +238,11 @@ def bin_results(bench: Workbench, *, estimator: str = "heapr") -> pd.DataFrame:
     ids = calibration.ids[: bench.profile.n_test]
     windows = CalibrationSet(ids, calibration.provenance)
     table = bench.importance()
-    scores = table.score(estimator).to_numpy()
+    scores = table.score("heapr").to_numpy()
     dense = bench.perplexity(None, windows).nll
+    by_score = np.argsort(scores, kind="stable")  # ties by index
     rows = []
-    for order, ranks in bin_orders(scores).items():
+    for order, ranks in {"index": np.arange(len(scores)), "score": by_score}.items():
         for index, atoms in enumerate(np.array_split(ranks, 10)):
             kept = ~np.isin(np.arange(len(scores)), atoms)
             pruned = bench.perplexity(KeepMask.from_rows(table, kept), windows)
@@ -251,13 +252,8 @@ def bin_results(bench: Workbench, *, estimator: str = "heapr") -> pd.DataFrame:
                     "bin": index,
                     "score_sum": float(scores[atoms].sum(dtype=np.float64)),
                     "delta_nll": pruned.nll - dense,
-                    "estimator": estimator,
+                    "estimator": "heapr",
                     "dataset": windows.label,
                 }
             )
     return pd.DataFrame(rows)
-
-
-def bin_orders(scores: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows of the table by original index, and by score (ties by index)."""
-    return {"index": np.arange(len(scores)), "score": np.argsort(scores, kind="stable")}

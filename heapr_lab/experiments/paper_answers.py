@@ -29,14 +29,14 @@ def layers(shares: pd.DataFrame, bins: pd.DataFrame) -> Answer:
         shares: from `paper.layer_shares`.
         bins: from `figures.bins_data`.
     """
-    spearman = bins.attrs["spearman"]["index"]
-    rho = Interval(spearman["rho"], spearman["rho_low"], spearman["rho_high"])
+    rho, worst, times = prediction(bins)
     groups = shares.groupby("ratio")
     text = "; ".join(f"at {ratio:.0%} {_extremes(part)}" for ratio, part in groups)
     short = (
         f"Global pruning takes different shares of the layers: {text}. The score "
         "predicts the order of the losses of ten tenths of the model, Spearman "
-        f"{rho.said('.2f')}, {_size_of_prediction(bins)}"
+        f"{rho.said('.2f')}, but tenth {worst}, which costs most, costs {times:.1f} "
+        "times the sum of its scores."
     )
     late = {ratio: late_rise(part) for ratio, part in groups}
     against = [
@@ -76,14 +76,20 @@ def _thirds(wide: pd.DataFrame) -> tuple["pd.Series[float]", ...]:
     return tuple(wide.iloc[:, cut].mean(axis="columns") for cut in cuts)
 
 
-def _size_of_prediction(bins: pd.DataFrame) -> str:
+def prediction(bins: pd.DataFrame) -> tuple[Interval, int, float]:
+    """How scores predict the losses of tenths by index.
+
+    Args:
+        bins: from `figures.bins_data`.
+
+    Returns:
+        Spearman's correlation; the tenth that costs most, and its loss ÷ its scores.
+    """
+    spearman = bins.attrs["spearman"]["index"]
+    rho = Interval(spearman["rho"], spearman["rho_low"], spearman["rho_high"])
     rows = bins[bins["order"].eq("index")]
     worst = rows.loc[rows["delta_nll"].idxmax()]
-    times = worst["delta_nll"] / worst["score_sum"]
-    return (
-        f"but tenth {worst['bin']}, which costs most, costs {times:.1f} times the sum "
-        "of its scores."
-    )
+    return rho, worst["bin"], worst["delta_nll"] / worst["score_sum"]
 
 
 def boundary(data: pd.DataFrame) -> Answer:

@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments import claims, corpus_masks, paper
-from heapr_lab.experiments.summary import summary_table
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
 from heapr_lab.figures.files import draw_files, write_table
 from heapr_lab.models.memory import return_freed
@@ -120,12 +119,12 @@ def reproduce(
     open_bench = functools.partial(
         open_workbench, name_or_path, profile=profile, device=device, dtype=dtype
     )
-    summary, to_execute = _measure_and_draw(
+    summary, execute_notebooks = _measure_and_draw(
         open_bench, name_or_path, figures_dir, publish=publish, n_workers=n_workers
     )
     gc.collect()
     return_freed()  # what held the model, before each kernel holds its own
-    executed = _execute_notebooks(to_execute) if notebooks else []
+    executed = execute_notebooks() if notebooks else []
     seconds = time.perf_counter() - started
     return replace(summary, notebooks=executed, seconds=seconds)
 
@@ -137,8 +136,11 @@ def _measure_and_draw(
     *,
     publish: bool,
     n_workers: int | None,
-) -> tuple[Summary, "_Notebooks"]:
-    """All but the notebooks. Nothing holds the model then, as each kernel will."""
+) -> tuple[Summary, Callable[[], list[Path]]]:
+    """All but the notebooks, and what executes them.
+
+    Nothing holds the model then, as each kernel will.
+    """
     bench = open_bench()
     folder = figures_dir or _folder_of(bench, name_or_path, publish=publish)
     n_processes = n_workers or default_workers(bench)
@@ -160,7 +162,8 @@ def _measure_and_draw(
     )
     path = Path(name_or_path)
     model = str(path.resolve()) if path.is_dir() else name_or_path
-    return summary, _Notebooks(
+    return summary, functools.partial(
+        _execute_notebooks,
         parameters={"MODEL": model, "PROFILE": bench.profile.name},
         inputs=_inputs(bench, drawn),
         output=None if publish else folder / "notebooks",
@@ -202,6 +205,8 @@ class Measurements:
 
     results: pd.DataFrame
     """Rows of the dense model and every setting, on every corpus."""
+    savings: pd.DataFrame
+    """What every setting saves."""
     sizes: pd.DataFrame
     """Rows of every calibration draw, at every size."""
     tenths: pd.DataFrame
@@ -235,6 +240,7 @@ def run_experiments(
     sizes, (tenths, *results) = frames[: len(draws)], frames[len(draws) :]
     return Measurements(
         results=pd.concat(results, ignore_index=True),
+        savings=paper.savings(bench, paper.all_settings()),
         # Each draw includes the rows of the dense model.
         sizes=pd.concat(sizes).drop_duplicates(ignore_index=True),
         tenths=tenths,
@@ -245,13 +251,12 @@ def evidence_of(
     bench: Workbench, measured: Measurements, corpora: list[str]
 ) -> claims.Evidence:
     """What the claims are tested on, from the cache once all is measured."""
-    savings = paper.savings(bench, paper.all_settings())
-    boundary = figures.boundary_data(measured.results, savings)
+    boundary = figures.boundary_data(measured.results, measured.savings)
     return claims.Evidence(
         calibrated_on=DEFAULT_CORPUS,
         windows=paper.window_losses(bench, corpora),
         kept=claims.kept_of_boundary(boundary),
-        savings=savings,
+        savings=measured.savings,
         bins=figures.bins_data(measured.tenths),
         shares=paper.layer_shares(bench),
         draws=measured.sizes,
@@ -298,17 +303,16 @@ def draw_all(
     Returns:
         All written paths.
     """
-    savings = paper.savings(bench, paper.all_settings())
     made_on = _made_on(bench)
     steps = [
         functools.partial(_draw, drawing, folder, made_on)
-        for drawing in _drawings(bench, measured, savings)
+        for drawing in _drawings(bench, measured)
     ]
     with progress_bar("figures", "figure") as show:
         drawn = run_steps(steps, bench, executor, progress=show)
     written = [path for paths_of_one in drawn for path in paths_of_one]
     written += write_table(verdicts, folder / "0_claims_table")
-    summary = summary_table(measured.results, savings)
+    summary = figures.summary_table(measured.results, measured.savings)
     written += write_table(summary, folder / "0_summary_table")
     return sorted(written)
 
@@ -326,11 +330,9 @@ def _draw(
     )
 
 
-def _drawings(
-    bench: Workbench, measured: Measurements, savings: pd.DataFrame
-) -> Iterator[Drawing]:
+def _drawings(bench: Workbench, measured: Measurements) -> Iterator[Drawing]:
     """The paper's figures, each with its own data function."""
-    results = measured.results
+    results, savings = measured.results, measured.savings
     common = results[results["ratio"].le(max(paper.METHOD_RATIOS))]
     layers = figures.layer_ratios_data(paper.layer_masks(bench))
     yield Drawing("1_layer_ratios", layers, figures.figure_layer_ratios)
@@ -376,36 +378,32 @@ def _folder_of(bench: Workbench, name_or_path: str, *, publish: bool) -> Path:
     return paths.figures_dir() / f"{name}-{bench.profile.name}"
 
 
-@dataclass(frozen=True)
-class _Notebooks:
-    """How the notebooks are executed."""
-
-    parameters: dict[str, str]
-    inputs: str
-    """Digest of what their outputs depend on besides their sources."""
-    output: Path | None
-    """Where they are written; None for in place."""
-    n_processes: int
-
-
-def _execute_notebooks(notebooks: _Notebooks) -> list[Path]:
+def _execute_notebooks(
+    *, parameters: dict[str, str], inputs: str, output: Path | None, n_processes: int
+) -> list[Path]:
     """Execute the notebooks: all of them the first time, then those out of date.
 
     A clone contains executed notebooks, so that the first time shows that they run
     here.
+
+    Args:
+        parameters: as `execute_all`.
+        inputs: digest of what their outputs depend on besides their sources.
+        output: where they are written; None for in place.
+        n_processes: kernels at a time.
     """
     from heapr_lab.experiments.notebooks import execute_all
 
-    key = {"inputs": notebooks.inputs, "output": str(notebooks.output)}
+    key = {"inputs": inputs, "output": str(output)}
     done = cache.cache_path("reproduced", key, extension="json")
     with progress_bar("notebooks", "notebook") as bar:
         executed = execute_all(
             paths.project_dir() / "notebooks",
-            parameters=notebooks.parameters,
-            inputs=notebooks.inputs,
-            output=notebooks.output,
+            parameters=parameters,
+            inputs=inputs,
+            output=output,
             force=not done.exists(),
-            n_kernels=notebooks.n_processes,
+            n_kernels=n_processes,
             progress=bar,
         )
     files.write_json(done, key)

@@ -13,14 +13,13 @@ from typing import Any
 import pandas as pd
 
 from heapr_lab import methods
-from heapr_lab.figures.paper import paper_table
+from heapr_lab.figures.paper import paper_table, plain_name
 from heapr_lab.methods.comparison import DENSE
 from heapr_lab.models.paper_models import PAPER_MODELS
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import PROFILES, Profile
 
-PRESET = "paper-table1"
 CALIBRATED_ON = "wikitext2"
 CORPORA = ("wikitext2", "ptb")
 RATIOS = (0.2, 0.25, 0.4, 0.5)
@@ -37,19 +36,9 @@ def methods_of_table1() -> dict[str, str | None]:
     One that is called "-like" follows the paper's text, because there is no code of its
     authors to check it against.
     """
-    here = {_plain(name.removesuffix("-like")): name for name in methods.names()}
+    here = {plain_name(name): name for name in methods.names()}
     named = paper_table("main_results")["method"].drop_duplicates()
-    return {name: here.get(_plain(name)) for name in named if name != _ORIGINAL}
-
-
-def _plain(name: str) -> str:
-    """A name without what differs between spellings.
-
-    Example:
-        >>> _plain("D^2-MoE"), _plain("d2-moe")
-        ('d2moe', 'd2moe')
-    """
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    return {name: here.get(plain_name(name)) for name in named if name != _ORIGINAL}
 
 
 def ratios_of_table1(model: str) -> tuple[float, ...]:

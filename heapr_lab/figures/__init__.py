@@ -23,8 +23,7 @@ from heapr_lab.figures.comparisons import (
     figure_granularity,
     figure_scope,
     granularity_data,
-    plot_granularity,
-    plot_scope,
+    plot_comparison,
     scope_data,
 )
 from heapr_lab.figures.files import rows_text, save_figure, write_table
@@ -39,16 +38,13 @@ from heapr_lab.figures.mask_diff import (
     mask_diff_data,
     plot_mask_diff,
 )
-from heapr_lab.figures.paper import paper_label, paper_table
-from heapr_lab.figures.scores import (
-    plot_score_histogram,
-    score_histogram_data,
-)
+from heapr_lab.figures.paper import paper_table
+from heapr_lab.figures.scores import plot_score_histogram
 from heapr_lab.figures.style import STYLE_FILE, look, styled
 from heapr_lab.figures.tables import (
     comparison_table,
     figure_main,
     main_data,
     main_table,
-    plot_main,
+    summary_table,
 )

@@ -14,48 +14,36 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from heapr_lab.errors import SpecError
 from heapr_lab.figures.style import ATOM_COLOR, figure_with, own_axes, styled
 
+_D_MODEL, _D_INTER, _ATOM = 6, 9, 3
+"""Cells along the widths of the model and of the expert; the highlighted atom."""
 _INK = "#444444"
 _OPERATOR_X = 14.2
 _PRODUCT_X = 17.4
 _CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
 
 
-def atomic_expert_data(
-    *, d_model: int = 6, d_inter: int = 9, atom: int = 3
-) -> pd.DataFrame:
+def atomic_expert_data() -> pd.DataFrame:
     """The cells of the picture: every entry of the matrices, and whose it is.
-
-    Args:
-        d_model: cells along the model width.
-        d_inter: cells along the expert's inner width, that is, atomic experts.
-        atom: the atomic expert that is highlighted.
 
     Returns:
         Columns matrix ("x", "W_gate", "W_up", "W_down", "e_k", "E"), row, column,
-        of_atom (it belongs to atomic expert `atom`), left and bottom (position).
-
-    Raises:
-        SpecError: there is no such atom.
+        of_atom (it belongs to the highlighted atomic expert), left and bottom
+        (position).
     """
-    if not 0 <= atom < d_inter:
-        raise SpecError(
-            f"atom {atom} of an expert with d_inter {d_inter}: expected 0 to "
-            f"{d_inter - 1}."
-        )
-    half = d_model / 2
+    half = _D_MODEL / 2
     gap = 1.4
     down_left = _PRODUCT_X + 4.8
+    right = down_left + _D_INTER
     # name: (rows, columns, left, bottom, rows of the atom, columns of the atom)
     parts = {
-        "x": (d_model, 1, 0.0, -half, None, None),
-        "W_gate": (d_inter, d_model, 4.0, gap, atom, None),
-        "W_up": (d_inter, d_model, 4.0, -gap - d_inter, atom, None),
-        "W_down": (d_model, d_inter, down_left, -half, None, atom),
-        "e_k": (d_model, 1, down_left + d_inter + 2.2, -half, None, 0),
-        "E": (d_model, 1, down_left + d_inter + 6.4, -half, None, None),
+        "x": (_D_MODEL, 1, 0.0, -half, None, None),
+        "W_gate": (_D_INTER, _D_MODEL, 4.0, gap, _ATOM, None),
+        "W_up": (_D_INTER, _D_MODEL, 4.0, -gap - _D_INTER, _ATOM, None),
+        "W_down": (_D_MODEL, _D_INTER, down_left, -half, None, _ATOM),
+        "e_k": (_D_MODEL, 1, right + 2.2, -half, None, 0),
+        "E": (_D_MODEL, 1, right + 6.4, -half, None, None),
     }
     frames = []
     for name, (rows, columns, left, bottom, atom_row, atom_column) in parts.items():

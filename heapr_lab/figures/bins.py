@@ -6,11 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from heapr_lab.errors import SpecError
 from heapr_lab.figures.curves import matching, require_one_row
 from heapr_lab.figures.style import (
     LABELS,
-    REFERENCE_LINE,
     add_legend,
     figure_of,
     look,
@@ -21,26 +19,16 @@ from heapr_lab.figures.style import (
 from heapr_lab.importance.estimators import ESTIMATORS
 
 ORDERS = {"index": "bins by original index", "score": "bins by score rank"}
-INTERVAL = 0.95
+_INTERVAL = 0.95
+_N_RESAMPLES = 5000
 
 
-def bins_data(
-    bins: pd.DataFrame,
-    *,
-    estimator: str = "heapr",
-    dataset: str | None = None,
-    n_resamples: int = 5000,
-    seed: int = 0,
-) -> pd.DataFrame:
+def bins_data(bins: pd.DataFrame) -> pd.DataFrame:
     """Predicted and measured loss change per bin, with Spearman's correlation.
 
     Args:
         bins: one row per order and bin: order, bin, score_sum, delta_nll, estimator,
             dataset.
-        estimator: whose scores.
-        dataset: where the loss was measured; None if there is only one.
-        n_resamples: bootstrap resamples of the bins.
-        seed: seed of the bootstrap.
 
     Returns:
         The rows sorted by order and bin, with rho, rho_low and rho_high (95 %
@@ -48,20 +36,11 @@ def bins_data(
         those three.
 
     Raises:
-        SpecError: there are several data sets and `dataset` is None.
+        SpecError: a bin has several rows, as of several data sets.
     """
-    rows = matching(bins, {"estimator": estimator})
-    held = sorted(set(rows["dataset"]))
-    if dataset is None and len(held) > 1:
-        raise SpecError(
-            f"bins of {len(held)} data sets {held}, expected one. Name one as dataset."
-        )
-    rows = matching(rows, {"dataset": dataset or held[0]})
-    rows = require_one_row(rows, ["order", "bin"]).sort_values(["order", "bin"])
+    rows = require_one_row(bins, ["order", "bin"]).sort_values(["order", "bin"])
     spearman = {
-        str(order): spearman_interval(
-            group["score_sum"], group["delta_nll"], n_resamples=n_resamples, seed=seed
-        )
+        str(order): spearman_interval(group["score_sum"], group["delta_nll"])
         for order, group in rows.groupby("order")
     }
     data = rows.reset_index(drop=True)
@@ -71,9 +50,7 @@ def bins_data(
     return data
 
 
-def spearman_interval(
-    x: pd.Series, y: pd.Series, *, n_resamples: int, seed: int
-) -> dict[str, float]:
+def spearman_interval(x: pd.Series, y: pd.Series) -> dict[str, float]:
     """Spearman's correlation and the percentile interval of its bootstrap.
 
     Pairs are resampled with replacement; resamples in which x or y is constant have no
@@ -83,8 +60,8 @@ def spearman_interval(
         rho, rho_low and rho_high.
     """
     pairs = np.stack([np.asarray(x, dtype=float), np.asarray(y, dtype=float)])
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(pairs.shape[1], size=(n_resamples, pairs.shape[1]))
+    rng = np.random.default_rng(0)
+    picks = rng.integers(pairs.shape[1], size=(_N_RESAMPLES, pairs.shape[1]))
     # row 0 is the sample itself
     picks = np.vstack([np.arange(pairs.shape[1]), picks])
     ranks = [pd.DataFrame(values[picks]).rank(axis=1).to_numpy() for values in pairs]
@@ -92,35 +69,31 @@ def spearman_interval(
     spread = np.sqrt((centred[0] ** 2).sum(axis=1) * (centred[1] ** 2).sum(axis=1))
     product = (centred[0] * centred[1]).sum(axis=1)
     rho = np.divide(product, spread, out=np.full_like(spread, np.nan), where=spread > 0)
-    tail = (1 - INTERVAL) / 2
+    tail = (1 - _INTERVAL) / 2
     drawn = rho[1:][~np.isnan(rho[1:])]
     low, high = np.quantile(drawn, [tail, 1 - tail]) if len(drawn) else (np.nan, np.nan)
     return {"rho": float(rho[0]), "rho_low": float(low), "rho_high": float(high)}
 
 
 @styled
-def plot_bins(
-    data: pd.DataFrame, *, order: str | None = None, ax: Axes | None = None
-) -> Axes:
+def plot_bins(data: pd.DataFrame, *, order: str, ax: Axes | None = None) -> Axes:
     """Measured against predicted loss change, one point per bin of 10 % of the atoms.
 
-    Each point is labelled with the number of its bin. If the scores of the estimator
-    are nats per predicted token, a dashed line shows where prediction and measurement
-    agree (the paper's score is a mean over an expert's own tokens). The costliest bin
-    also says how many times its score it costs. Axes are logarithmic (linear around 0
-    where a measured change is not positive).
+    Each point is labelled with the number of its bin. The costliest bin also says how
+    many times its score it costs. Axes are logarithmic (linear around 0 where a
+    measured change is not positive).
 
     Args:
         data: from `bins_data`.
-        order: "index" or "score"; by default the first in the data.
+        order: "index" or "score".
         ax: where to draw; None makes a new figure.
 
     Returns:
         The Axes.
     """
-    order = order or str(data["order"].iloc[0])
     rows = matching(data, {"order": order})
-    shown = look(str(rows["estimator"].iloc[0]))
+    estimator = str(rows["estimator"].iloc[0])
+    shown = look(estimator)
     ax = own_axes(ax)
     ax.plot(
         rows["score_sum"],
@@ -131,20 +104,17 @@ def plot_bins(
         label=f"10 % of the atomic experts, by {shown.label}",
     )
     _use_log_axes(ax, rows)
-    chosen = ESTIMATORS[str(rows["estimator"].iloc[0])]
-    if chosen.per_predicted_token:
-        _draw_agreement(ax, rows)
     first = rows.iloc[0]
     note = (
         f"Spearman ρ = {first['rho']:.2f}, "
         f"95 % interval [{first['rho_low']:.2f}, {first['rho_high']:.2f}]"
     ).replace("-", "−")
     # the second line of the title, in regular type
-    ax.set_title(ORDERS.get(order, order) + "\n")
+    ax.set_title(ORDERS[order] + "\n")
     ax.text(0, 1.03, note, transform=ax.transAxes, fontsize=8)
     ax.margins(0.1)
     name_points(ax, _bin_names(rows))
-    ax.set_xlabel(f"summed score [{chosen.unit}]")
+    ax.set_xlabel(f"summed score [{ESTIMATORS[estimator].unit}]")
     ax.set_ylabel(LABELS["delta_nll"])
     add_legend(ax)
     return ax
@@ -175,16 +145,9 @@ def _use_log_axes(ax: Axes, rows: pd.DataFrame) -> None:
         ax.set_yscale("symlog", linthresh=losses[losses.gt(0)].min())
 
 
-def _draw_agreement(ax: Axes, rows: pd.DataFrame) -> None:
-    ends = np.array([rows["score_sum"].min(), rows["score_sum"].max()])
-    label = "prediction = measurement"
-    ax.plot(ends, ends, zorder=1, label=label, **REFERENCE_LINE)
-
-
 @styled
 def figure_bins(data: pd.DataFrame) -> Figure:
     """Bins by original index (as in the paper) and by score rank, side by side."""
-    held = [order for order in ORDERS if order in set(data["order"])]
     return figure_of(
-        held, lambda order, ax: plot_bins(data, order=order, ax=ax), height=3.0
+        ORDERS, lambda order, ax: plot_bins(data, order=order, ax=ax), height=3.0
     )

@@ -5,7 +5,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from heapr_lab.errors import SpecError
 from heapr_lab.figures.curves import (
     AS_THE_PAPER,
     CURVE_COLUMNS,
@@ -30,16 +29,10 @@ from heapr_lab.figures.style import (
     styled,
 )
 
-QUANTITIES = ("accuracy", "perplexity", "flops_reduction")
+_QUANTITIES = ("accuracy", "perplexity", "flops_reduction")
 
 
-def boundary_data(
-    results: pd.DataFrame,
-    savings: pd.DataFrame,
-    *,
-    estimator: str = "heapr",
-    scope: str = "global",
-) -> pd.DataFrame:
+def boundary_data(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
     """Accuracy, perplexity and FLOPs saved over the ratio, with the paper's statements.
 
     The paper's ratio is a share of the whole model. Divided by the routed share of our
@@ -49,41 +42,24 @@ def boundary_data(
     Args:
         results: evaluation rows of one calibration, including dense rows.
         savings: parameters and FLOPs saved per setting.
-        estimator: whose scores.
-        scope: "global" or "layer".
 
     Returns:
         A curve frame (see `heapr_lab.figures.curves`) with two more columns:
         `parameter_reduction`, the share of the whole model that is removed, and
         `at_most`, True where the paper says "below".
     """
-    settings = AS_THE_PAPER | {"estimator": estimator, "scope": scope}
-    share = routed_share(matching(savings, settings))
+    saved = matching(savings, AS_THE_PAPER)
+    share = saved["parameter_reduction"].sum() / saved["achieved_ratio"].sum()
     ours = pd.concat(
         [
-            curves_data(results, vary="estimator", settings=settings),
-            savings_curves(savings, vary="estimator", settings=settings),
+            curves_data(results, vary="estimator", settings=AS_THE_PAPER),
+            savings_curves(savings, vary="estimator", settings=AS_THE_PAPER),
         ]
     )
     paper = _paper_boundary(share)
     data = pd.concat([sort_curves(ours).assign(at_most=False), paper])
     data["parameter_reduction"] = data["ratio"] * share
     return data.reset_index(drop=True)
-
-
-def routed_share(savings: pd.DataFrame) -> float:
-    """Share of the whole model's parameters that are routed atomic experts.
-
-    Raises:
-        SpecError: no row removes anything.
-    """
-    pruned = savings[savings["achieved_ratio"].gt(0)]
-    if pruned.empty:
-        raise SpecError(
-            "no row of savings removes anything, so the routed share of the model is "
-            "unknown. Pass the savings of at least one ratio above 0."
-        )
-    return float(pruned["parameter_reduction"].sum() / pruned["achieved_ratio"].sum())
 
 
 def _paper_boundary(share: float) -> pd.DataFrame:
@@ -106,9 +82,7 @@ def _paper_boundary(share: float) -> pd.DataFrame:
 
 
 @styled
-def plot_boundary(
-    data: pd.DataFrame, *, quantity: str = "accuracy", ax: Axes | None = None
-) -> Axes:
+def plot_boundary(data: pd.DataFrame, *, quantity: str, ax: Axes | None = None) -> Axes:
     """One quantity of the pruning boundary, with the share of the model on top.
 
     Args:
@@ -137,19 +111,12 @@ def plot_boundary(
     return ax
 
 
-def _label(metric: str, dataset: str) -> str:
-    """The name of a curve in the legend."""
-    if not dataset:
-        return "_nolegend_"
-    return f"FLOPs {dataset}" if metric == "flops_reduction" else look(dataset).label
-
-
 def _draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str) -> None:
     dataset, metric = curve[["dataset", "metric"]].iloc[0]
     flops = metric == "flops_reduction"
-    shown = look(metric if flops else dataset or curve["name"].iloc[0])
-    line = shown.keywords() | {"label": _label(metric, dataset)}
-    draw_curve(ax, curve, column=column, **line)
+    shown = look(metric if flops else dataset)
+    label = f"FLOPs {dataset}" if flops else shown.label
+    draw_curve(ax, curve, column=column, **shown.keywords() | {"label": label})
 
 
 def _draw_statements(ax: Axes, statements: pd.DataFrame, *, column: str) -> None:
@@ -198,7 +165,8 @@ def _draw_model_axis(ax: Axes, data: pd.DataFrame) -> None:
 @styled
 def figure_boundary(data: pd.DataFrame) -> Figure:
     """Accuracy, perplexity and FLOPs saved side by side, with one legend."""
-    held = [name for name in QUANTITIES if name in set(data["metric"])]
     return figure_of(
-        held, lambda name, ax: plot_boundary(data, quantity=name, ax=ax), height=3.0
+        _QUANTITIES,
+        lambda name, ax: plot_boundary(data, quantity=name, ax=ax),
+        height=3.0,
     )

@@ -8,7 +8,6 @@ from matplotlib.ticker import NullLocator
 from heapr_lab.figures.curves import (
     AS_THE_PAPER,
     METRICS,
-    find_panel,
     matching,
     panels_of,
 )
@@ -26,27 +25,18 @@ from heapr_lab.figures.style import (
 )
 
 
-def calibration_size_data(
-    results: pd.DataFrame,
-    *,
-    ratio: float = 0.2,
-    estimator: str = "heapr",
-    scope: str = "global",
-) -> pd.DataFrame:
+def calibration_size_data(results: pd.DataFrame, *, ratio: float) -> pd.DataFrame:
     """Mean and spread over seeds of each metric, per corpus and calibration size.
 
     Args:
-        results: evaluation rows of several calibrations; `dense` is taken from the
-            rows of the dense model, if there are any.
+        results: evaluation rows of several calibrations and of the dense model.
         ratio: the requested pruning ratio.
-        estimator: whose scores.
-        scope: "global" or "layer".
 
     Returns:
         Columns calibration, n_sequences, metric, dataset, value (mean over seeds),
         spread (standard deviation over seeds, NaN for one seed), n_seeds, dense.
     """
-    settings = {"estimator": estimator, "scope": scope, "ratio": ratio} | AS_THE_PAPER
+    settings = AS_THE_PAPER | {"ratio": ratio}
     rows = matching(results[results["metric"].isin(METRICS)], settings)
     keys = ["calibration", "n_sequences", "metric", "dataset"]
     rows = rows.drop_duplicates([*keys, "seed"])
@@ -63,11 +53,7 @@ def calibration_size_data(
 
 @styled
 def plot_calibration_size(
-    data: pd.DataFrame,
-    *,
-    metric: str | None = None,
-    dataset: str | None = None,
-    ax: Axes | None = None,
+    data: pd.DataFrame, *, metric: str, dataset: str, ax: Axes | None = None
 ) -> Axes:
     """One metric against the number of calibration sequences, one curve per corpus.
 
@@ -75,8 +61,8 @@ def plot_calibration_size(
 
     Args:
         data: from `calibration_size_data`.
-        metric: "perplexity" or "accuracy"; by default the first in the data.
-        dataset: where it was measured; by default the first in the data.
+        metric: "perplexity" or "accuracy".
+        dataset: where it was measured.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -85,7 +71,6 @@ def plot_calibration_size(
     Raises:
         SpecError: there is no such panel.
     """
-    metric, dataset = find_panel(data, metric, dataset)
     rows = matching(data, {"metric": metric, "dataset": dataset})
     ax = own_axes(ax)
     for corpus, curve in rows.groupby("calibration"):
@@ -96,8 +81,7 @@ def plot_calibration_size(
             yerr=curve["spread"].fillna(0),
             **shown.keywords() | {"label": f"calibrated on {shown.label}"},
         )
-    if rows["dense"].notna().any():
-        ax.axhline(rows["dense"].iloc[0], label="dense model", **REFERENCE_LINE)
+    ax.axhline(rows["dense"].iloc[0], label="dense model", **REFERENCE_LINE)
     _finish(ax, rows, metric=metric)
     ax.set_title(literal(look(dataset).label))
     add_legend(ax)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from heapr_lab.figures.curves import (
-    AS_THE_PAPER,
+    OF_ATOMS,
     curves_data,
     draw_curves,
     finish_panel,
@@ -36,26 +36,18 @@ _GRANULARITY_MODEL = "DeepSeekMoE-16B-Base"
 _SCOPE_MODEL = "Qwen1.5-MoE-A2.7B-Chat"
 
 
-def granularity_data(
-    results: pd.DataFrame,
-    savings: pd.DataFrame,
-    *,
-    estimator: str = "heapr",
-    scope: str = "global",
-) -> pd.DataFrame:
+def granularity_data(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
     """Curves of pruning whole experts and of pruning atomic experts, with the paper's.
 
     Args:
         results: evaluation rows of one calibration, including dense rows.
         savings: parameters and FLOPs saved per setting.
-        estimator: whose scores.
-        scope: "global" or "layer".
 
     Returns:
         A curve frame (see `heapr_lab.figures.curves`) whose `name` is "atom" or
         "expert"; metrics perplexity, accuracy and flops_reduction.
     """
-    settings = {"estimator": estimator, "scope": scope, "structure": "ragged"}
+    settings = {"estimator": "heapr", "scope": "global", "structure": "ragged"}
     ours = curves_data(results, vary="granularity", settings=settings)
     saved = savings_curves(savings, vary="granularity", settings=settings)
     paper = _paper_granularity()
@@ -65,7 +57,7 @@ def granularity_data(
     return sort_curves(pd.concat([ours, saved, paper]))
 
 
-def scope_data(results: pd.DataFrame, *, estimator: str = "heapr") -> pd.DataFrame:
+def scope_data(results: pd.DataFrame) -> pd.DataFrame:
     """Curves of global and of layer-wise pruning of atomic experts, with the paper's.
 
     The paper's points are those of Qwen1.5-MoE: for DeepSeekMoE the paper gives
@@ -74,20 +66,18 @@ def scope_data(results: pd.DataFrame, *, estimator: str = "heapr") -> pd.DataFra
 
     Args:
         results: evaluation rows of one calibration, including dense rows.
-        estimator: whose scores.
 
     Returns:
         A curve frame whose `name` is "global" or "layer".
     """
-    settings = AS_THE_PAPER | {"estimator": estimator}
+    settings = OF_ATOMS | {"estimator": "heapr"}
     ours = curves_data(results, vary="scope", settings=settings)
     return sort_curves(pd.concat([ours, _paper_scopes()]))
 
 
 def _title(metric: str, dataset: str) -> str:
-    if metric != "flops_reduction":
-        return look(dataset).label if dataset else "whole model"
-    return "\n".join(filter(None, ("whole model", dataset)))
+    flops = metric == "flops_reduction"
+    return f"whole model\n{dataset}" if flops else look(dataset).label
 
 
 def _paper_granularity() -> pd.DataFrame:
@@ -127,25 +117,20 @@ def _paper_scopes() -> pd.DataFrame:
 
 @styled
 def plot_comparison(
-    data: pd.DataFrame,
-    *,
-    metric: str | None = None,
-    dataset: str | None = None,
-    ax: Axes | None = None,
+    data: pd.DataFrame, *, metric: str, dataset: str, ax: Axes | None = None
 ) -> Axes:
     """One metric of a curve frame against the ratio, relative to the dense model.
 
     Args:
         data: from `granularity_data`, `scope_data` or `main_data`.
-        metric: "perplexity" (log axis), "accuracy" or "flops_reduction"; by default
-            the first in the data.
-        dataset: a data set of that metric; by default the first in the data.
+        metric: "perplexity" (log axis), "accuracy" or "flops_reduction".
+        dataset: a data set of that metric.
         ax: where to draw; None makes a new figure.
 
     Returns:
         The Axes.
     """
-    rows, metric, dataset = panel(data, metric, dataset)
+    rows = panel(data, metric, dataset)
     ax = own_axes(ax)
     relative = metric != "flops_reduction"
     column = "relative" if relative else "value"
@@ -168,5 +153,4 @@ def figure_comparison(data: pd.DataFrame) -> Figure:
     return figure_of(panels_of(data[data["source"].eq("ours")]), draw)
 
 
-plot_granularity = plot_scope = plot_comparison
 figure_granularity = figure_scope = figure_comparison

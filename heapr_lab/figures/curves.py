@@ -29,11 +29,12 @@ from heapr_lab.figures.style import (
 from heapr_lab.pruning.savings import at_context
 
 METRICS = ("perplexity", "accuracy")
-CHANCE = {"continuation": 0.25}
-"""Accuracy of guessing, for tasks whose number of choices is known."""
+_CHANCE = 0.25
+"""Accuracy of guessing on the continuation task."""
 
-AS_THE_PAPER = {"granularity": "atom", "structure": "ragged"}
-"""Settings of the paper's method that the figures vary only where they say so."""
+OF_ATOMS = {"granularity": "atom", "structure": "ragged"}
+AS_THE_PAPER = OF_ATOMS | {"estimator": "heapr", "scope": "global"}
+"""The settings of the paper's method."""
 
 CURVE_COLUMNS = [
     "source",
@@ -112,7 +113,7 @@ def relative_to_dense(results: pd.DataFrame) -> pd.DataFrame:
     divisor = base.reindex(keys).to_numpy()
     rows["relative"] = rows["value"].to_numpy() / divisor
     rows["relative_stderr"] = rows["stderr"].to_numpy() / divisor
-    rows["ratio"] = rows["achieved_ratio"].fillna(rows["ratio"])
+    rows["ratio"] = rows["achieved_ratio"]
     return rows
 
 
@@ -148,25 +149,20 @@ def savings_curves(
 ) -> pd.DataFrame:
     """Curves of the FLOPs saved (metric "flops_reduction"), from 0 at ratio 0.
 
-    Their `dataset` names the context length for which operations were counted, if
-    `savings` has a column `seq_len`.
+    Their `dataset` names the context length for which operations were counted.
     """
     rows = matching(savings, settings)
-    rows = rows.assign(
-        name=rows[vary], ratio=rows["achieved_ratio"].fillna(rows["ratio"])
-    )
+    rows = rows.assign(name=rows[vary], ratio=rows["achieved_ratio"])
     rows = require_one_row(rows, ["name", "ratio"])
     starts = rows.drop_duplicates("name").assign(ratio=0.0, flops_reduction=0.0)
     rows = pd.concat([starts, rows]).drop_duplicates(["name", "ratio"])
     rows = rows.rename(columns={"flops_reduction": "value"}).assign(
-        source="ours", model="", metric="flops_reduction", dataset=_context_of(rows)
+        source="ours",
+        model="",
+        metric="flops_reduction",
+        dataset=rows["seq_len"].map(at_context),
     )
     return sort_curves(rows)
-
-
-def _context_of(savings: pd.DataFrame) -> Any:
-    """The context length of each row as text; "" if it is unknown."""
-    return savings["seq_len"].map(at_context) if "seq_len" in savings else ""
 
 
 def sort_curves(curves: pd.DataFrame) -> pd.DataFrame:
@@ -188,44 +184,17 @@ def panels_of(data: pd.DataFrame) -> list[tuple[str, str]]:
     return sorted(pairs, key=lambda pair: (order.index(pair[0]), pair[1]))
 
 
-def find_panel(
-    data: pd.DataFrame, metric: str | None, dataset: str | None
-) -> tuple[str, str]:
-    """The first (metric, data set) pair of rows with that metric and data set.
-
-    Args:
-        data: rows with columns `metric` and `dataset`.
-        metric: None takes any.
-        dataset: None takes any.
-
-    Raises:
-        SpecError: there is no such panel.
-    """
-    pairs = panels_of(data)
-    for pair in pairs:
-        if metric in {None, pair[0]} and dataset in {None, pair[1]}:
-            return pair
-    raise SpecError(
-        f"no rows of metric {metric!r} on data set {dataset!r}: the data contains "
-        f"{pairs}. Use one of those."
-    )
-
-
-def panel(
-    data: pd.DataFrame, metric: str | None, dataset: str | None
-) -> tuple[pd.DataFrame, str, str]:
-    """Our rows of one panel with the paper's rows of its metric; the first by default.
+def panel(data: pd.DataFrame, metric: str, dataset: str) -> pd.DataFrame:
+    """Our rows of one panel with the paper's rows of its metric.
 
     The paper's rows have the data set "" if they are drawn on every data set.
 
     Raises:
-        SpecError: there is no such panel.
+        SpecError: we have no such rows.
     """
-    ours, paper = data["source"].eq("ours"), data["source"].eq("paper")
-    metric, dataset = find_panel(data[ours], metric, dataset)
-    ours &= data["dataset"].eq(dataset)
-    paper &= data["dataset"].isin(["", dataset])
-    return data[data["metric"].eq(metric) & (ours | paper)], metric, dataset
+    ours = matching(data, {"source": "ours", "metric": metric, "dataset": dataset})
+    paper = data["source"].eq("paper") & data["metric"].eq(metric)
+    return pd.concat([ours, data[paper & data["dataset"].isin(["", dataset])]])
 
 
 def draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str, **line: Any) -> None:
@@ -263,19 +232,18 @@ def draw_curves(ax: Axes, rows: pd.DataFrame, *, column: str) -> None:
 def draw_paper_points(
     ax: Axes, x: Sequence[float], y: Sequence[float], *, marker: str, label: str
 ) -> None:
-    """Hollow grey points, with one legend entry for each label."""
-    known = ax.get_legend_handles_labels()[1]
+    """Hollow grey points."""
     ax.plot(
         x,
         y,
         linestyle="none",
-        marker=marker or "o",
+        marker=marker,
         markersize=6.5,
         markerfacecolor="none",
         markeredgecolor=PAPER_GREY,
         markeredgewidth=1.2,
         zorder=4,
-        label="_nolegend_" if label in known else label,
+        label=label,
     )
 
 
@@ -308,14 +276,11 @@ def name_models(ax: Axes, points: pd.DataFrame, *, column: str) -> None:
 
 
 def _draw_chance(ax: Axes, rows: pd.DataFrame) -> None:
-    """A dotted line at the accuracy of guessing, if it is known for the task."""
-    ours = rows[rows["source"].eq("ours") & rows["dataset"].isin(list(CHANCE))]
-    if ours.empty:
-        return
-    first = ours.iloc[0]
+    """A dotted line at the accuracy of guessing."""
+    first = rows[rows["source"].eq("ours")].iloc[0]
     dense = first["value"] / first["relative"]
     ax.axhline(
-        CHANCE[first["dataset"]] / dense,
+        _CHANCE / dense,
         color=REFERENCE_GREY,
         linestyle=":",
         linewidth=1.2,

@@ -17,13 +17,6 @@ from heapr_lab.storage.hashing import canonical_json
 
 
 @styled
-def settle(figure: Figure) -> None:
-    """Lay out `figure` and fix the layout: a second one may differ in the last bits."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-
-
-@styled
 def save_figure(
     figure: Figure, stem: str | Path, *, provenance: dict[str, Any]
 ) -> list[Path]:
@@ -34,7 +27,7 @@ def save_figure(
     the Keywords of the PDF.
 
     Args:
-        figure: the figure to write; its layout is fixed by `settle`.
+        figure: the figure to write; its layout is fixed.
         stem: path without a suffix; its folder is created.
         provenance: plain data that says where the numbers come from.
     """
@@ -49,7 +42,8 @@ def save_figure(
             "CreationDate": None,
         },
     }
-    settle(figure)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # a second layout may differ in the last bits
     contents = {}
     for suffix, fields in metadata.items():
         buffer = io.BytesIO()

@@ -1,7 +1,6 @@
 """Figure 1: removed share per layer; and a heat map of the widths of the experts."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 import pandas as pd
@@ -10,29 +9,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from heapr_lab.figures.style import (
+    COLORS,
     LABELS,
     add_legend,
-    figure_by_ratio,
+    figure_by,
     own_axes,
     show_percent,
     styled,
 )
-
-_RATIO_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
-
-
-class Keep(Protocol):
-    """What this module needs of a keep mask."""
-
-    @property
-    def achieved_ratio(self) -> float:
-        """Share of all routed atomic experts that are removed."""
-
-    def layer_ratios(self) -> pd.Series:
-        """Share of the atomic experts removed, per layer."""
+from heapr_lab.pruning.masks import KeepMask
 
 
-def layer_ratios_data(masks: Mapping[float, Keep]) -> pd.DataFrame:
+def layer_ratios_data(masks: Mapping[float, KeepMask]) -> pd.DataFrame:
     """Share of the atomic experts removed in each layer, for each global ratio.
 
     Args:
@@ -57,30 +45,24 @@ def layer_ratios_data(masks: Mapping[float, Keep]) -> pd.DataFrame:
 
 @styled
 def plot_layer_ratios(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Bars of the removed share per layer, with a dashed line at each global ratio.
+    """Bars of the removed share per layer, with a dashed line at the global ratio.
 
     Args:
-        data: from `layer_ratios_data`; bars of several ratios are side by side.
+        data: from `layer_ratios_data`, of one ratio.
         ax: where to draw; None makes a new figure.
 
     Returns:
         The Axes.
     """
     ax = own_axes(ax)
-    ratios = list(data["ratio"].drop_duplicates())
-    width = 0.8 / len(ratios)
-    for place, ratio in enumerate(ratios):
-        bars = data[data["ratio"].eq(ratio)]
-        color = _RATIO_COLORS[place % len(_RATIO_COLORS)]
-        shift = (place - (len(ratios) - 1) / 2) * width
-        ax.bar(bars["layer"] + shift, bars["layer_ratio"], width=width, color=color)
-        ax.axhline(
-            bars["achieved_ratio"].iloc[0],
-            color=color if len(ratios) > 1 else "#222222",
-            linestyle="--",
-            linewidth=1.2,
-            label=f"{100 * ratio:g} % of all layers",
-        )
+    ax.bar(data["layer"], data["layer_ratio"], width=0.8, color=COLORS[0])
+    ax.axhline(
+        data["achieved_ratio"].iloc[0],
+        color="#222222",
+        linestyle="--",
+        linewidth=1.2,
+        label="share removed from all layers together",
+    )
     ax.set_xlabel("MoE layer [index]")
     ax.set_ylabel(LABELS["layer_ratio"])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -97,19 +79,16 @@ def figure_layer_ratios(data: pd.DataFrame) -> Figure:
 
     def plot(rows: pd.DataFrame, *, ax: Axes) -> Axes:
         plot_layer_ratios(rows, ax=ax).set_ylim(0, top)
-        ax.get_lines()[0].set_label("share removed from all layers together")
         return ax
 
-    return figure_by_ratio(data, plot, title="{:g} % removed globally")
+    return figure_by(
+        data, "ratio", plot, title=lambda ratio: f"{100 * ratio:g} % removed globally"
+    )
 
 
 @styled
 def plot_widths(
-    widths: pd.DataFrame,
-    tokens: pd.DataFrame | None = None,
-    *,
-    full_width: int | None = None,
-    ax: Axes | None = None,
+    widths: pd.DataFrame, tokens: pd.DataFrame, *, ax: Axes | None = None
 ) -> Axes:
     """Heat map of the atomic experts kept in each expert.
 
@@ -117,8 +96,6 @@ def plot_widths(
         widths: kept atoms, layer × expert, as `KeepMask.widths()` gives them.
         tokens: routed tokens, layer × expert. The area of a dot is the expert's share
             of the tokens of its layer; × marks an expert without tokens.
-        full_width: atoms of an unpruned expert, the top of the colour scale; by
-            default the largest width.
         ax: where to draw; None makes a new figure.
 
     Returns:
@@ -132,19 +109,18 @@ def plot_widths(
         np.arange(len(widths) + 1) - 0.5,
         values,
         vmin=0,
-        vmax=full_width or values.max(),
+        vmax=values.max(),
         edgecolor="white",
         linewidth=0.4,
     )
-    if tokens is not None:
-        _draw_load(ax, tokens.reindex_like(widths))
+    _draw_load(ax, tokens.reindex_like(widths))
     step = max(1, -(-len(rows) // 24))
     ax.set_yticks(rows[::step], [str(layer) for layer in widths.index[::step]])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.invert_yaxis()
     ax.grid(visible=False)
     key = "dot area: share of the layer's tokens, ×: no token routed"
-    ax.set_xlabel("expert [index]" + (f"\n{key}" if tokens is not None else ""))
+    ax.set_xlabel(f"expert [index]\n{key}")
     ax.set_ylabel("MoE layer [index]")
     bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
     bar.set_label("atomic experts kept [count]")

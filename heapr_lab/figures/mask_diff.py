@@ -30,15 +30,12 @@ _COLORS = {"neither": "#CCCCCC", "both": "#444444", "a": "#0072B2", "b": "#D55E0
 _N_SD = 2
 
 
-def mask_diff_data(
-    a: ScoredMask, b: ScoredMask, *, most: int = _MOST_POINTS
-) -> pd.DataFrame:
+def mask_diff_data(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
     """The overlap of two masks by layer, and the ranks of their atoms.
 
     Args:
         a: a mask with its scores.
         b: another of the same model.
-        most: atoms whose ranks are drawn, as in `rank_points`.
 
     Returns:
         Rows with shown "overlap", one for each layer: layer, and as shares of its
@@ -60,7 +57,7 @@ def mask_diff_data(
     }
     layers = pd.DataFrame({k: n / counts["n_atoms"] for k, n in shares.items()})
     layers = layers.assign(shown="overlap", layer=counts["layer"])
-    points = rank_points(a, b, most=most)
+    points = rank_points(a, b, most=_MOST_POINTS)
     data = pd.concat([layers, points.assign(shown="ranks")], ignore_index=True)
     data.attrs = points.attrs | {
         "labels": (a.label, b.label),
@@ -154,15 +151,9 @@ def _ranks_title(data: pd.DataFrame) -> str:
 
 
 @styled
-def figure_mask_diff(data: pd.DataFrame, *, figure: Figure | None = None) -> Figure:
-    """Overlap by layer beside chance, and the scatter of ranks, with one legend.
-
-    Args:
-        data: from `mask_diff_data`.
-        figure: an empty one to draw in; None makes a new one.
-    """
-    figure = plt.figure(figsize=(7, 3.6)) if figure is None else figure
-    axes = figure.subplots(1, 2)
+def figure_mask_diff(data: pd.DataFrame) -> Figure:
+    """Overlap by layer beside chance, and the scatter of ranks, with one legend."""
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.6))
     for shown, ax in zip(("overlap", "ranks"), axes, strict=True):
         plot_mask_diff(data[data["shown"].eq(shown)], ax=ax)
     axes[0].set_title("removed atomic experts")

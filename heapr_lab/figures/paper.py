@@ -52,6 +52,17 @@ def short_name(model: str) -> str:
     return model.partition("MoE")[0].removesuffix("-")
 
 
+def plain_name(method: str) -> str:
+    """The name of a method without what differs between the paper's and ours.
+
+    Example:
+        >>> plain_name("D^2-MoE"), plain_name("moe-i2-like")
+        ('d2moe', 'moei2')
+    """
+    letters = "".join(letter for letter in method.lower() if letter.isalnum())
+    return letters.removesuffix("like")
+
+
 def paper_dense(model: str) -> pd.Series:
     """The unpruned model's published WikiText-2 perplexity and mean task accuracy.
 

@@ -8,7 +8,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import StepPatch
 
-from heapr_lab.errors import SpecError
 from heapr_lab.figures.style import (
     ATOM_COLOR,
     REFERENCE_GREY,
@@ -19,7 +18,7 @@ from heapr_lab.figures.style import (
 )
 from heapr_lab.importance.estimators import unit_of
 
-N_BINS = 60
+_N_BINS = 60
 _KEPT = "#CCCCCC"
 
 
@@ -48,7 +47,7 @@ class ScoreBins:
 
 
 def bin_scores(
-    scores: np.ndarray, *, edge: float | None = None, bins: int = N_BINS
+    scores: np.ndarray, *, edge: float | None = None, bins: int = _N_BINS
 ) -> ScoreBins:
     """The bin of each score; the bins cover the positive scores.
 
@@ -75,71 +74,33 @@ def bin_scores(
     return ScoreBins(edges, numbers.astype(np.min_scalar_type(len(edges))))
 
 
-def score_histogram_data(
-    scores: pd.Series, cut: float | None = None, *, bins: int = N_BINS
-) -> pd.DataFrame:
-    """Counts of the scores in bins of equal width on a logarithmic axis.
-
-    Scores of 0 (and below, if a first-order term is kept) have no logarithm; their
-    number is in `attrs["n_not_positive"]`, beside `attrs["estimator"]`.
-
-    Args:
-        scores: one score per atomic expert; the name of the series is the estimator.
-        cut: the score below which atoms are removed; it is a bin edge, so that no bin
-            contains both removed and kept atoms.
-        bins: number of bins, plus or minus one.
-
-    Returns:
-        Columns left, right (bin edges), n_atoms, removed (the bin lies below the cut).
-
-    Raises:
-        SpecError: no score is above 0.
-    """
-    values = scores.to_numpy(dtype=float)
-    binned = bin_scores(values, edge=cut, bins=bins)
-    left, right, counts = binned.edges[:-1], binned.edges[1:], binned.counts()
-    if binned.n_not_positive == len(values):
-        raise SpecError(
-            f"none of {len(values)} scores is above 0, so that a logarithmic axis is "
-            "impossible. Measure the table on text that reaches the experts."
-        )
-    data = pd.DataFrame({"left": left, "right": right, "n_atoms": counts})
-    data["removed"] = data["right"].le(cut) if cut is not None else False
-    data.attrs["n_not_positive"] = binned.n_not_positive
-    data.attrs["estimator"] = None if scores.name is None else str(scores.name)
-    return data
-
-
 @styled
 def plot_score_histogram(
-    scores: pd.Series, cut: float | None = None, *, ax: Axes | None = None
+    scores: pd.Series, cut: float, *, ax: Axes | None = None
 ) -> Axes:
     """Histogram of the scores on a logarithmic axis, removed atoms in another colour.
 
     Args:
-        scores: one score per atomic expert; the series' name labels the axis.
-        cut: the score below which atoms are removed, drawn as a line.
+        scores: one score per atomic expert; the name of the series is the estimator.
+        cut: the score below which atoms are removed, drawn as a line; it is a bin edge,
+            so that no bin contains both removed and kept atoms.
         ax: where to draw; None makes a new figure.
 
     Returns:
         The Axes.
     """
-    data = score_histogram_data(scores, cut)
+    values, estimator = scores.to_numpy(dtype=float), str(scores.name)
+    binned = bin_scores(values, edge=cut)
     picture = ScorePicture(own_axes(ax))
     picture.show(
-        np.append(data["left"], data["right"].iloc[-1]),
-        data["n_atoms"].to_numpy(),
-        name=_score_name(data.attrs["estimator"]),
-        hidden=data.attrs["n_not_positive"],
+        binned.edges,
+        binned.counts(),
+        name=f"score, {look(estimator).label} [{unit_of(estimator)}]",
+        hidden=binned.n_not_positive,
     )
-    picture.remove(data["n_atoms"].where(data["removed"], 0).to_numpy())
+    picture.remove(binned.counts(values < cut))
     add_legend(picture.ax)
     return picture.ax
-
-
-def _score_name(estimator: str | None) -> str:
-    label = f", {look(estimator).label}" if estimator else ""
-    return f"score{label} [{unit_of(estimator)}]"
 
 
 class ScorePicture:

@@ -240,19 +240,6 @@ def figure_by(
     return figure_of(data[column].drop_duplicates(), draw)
 
 
-def figure_by_ratio(
-    data: pd.DataFrame, plot: Callable[..., Axes], *, title: str
-) -> Figure:
-    """A figure with a panel for the rows of each ratio.
-
-    Args:
-        data: rows with a column `ratio`.
-        plot: draws some of them, on the Axes `ax`.
-        title: format of a panel's title, of the ratio in per cent.
-    """
-    return figure_by(data, "ratio", plot, title=lambda r: title.format(100 * r))
-
-
 def share_legend(figure: Figure) -> None:
     """One legend instead of one in each panel: where a panel is missing, or below."""
     for ax in figure.axes:

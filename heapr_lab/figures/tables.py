@@ -1,28 +1,34 @@
-"""Figure and table 8: estimators × ratios."""
+"""Figure and table 8, estimators × ratios; the tables of other figures, a summary."""
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from heapr_lab.figures.comparisons import figure_comparison, plot_comparison
-from heapr_lab.figures.curves import AS_THE_PAPER, METRICS, curves_data, sort_curves
+from heapr_lab.figures.comparisons import figure_comparison
+from heapr_lab.figures.curves import (
+    AS_THE_PAPER,
+    METRICS,
+    OF_ATOMS,
+    curves_data,
+    matching,
+    sort_curves,
+)
 from heapr_lab.figures.paper import paper_dense, paper_table
 from heapr_lab.figures.style import LABELS, look, place
+from heapr_lab.pruning.savings import at_context
 
-plot_main = plot_comparison
 DRAWN = ("heapr", "fisher", "shrunk", "heapr_total", "camera")
 """Estimators in the figure, where they were measured; the table has all."""
+_PAPER_MODEL = "DeepSeekMoE-16B-Base"
+_SUMMARY_RATIOS = (0.0, 0.1, 0.2, 0.25, 0.4, 0.5, 0.6, 0.8)
 
 
-def main_data(
-    results: pd.DataFrame, *, paper_model: str = "DeepSeekMoE-16B-Base"
-) -> pd.DataFrame:
+def main_data(results: pd.DataFrame) -> pd.DataFrame:
     """One curve per estimator over the ratios, with the paper's HEAPr on WikiText-2.
 
     An estimator that was evaluated with both scopes is shown with the global scope.
 
     Args:
         results: evaluation rows of one calibration, including dense rows.
-        paper_model: the model whose published points are added.
 
     Returns:
         A curve frame (see `heapr_lab.figures.curves`) whose `name` is the estimator.
@@ -31,20 +37,20 @@ def main_data(
     with_global = set(results.loc[results["scope"].eq("global"), "estimator"])
     main_scope = results["scope"].eq("global") | ~results["estimator"].isin(with_global)
     rows = results[dense | main_scope]
-    ours = curves_data(rows, vary="estimator", settings=AS_THE_PAPER)
-    return sort_curves(pd.concat([ours, _paper_heapr(paper_model)]))
+    ours = curves_data(rows, vary="estimator", settings=OF_ATOMS)
+    return sort_curves(pd.concat([ours, _paper_heapr()]))
 
 
-def _paper_heapr(model: str) -> pd.DataFrame:
+def _paper_heapr() -> pd.DataFrame:
     table = paper_table("main_results")
-    rows = table[table["model"].eq(model) & table["method"].eq("HEAPr")]
+    rows = table[table["model"].eq(_PAPER_MODEL) & table["method"].eq("HEAPr")]
     perplexity = rows["wikitext2_ppl"].astype(float)
     return rows[["ratio"]].assign(
         value=perplexity,
-        relative=perplexity / paper_dense(model)["perplexity"],
+        relative=perplexity / paper_dense(_PAPER_MODEL)["perplexity"],
         source="paper",
         name="heapr",
-        model=model,
+        model=_PAPER_MODEL,
         metric="perplexity",
         dataset="wikitext2",
     )
@@ -52,9 +58,7 @@ def _paper_heapr(model: str) -> pd.DataFrame:
 
 def figure_main(data: pd.DataFrame) -> Figure:
     """Every metric and data set, a panel each, of at most five estimators."""
-    names = list(dict.fromkeys(data["name"]))
-    drawn = [name for name in DRAWN if name in names] or names[: len(DRAWN)]
-    return figure_comparison(data[data["name"].isin(drawn)])
+    return figure_comparison(data[data["name"].isin(DRAWN)])
 
 
 def main_table(data: pd.DataFrame) -> pd.DataFrame:
@@ -111,3 +115,29 @@ def comparison_table(data: pd.DataFrame) -> pd.DataFrame:
             "relative to dense": rows["relative"],
         }
     ).reset_index(drop=True)
+
+
+def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
+    """Perplexities, accuracy and savings of the paper's method, a row for each ratio.
+
+    Args:
+        results: evaluation rows, including those of the dense model.
+        savings: parameters and FLOPs saved per setting.
+    """
+    dense = results[results["estimator"].eq("dense")]
+    rows = pd.concat([dense, matching(results, AS_THE_PAPER)])
+    rows = rows[rows["metric"].isin(METRICS) & rows["ratio"].isin(_SUMMARY_RATIOS)]
+    rows = rows.drop_duplicates(["ratio", "dataset", "metric"])
+    label = rows["metric"] + " " + rows["dataset"]
+    values = rows.assign(label=label).pivot(
+        index="ratio", columns="label", values="value"
+    )[label.unique()]
+    saved = matching(savings, AS_THE_PAPER).drop_duplicates("ratio").set_index("ratio")
+    (context,) = set(saved["seq_len"].map(at_context))
+    names = {
+        "parameter_reduction": "parameters saved",
+        "flops_reduction": f"FLOPs saved {context}",
+        "routed_flops_reduction": "routed FLOPs saved",
+    }
+    shares = saved[list(names)].rename(columns=names)
+    return values.join(shares.reindex(values.index, fill_value=0.0)).reset_index()

@@ -107,9 +107,7 @@ def check_tasks(tasks: Sequence[str]) -> None:
         load_tasks(list(tasks))
 
 
-def continuation_task(
-    corpus: Corpus, *, n_items: int = 400, seed: int = 0
-) -> "ConfigurableTask":
+def continuation_task(corpus: Corpus, *, n_items: int) -> "ConfigurableTask":
     """A four-way continuation task of `corpus`, as an ordinary task of the harness.
 
     Each item shows 48 words of a text and asks which of four continuations of 12 words
@@ -118,11 +116,10 @@ def continuation_task(
     Args:
         corpus: held-out text, usually a test split.
         n_items: number of items, each from another passage.
-        seed: draws the passages, the words, and the order of the choices.
     """
     from lm_eval.api.task import ConfigurableTask
 
-    items = continuation_items(corpus, n_items=n_items, seed=seed)
+    items = continuation_items(corpus, n_items=n_items)
     metrics = [
         {"metric": name, "aggregation": "mean", "higher_is_better": True}
         for name in ("acc", "acc_norm")

@@ -70,20 +70,15 @@ class PackingHFLM(HFLM):
     """HFLM of a loaded model, without progress bars and with shared prefixes."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        *,
-        tokens_at_once: int | None = None,
-        progress: Progress | None = None,
+        self, model: nn.Module, tokenizer: Any, *, progress: Progress | None = None
     ) -> None:
         super().__init__(
             pretrained=model,
             tokenizer=copy.deepcopy(tokenizer),  # it is given a padding token
             softmax_dtype=torch.float32,  # else bfloat16 rounds the likelihoods
         )
-        default = _TOKENS_AT_ONCE.get(input_device(model).type, _TOKENS_AT_ONCE["cpu"])
-        self.tokens_at_once = tokens_at_once or default
+        device = input_device(model).type
+        self.tokens_at_once = _TOKENS_AT_ONCE.get(device, _TOKENS_AT_ONCE["cpu"])
         self.progress = progress
         self.packs = backend_of(model).runs_whole and _attends_plainly(model)
         self._items: list[Any] = []

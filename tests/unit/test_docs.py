@@ -185,7 +185,7 @@ def test_the_page_of_commands_has_every_help() -> None:
     text = pages.commands_page(pages.help_texts())
     names = re.findall(r"^## heapr-lab (\S+)$", text, re.MULTILINE)
     assert names == pages.command_names()
-    assert "train-lab-model" in names
+    assert "score" in names
     for name in names:
         assert f"Usage: heapr-lab {name} " in text
     assert max(map(len, text.splitlines())) <= 100

@@ -163,7 +163,7 @@ def test_other_text_is_a_column_and_mixtures_are_not_there() -> None:
 def test_streaming_is_drawn_by_quantity() -> None:
     """Two bars of memory for each run; the bars of the stages end to end."""
     data = streaming.streaming_data(streamed_runs())
-    memory = streaming.plot_streaming(data).patches
+    memory = streaming.plot_streaming(data, quantity="memory").patches
     assert [bar.get_width() for bar in memory] == [3.0, 3.0, 1.5, 9.0]
     assert {bar.get_x() for bar in memory} == {0.0}
     ax = streaming.plot_streaming(data, quantity="time")

@@ -34,7 +34,7 @@ def picture(path: Path, description: str | None) -> Path:
 
 def test_a_figure_says_where_it_came_from(tmp_path: Path) -> None:
     """What it was saved with, whatever the signs; PDF has the same for its readers."""
-    data = figures.atomic_expert_data(d_model=2, d_inter=2, atom=1)
+    data = figures.atomic_expert_data()
     figure = figures.figure_atomic_expert(data)
     png, pdf = figures.save_figure(figure, tmp_path / "figure", provenance=SAID)
     assert read_provenance(str(png)) == SAID

@@ -4,11 +4,10 @@ import pandas as pd
 import pytest
 
 from benchmarks.index import results_of
-from benchmarks.readme import _refuted, claims_table
+from benchmarks.readme import _refuted, claims_table, kept_of_items
 from heapr_lab.experiments import claims as tested
 from heapr_lab.experiments.claims import Evidence, claims
 from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNTESTED
-from heapr_lab.experiments.summary import summary_table
 from heapr_lab.figures import bins_data
 from heapr_lab.storage import paths
 
@@ -94,7 +93,7 @@ def verdicts(**changes: object) -> "pd.Series[str]":
 
 def test_there_are_twelve_each_with_a_verdict() -> None:
     """What was not measured says so, and the paper's numbers are from its tables."""
-    table = claims(Evidence("text", tested.NO_WINDOWS))
+    table = claims(Evidence("text"))
     assert table["number"].tolist() == list(range(1, 13))
     assert table["verdict"].tolist() == ["agrees", *["cannot be tested here"] * 11]
     paper = table.set_index("number")["paper"]
@@ -149,12 +148,12 @@ def test_accuracy_counts_item_by_item() -> None:
     """Half of the items lost on all of forty is more than 0.03."""
     right = {("dense", 0.0): [1] * 40, ("heapr", 0.2): [1, 0] * 20}
     assert verdicts(items=items(right))[3] == "disagrees"
-    kept = tested.kept_of_items(items(right), {0.2: 0.1})
+    kept = kept_of_items(items(right), {0.2: 0.1})
     assert kept["value"].tolist() == [0.5]
     assert verdicts(kept=kept)[9] == "disagrees"
     # What is kept is of the items that both were asked.
     more = {("dense", 0.0): [1] * 40 + [0] * 40, ("heapr", 0.2): [1, 0] * 20}
-    kept = tested.kept_of_items(items(more), {0.2: 0.1})
+    kept = kept_of_items(items(more), {0.2: 0.1})
     assert kept["value"].tolist() == [0.5]
 
 
@@ -244,7 +243,7 @@ def test_rivals_lose_more_on_every_window(naee: float, verdict: str) -> None:
 
 def test_refuted_claims_come_first() -> None:
     """The table of README.md, of the committed pretrained model and a lab model."""
-    lab = claims(Evidence("text", tested.NO_WINDOWS))
+    lab = claims(Evidence("text"))
     table = claims_table(lab, {"real": results_of("real")})
     bold = table.astype(str).apply(lambda row: "**disagrees**" in " ".join(row), axis=1)
     assert len(table) == 12
@@ -260,33 +259,3 @@ def test_a_claim_is_refuted_by_either_calibration() -> None:
     table = _refuted(ours.set_axis(columns, axis=1), others.set_axis(columns, axis=1))
     assert table["verdict"].tolist() == [DISAGREES, DISAGREES, AGREES]
     assert table["found"].tolist() == ["a; calibrated on pydocs x", "b", "z"]
-
-
-def test_the_summary_has_a_row_per_ratio() -> None:
-    """Dense and 20 %, with what is saved; nothing is saved of the dense model."""
-    setting = {"granularity": "atom", "structure": "ragged", "scope": "global"}
-    results = pd.DataFrame(
-        [
-            {**setting, "estimator": name, "ratio": ratio, "dataset": "text", **values}
-            for name, ratio, perplexity in (
-                ("dense", 0.0, 100.0),
-                ("heapr", 0.2, 100.5),
-            )
-            for values in (
-                {"metric": "perplexity", "value": perplexity},
-                {"metric": "accuracy", "value": 0.5},
-            )
-        ]
-    )
-    saved = {
-        "ratio": 0.2,
-        "parameter_reduction": 0.15,
-        "flops_reduction": 0.08,
-        "routed_flops_reduction": 0.19,
-        "seq_len": 256,
-    }
-    savings = pd.DataFrame([{**setting, "estimator": "heapr", **saved}])
-    table = summary_table(results, savings)
-    assert table["ratio"].tolist() == [0.0, 0.2]
-    assert table["perplexity text"].tolist() == pytest.approx([100.0, 100.5])
-    assert table["FLOPs saved at 256 tokens of context"].tolist() == [0.0, 0.08]

@@ -54,10 +54,10 @@ def test_windows_are_paired() -> None:
     ]
     columns = ["method", "ratio", "corpus", "window", "nll"]
     windows = pd.DataFrame(rows, columns=columns)
-    difference = loss_difference(windows, "a", "dense", 0.2, of=0.0)
+    difference = loss_difference(windows, "a", "dense", 0.2)
     assert difference is not None
     assert (difference.low, difference.high) == pytest.approx((0.1, 0.1))
-    assert loss_difference(windows, "b", "dense", 0.2, of=0.0) is None
+    assert loss_difference(windows, "b", "dense", 0.2) is None
     assert accuracy_difference(pd.DataFrame(), "a", "dense", 0.2) is None
 
 
@@ -73,7 +73,7 @@ def test_items_are_paired() -> None:
     ]
     columns = ["method", "ratio", "task", "item", "acc", "acc_norm"]
     items = pd.DataFrame(rows, columns=columns)
-    difference = accuracy_difference(items, "a", "dense", 0.2, of=0.0)
+    difference = accuracy_difference(items, "a", "dense", 0.2)
     assert difference is not None
     assert difference.value == pytest.approx(-1 / 3)
-    assert accuracy_difference(items, "b", "dense", 0.2, of=0.0) is None
+    assert accuracy_difference(items, "b", "dense", 0.2) is None

@@ -8,6 +8,8 @@ from figure_rows import ROUTED_SHARE, evaluation, lines_of
 from heapr_lab import figures
 from heapr_lab.errors import SpecError
 
+CONTEXT = "at 256 tokens of context"
+
 
 def test_calibration_size_is_mean_and_spread_over_seeds() -> None:
     """Values and error bars are pandas' mean and standard deviation over seeds."""
@@ -28,7 +30,7 @@ def test_calibration_size_is_mean_and_spread_over_seeds() -> None:
         ]
         + [evaluation(0.0, "wikitext2", 19.5, estimator="dense")]
     )
-    data = figures.calibration_size_data(frame)
+    data = figures.calibration_size_data(frame, ratio=0.2)
     pruned = frame[frame["estimator"].eq("heapr")]
     expected = pruned.groupby(["calibration", "n_sequences"])["value"].agg(
         ["mean", "std"]
@@ -37,7 +39,7 @@ def test_calibration_size_is_mean_and_spread_over_seeds() -> None:
     assert data["spread"].to_numpy() == pytest.approx(expected["std"].to_numpy())
     assert set(data["n_seeds"]) == {3}
     assert set(data["dense"]) == {19.5}
-    ax = figures.plot_calibration_size(data)
+    ax = figures.plot_calibration_size(data, metric="perplexity", dataset="wikitext2")
     drawn = lines_of(ax)["calibrated on PTB"]
     rows = data[data["calibration"].eq("ptb")]
     assert drawn == pytest.approx(rows[["n_sequences", "value"]].to_numpy())
@@ -75,16 +77,13 @@ def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
 def test_flops_say_at_which_context_they_were_counted(
     results: pd.DataFrame, savings: pd.DataFrame
 ) -> None:
-    """The boundary's legend and the granularity's title say it, where it is known."""
-    told = "at 256 tokens of context"
-    for frame, known in ((savings, False), (savings.assign(seq_len=256), True)):
-        data = figures.boundary_data(results, frame)
-        ax = figures.plot_boundary(data, quantity="flops_reduction")
-        assert (f"FLOPs {told}" in lines_of(ax)) == known
-        data = figures.granularity_data(results, frame)
-        ax = figures.plot_granularity(data, metric="flops_reduction")
-        title = ax.get_title(loc="left")
-        assert title == "whole model" + f"\n{told}" * known
+    """The boundary's legend and the granularity's title say it."""
+    data = figures.boundary_data(results, savings)
+    ax = figures.plot_boundary(data, quantity="flops_reduction")
+    assert f"FLOPs {CONTEXT}" in lines_of(ax)
+    data = figures.granularity_data(results, savings)
+    ax = figures.plot_comparison(data, metric="flops_reduction", dataset=CONTEXT)
+    assert ax.get_title(loc="left") == f"whole model\n{CONTEXT}"
 
 
 def test_boundary_curves_are_the_evaluation_rows(
@@ -110,7 +109,7 @@ def test_granularity_compares_atoms_with_experts(
 ) -> None:
     """Each granularity has its own curve, and the paper's points their own marker."""
     data = figures.granularity_data(results, savings)
-    ax = figures.plot_granularity(data, metric="perplexity")
+    ax = figures.plot_comparison(data, metric="perplexity", dataset="wikitext2")
     drawn = lines_of(ax)
     assert drawn["atomic experts"][-1] == pytest.approx([0.5, 1.05])
     assert drawn["whole experts"][-1] == pytest.approx([0.5, 1.2])
@@ -126,14 +125,16 @@ def test_granularity_compares_atoms_with_experts(
     }
     assert [text.get_text() for text in ax.texts] == ["DeepSeek"]
     assert ax.get_ylabel() == "perplexity ÷ dense [×] ↓"
-    flops = figures.plot_granularity(data, metric="flops_reduction")
+    flops = figures.plot_comparison(data, metric="flops_reduction", dataset=CONTEXT)
     assert lines_of(flops)["atomic experts"][:, 1] == pytest.approx([0, 0.08, 0.2])
 
 
 def test_scope_compares_global_with_layer_wise(results: pd.DataFrame) -> None:
     """Curves are named by scope; the paper's are Qwen1.5-MoE's accuracies kept."""
     data = figures.scope_data(results)
-    drawn = lines_of(figures.plot_scope(data, metric="accuracy"))
+    drawn = lines_of(
+        figures.plot_comparison(data, metric="accuracy", dataset="continuation")
+    )
     assert drawn["global (HEAPr-G)"][-1, 1] == pytest.approx(0.95)
     assert drawn["layer-wise (HEAPr-L)"][-1, 1] == pytest.approx(0.9)
     paper = data[data["source"].eq("paper")].set_index(["name", "ratio"])

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from figure_rows import Keep
+from figure_rows import keep_of
 
 from heapr_lab import figures
 from heapr_lab.figures.files import format_column, table_markdown
@@ -15,7 +15,7 @@ from heapr_lab.figures.files import format_column, table_markdown
 
 def test_the_same_figure_is_the_same_bytes(tmp_path: Path) -> None:
     """Two figures of the same data, and one figure saved twice, are equal files."""
-    data = figures.layer_ratios_data({0.25: Keep(0.4, 0.1)})
+    data = figures.layer_ratios_data({0.25: keep_of(4, 1)})
     source = {"spec": "abc", "ratio": 0.25}
     figure = figures.figure_layer_ratios(data)
     first = figures.save_figure(figure, tmp_path / "a" / "bars", provenance=source)

@@ -2,14 +2,14 @@
 
 import pandas as pd
 import pytest
-from figure_rows import Keep
+from figure_rows import keep_of
 
 from heapr_lab import figures
 
 
 def test_layer_bars_are_the_removed_shares() -> None:
     """Bars are the layers' shares in per cent, the line is the global ratio."""
-    data = figures.layer_ratios_data({0.25: Keep(0.4, 0.1), 0.5: Keep(0.7, 0.3)})
+    data = figures.layer_ratios_data({0.25: keep_of(4, 1), 0.5: keep_of(7, 3)})
     by_hand = data.groupby("ratio")["layer_ratio"].mean().to_dict()
     assert by_hand == pytest.approx({0.25: 0.25, 0.5: 0.5})
     ax = figures.plot_layer_ratios(data[data["ratio"].eq(0.25)])
@@ -25,7 +25,7 @@ def test_width_heat_map_holds_the_widths() -> None:
     """Cells are the widths, dots the used experts, crosses the unrouted ones."""
     widths = pd.DataFrame([[4, 0, 2], [1, 3, 4]], index=[1, 3])
     tokens = pd.DataFrame([[10, 0, 30], [5, 5, 10]], index=[1, 3])
-    ax = figures.plot_widths(widths, tokens, full_width=4)
+    ax = figures.plot_widths(widths, tokens)
     mesh, dots, crosses = ax.collections
     assert mesh.get_array().tolist() == widths.to_numpy().tolist()
     assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "3"]

@@ -47,11 +47,12 @@ def test_points_stand_at_their_ranks_in_the_colour_of_their_fate() -> None:
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("rank, A [%]", "rank, B [%]")
 
 
-def test_a_sample_says_of_how_many_it_is() -> None:
+def test_a_sample_says_of_how_many_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The title says it; ranks within layers are named as such."""
+    monkeypatch.setattr("heapr_lab.figures.mask_diff._MOST_POINTS", 4)
     a, b = scored_masks()
     inside = ScoredMask("B", b.keep, b.scores, within_layer=True)
-    data = figures.mask_diff_data(a, inside, most=4)
+    data = figures.mask_diff_data(a, inside)
     ax = figures.plot_mask_diff(data[data["shown"].eq("ranks")])
     assert ax.get_title("left").startswith("ranks of 4 of 10 atoms\n")
     assert ax.get_xlabel() == "rank in the layer, A [%]"

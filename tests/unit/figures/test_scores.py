@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 
 from heapr_lab import figures
-from heapr_lab.errors import SpecError
 from heapr_lab.figures.scores import ScorePicture, bin_scores
 from heapr_lab.importance.estimators import ESTIMATORS
 
@@ -40,6 +39,7 @@ def test_bins_reach_over_all_scales() -> None:
     assert binned.counts().sum() == 3
     assert binned.counts()[0] == binned.counts()[-2:].sum() == 1
     assert bin_scores(np.zeros(3)).counts().sum() == 0
+    assert bin_scores(np.full(7, 0.3)).counts().sum() == 7
 
 
 def test_score_histogram_counts_every_positive_score_once() -> None:
@@ -47,40 +47,28 @@ def test_score_histogram_counts_every_positive_score_once() -> None:
     values = lognormal(1000)
     scores = pd.Series([0.0, 0.0, *values], name="heapr")
     cut = float(np.sort(values)[250])
-    data = figures.score_histogram_data(scores, cut)
-    assert data["n_atoms"].sum() == 1000
-    assert data.attrs["n_not_positive"] == 2
-    assert data.loc[data["removed"], "n_atoms"].sum() == (values < cut).sum() == 250
     ax = figures.plot_score_histogram(scores, cut)
     every, removed = (stairs.get_data().values.sum() for stairs in ax.patches)
     assert (every, removed) == (1000, 250)
     assert set(ax.get_lines()[0].get_xdata()) == {cut}
     assert ax.get_title(loc="left") == "not shown: 2 with a score of 0 or less"
-    with pytest.raises(SpecError, match="none of 2 scores is above 0"):
-        figures.score_histogram_data(pd.Series([0.0, 0.0]))
 
 
-def test_score_histogram_without_a_cut() -> None:
-    """Nothing is removed, in the legend neither, and no line is seen."""
-    ax = figures.plot_score_histogram(pd.Series(lognormal(50)))
+def test_score_histogram_with_nothing_removed() -> None:
+    """It is not in the legend, and no line is seen; the estimator may be unknown."""
+    ax = figures.plot_score_histogram(pd.Series(lognormal(50), name="of my own"), 0.0)
     assert ax.get_legend_handles_labels()[1] == ["kept"]
     assert not ax.get_lines()[0].get_visible()
-    assert ax.get_xlabel() == "score [arbitrary unit]"
+    assert ax.get_xlabel() == "score, of my own [arbitrary unit]"
     assert ax.get_title(loc="left") == ""
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_axis_has_the_unit_of_the_registry(estimator: str) -> None:
     """The name of the scores says whose they are, and in what."""
-    ax = figures.plot_score_histogram(pd.Series(lognormal(50), name=estimator))
+    ax = figures.plot_score_histogram(pd.Series(lognormal(50), name=estimator), 1.0)
     label = figures.look(estimator).label
     assert ax.get_xlabel() == f"score, {label} [{ESTIMATORS[estimator].unit}]"
-
-
-def test_score_histogram_of_equal_scores_has_them_all() -> None:
-    """One value, repeated, is one full bin."""
-    data = figures.score_histogram_data(pd.Series([0.3] * 7))
-    assert data["n_atoms"].sum() == 7
 
 
 def test_a_picture_that_was_changed_is_the_one_drawn_anew() -> None:

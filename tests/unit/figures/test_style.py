@@ -3,7 +3,7 @@
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pandas as pd
-from figure_rows import Keep
+from figure_rows import keep_of
 from matplotlib.text import Text
 
 from heapr_lab import figures
@@ -15,11 +15,11 @@ def test_the_style_ends_with_the_figure() -> None:
     """Plotting leaves the caller's settings alone, and never draws on their Axes."""
     before = dict(mpl.rcParams)
     _, theirs = plt.subplots()
-    ax = figures.plot_layer_ratios(figures.layer_ratios_data({0.5: Keep(0.7, 0.3)}))
+    ax = figures.plot_layer_ratios(figures.layer_ratios_data({0.5: keep_of(7, 3)}))
     assert dict(mpl.rcParams) == before
     assert ax is not theirs
     assert not theirs.has_data()
-    data = figures.layer_ratios_data({0.5: Keep(0.7, 0.3)})
+    data = figures.layer_ratios_data({0.5: keep_of(7, 3)})
     assert figures.plot_layer_ratios(data, ax=theirs) is theirs
 
 
@@ -44,7 +44,7 @@ def test_type_is_readable_at_readme_width(
 
 def test_names_are_no_formulas() -> None:
     """The legend of one Axes, or of all, can be drawn."""
-    data = figures.layer_ratios_data({0.5: Keep(0.7, 0.3)})
+    data = figures.layer_ratios_data({0.5: keep_of(7, 3)})
     for draw in (style.add_legend, lambda ax: style.share_legend(ax.figure)):
         ax = figures.plot_layer_ratios(data)
         ax.plot([0, 1], [0, 1], label="$x^^2$")

@@ -43,3 +43,14 @@ def test_the_main_figure_has_few_estimators(results: pd.DataFrame) -> None:
     shown = {text.get_text() for text in legend.get_texts()}
     assert "Fisher" in shown
     assert not {"magnitude", "random"} & shown
+
+
+def test_the_summary_has_a_row_per_ratio(
+    results: pd.DataFrame, savings: pd.DataFrame
+) -> None:
+    """Dense, 20 and 50 %, with what is saved; nothing is saved of the dense model."""
+    table = figures.summary_table(results, savings)
+    assert table["ratio"].tolist() == [0.0, 0.2, 0.5]
+    assert table["perplexity wikitext2"].tolist() == pytest.approx([20, 20.4, 21])
+    saved = table["FLOPs saved at 256 tokens of context"].tolist()
+    assert saved == pytest.approx([0, 0.08, 0.2])
