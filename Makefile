@@ -1,4 +1,4 @@
-# make help tells what there is. Plain pip equivalents stand in the README.
+# make help tells what there is.
 
 # The first Python of at least 3.11 that runs and can make an environment.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \

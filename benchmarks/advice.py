@@ -19,7 +19,15 @@ COUNTED = ("compress", "fisher + compensation", "elimination + compensation")
 _ERRORS = 2.0
 """Standard errors that a difference exceeds to count."""
 _METHODS = ("heapr", "heapr-expert", "reap", "evoesap")
-_OF_EXPERTS = ("heapr-expert", "reap", "frequency", "hc-smoe", "mc-smoe")
+_OF_EXPERTS = (
+    "heapr-expert",
+    "naee",
+    "reap",
+    "frequency",
+    "hc-smoe",
+    "sub-moe-like",
+    "mc-smoe",
+)
 _USUAL = (0.4, 0.6)
 _MIXTURE = "0.5*pydocs + 0.5*wikitext2"
 

@@ -92,7 +92,7 @@ _ORDER = (DISAGREES, UNDECIDED, AGREES, UNTESTED)
 _REPRODUCED = paths.project_dir() / "data" / "smolmoe" / "claims.csv"
 """From `make reproduce MODEL=smolmoe`, which calibrates on pydocs; `make publish` takes
 its table, if there is one."""
-_REAL, _LAB = "`smolmoe`, pretrained", "`lab`, trained here"
+_REAL, _LAB = "`smolmoe`, carved from SmolLM2", "`lab`, trained here"
 
 
 def real_evidence(rows: pd.DataFrame) -> Evidence:

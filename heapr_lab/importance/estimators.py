@@ -299,9 +299,9 @@ def find_estimator(name: str) -> Estimator:
     return ESTIMATORS[name]
 
 
-def unit_of(name: str | None) -> str:
+def unit_of(name: str) -> str:
     """The unit of the scores of estimator `name`; arbitrary if it is unknown."""
-    return ESTIMATORS[name].unit if name and name in ESTIMATORS else _NO_UNIT
+    return ESTIMATORS[name].unit if name in ESTIMATORS else _NO_UNIT
 
 
 def complete_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
