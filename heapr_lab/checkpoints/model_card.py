@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from heapr_lab.checkpoints.provenance import read_provenance
+from heapr_lab.errors import CacheError
 from heapr_lab.models.folders import is_native, read_config
 from heapr_lab.pruning.savings import at_context
 
@@ -96,7 +97,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
         percent=1 - manifest["atoms_kept"] / manifest["atoms"],
         kept=manifest["atoms_kept"],
         atoms=manifest["atoms"],
-        selected=_selected_by(manifest["selection"].get("estimator")),
+        selected=_selected_by(manifest),
         rows="\n".join(f"| {key} | {value} |" for key, value in _rows(manifest)),
         held_out=_held_out(manifest.get("held_out", [])),
         use=use,
@@ -109,7 +110,10 @@ def _is_stock(manifest: Mapping[str, Any]) -> bool:
     return uniform
 
 
-def _selected_by(estimator: str | None) -> str:
+def _selected_by(manifest: Mapping[str, Any]) -> str:
+    estimator = manifest["selection"].get("estimator")
+    if estimator is None and "compression" in manifest:
+        return f"the\nmethod `{manifest['compression']['method']}` of heapr_lab"
     if estimator is None:
         return "a\nmask given by hand"
     if estimator != "heapr":
@@ -125,6 +129,11 @@ def loading_code(folder: Path) -> str:
         SpecError: its configuration is.
     """
     manifest = read_provenance(folder)
+    if not isinstance(manifest.get("structure"), str):
+        raise CacheError(
+            f"the manifest in {folder} names no structure: take the one that was "
+            "written with the weights"
+        )
     name = _class_of(manifest)
     plain = _is_stock(manifest) and is_native(read_config(folder))
     lines = [] if plain else ["import heapr_lab"]

@@ -105,7 +105,7 @@ def _camera(request: Request) -> AtomCompression:
     """The atoms of each layer with the largest scores are kept.
 
     Raises:
-        SpecError: alpha is no share.
+        SpecError: alpha is not in [0, 1].
     """
     alpha = request.options["alpha"]
     if not 0 <= alpha <= 1:

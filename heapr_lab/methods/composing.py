@@ -1,4 +1,4 @@
-"""Experts in place of a model's own, made of shared matrices, in a context.
+"""Experts in place of a model's own, made of shared matrices: in a context, or a copy.
 
 Merged experts, experts of low rank, a common base with differences, and constants are
 all `Composition`s; with `kept`, experts are dropped with their rows of the router, too.
@@ -24,9 +24,11 @@ from heapr_lab.methods.dropping import KeptExperts, dropping
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.identity import refuse_disturbed
+from heapr_lab.models.modes import copied
 
 Compositions = Mapping[int, Composition]
 """The experts that each layer gets in place of its own."""
+_REMEDY = "drop or replace experts of the dense model"
 
 
 def refuse_streamed(model: nn.Module) -> None:
@@ -81,13 +83,34 @@ def composing(
             streamed, or a mask or hook is active.
         LayoutError: experts cannot be replaced or dropped exactly.
     """
-    refuse_disturbed(model, remedy="drop or replace experts of the dense model")
+    refuse_disturbed(model, remedy=_REMEDY)
     with contextlib.ExitStack() as contexts:
         if kept is not None:
             contexts.enter_context(dropping(model, kept))
         for layer, module in _made(model, compositions):
             contexts.enter_context(_swapped(model, layer.name, module))
         yield model
+
+
+def composed(
+    model: nn.Module, compositions: Compositions, kept: KeptExperts | None = None
+) -> nn.Module:
+    """A copy of `model` with other experts; `model` is not changed meanwhile.
+
+    Nothing is made twice: of a twin that has the model's experts, only those of them
+    that are left as they are have to be copied.
+
+    Raises:
+        SpecError: as `composing`.
+        LayoutError: as `composing`.
+    """
+    refuse_streamed(model)
+    refuse_disturbed(model, remedy=_REMEDY)
+    experts = [layer.module for layer in find_experts(model)]
+    dense = {id(tensor): tensor for module in experts for tensor in module.parameters()}
+    with composing(copied(model, {**dense}), compositions, kept) as twin:
+        tensors = (*twin.parameters(), *twin.buffers())
+        return copied(twin, {id(t): t for t in tensors if id(t) not in dense})
 
 
 @contextlib.contextmanager

@@ -13,12 +13,11 @@ from torch import nn
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.methods.composed_experts import flops_of, n_parameters
-from heapr_lab.methods.composing import Compositions, composing
+from heapr_lab.methods.composing import Compositions, composed, composing
 from heapr_lab.methods.dropping import KeptExperts
-from heapr_lab.methods.ordinary import save_ordinary
+from heapr_lab.methods.ordinary import renumber, save_ordinary
 from heapr_lab.models.architecture import LayerShape, expert_shares
 from heapr_lab.models.experts import describe
-from heapr_lab.models.modes import copied
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
 from heapr_lab.repr_html import card_html
@@ -83,29 +82,46 @@ class Compression(abc.ABC):
     def apply(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
         """A context in which `model` computes what the compressed model computes."""
 
+    @abc.abstractmethod
     def materialise(self, model: nn.Module) -> nn.Module:
-        """The compressed model, which shares nothing with `model`.
-
-        Raises:
-            SpecError: as `apply`.
-            LayoutError: as `apply`.
-        """
-        with self.apply(model):
-            return copied(model, {})
+        """The compressed model, which shares nothing with `model`."""
 
     @abc.abstractmethod
     def savings(self, model: nn.Module) -> Savings:
         """What it saves, counted exactly."""
 
-    def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
-        """Write the compressed model by `save_ordinary`, which takes `options`.
+    def save(
+        self,
+        model: nn.Module,
+        folder: Path | str,
+        *,
+        tokenizer: Any = None,
+        base: str | None = None,
+    ) -> Path:
+        """Write the compressed model, with a manifest that says how it was made.
+
+        Where atoms are removed, it is as `save_pruned` writes it, with mask and card;
+        otherwise an ordinary checkpoint of the family, without a card.
+
+        Args:
+            model: the dense model.
+            folder: a new folder.
+            tokenizer: the tokenizer to save; by default that of the dense model.
+            base: name of the dense model; by default where it was loaded from.
+
+        Returns:
+            `folder`.
 
         Raises:
             SpecError: the family's configuration cannot express its experts, the folder
                 is not empty, or it was fitted to another model.
         """
         small = self.materialise(model)
-        return save_ordinary(small, folder, self.made.facts, like=model, **options)
+        return self._write(small, Path(folder), tokenizer=tokenizer, base=base)
+
+    @abc.abstractmethod
+    def _write(self, small: nn.Module, folder: Path, **names: Any) -> Path:
+        """Write what `materialise` returned; `names` are the tokenizer and the base."""
 
     def _facts(self) -> dict[str, str]:
         made = self.made
@@ -175,14 +191,8 @@ class AtomCompression(Compression):
             ),
         )
 
-    def save(self, model: nn.Module, folder: Path | str, **options: Any) -> Path:
-        """Write the pruned model by `save_pruned`, which takes `options`.
-
-        Raises:
-            SpecError: the folder is not empty, or it was fitted to another model.
-        """
-        facts = self.made.facts
-        return save_pruned(self.materialise(model), folder, facts=facts, **options)
+    def _write(self, small: nn.Module, folder: Path, **names: Any) -> Path:
+        return save_pruned(small, folder, facts=self.made.facts, **names)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -206,6 +216,21 @@ class ExpertComposition(Compression):
             LayoutError: the experts cannot be replaced exactly.
         """
         return composing(model, self.compositions, self.kept)
+
+    def materialise(self, model: nn.Module) -> nn.Module:
+        """A copy, with the number of its experts in its configuration if that can be.
+
+        Raises:
+            SpecError: as `apply`.
+            LayoutError: as `apply`.
+        """
+        small = composed(model, self.compositions, self.kept)
+        renumber(small, like=model)
+        return small
+
+    def _write(self, small: nn.Module, folder: Path, **names: Any) -> Path:
+        facts = self.made.facts | {"experts_kept": self.kept}
+        return save_ordinary(small, folder, facts, **names)
 
     @property
     def achieved_ratio(self) -> float:

@@ -1,4 +1,4 @@
-"""What methods of low rank have in common, and `svd`, the control that is no more.
+"""What low-rank methods have in common, and `svd`, the control that does nothing else.
 
 Factors L R in place of a matrix W change its outputs for inputs x with the second
 moment M = Σ x xᵀ = S Sᵀ by Σ ‖(W − L R) x‖² = ‖(W − L R) S‖². For a given rank that is

@@ -12,6 +12,7 @@ from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.composed_experts import ComposedExperts
+from heapr_lab.methods.expert_axes import COUNTS
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.storage import files
@@ -22,20 +23,18 @@ def save_ordinary(
     folder: Path | str,
     facts: Mapping[str, Any],
     *,
-    like: Any,
     tokenizer: Any = None,
     base: str | None = None,
 ) -> Path:
-    """Write `small`, which was made of the dense model `like`, with a manifest.
+    """Write `small`, which was made of a dense model, with a manifest.
 
     Transformers and engines load it as any model of its family. Weights are in the type
     of the dense model's files, if these are on this machine.
 
     Args:
-        small: a copy of `like` with fewer experts, or other weights.
+        small: a model with fewer experts, or other weights, after `renumber`.
         folder: a new folder.
         facts: plain data for the manifest, with the name of the `method`.
-        like: the dense model.
         tokenizer: the tokenizer to save; by default that of the dense model.
         base: name of the dense model; by default where it was loaded from.
 
@@ -47,15 +46,13 @@ def save_ordinary(
             not empty or not writable.
         CacheError: the files changed while they were written.
     """
-    config = _config_of(small, like)
-    if config is None:
+    if not _expresses(small.config, small):
         raise SpecError(
             f"{facts['method']} leaves experts that no configuration of "
-            f"{type(like).__name__} can express, expected dense ones, equally many in "
-            "each layer: measure the model with apply, or materialise it"
+            f"{type(small).__name__} can express. Expected dense experts, equally many "
+            "in each layer: measure the model with apply, or materialise it"
         )
-    small.config = config
-    base = base or config._name_or_path
+    base = base or small.config._name_or_path
     small = in_dtype(small, stored_dtype(small))
     with new_folder(Path(folder)) as partial:
         small.save_pretrained(partial)
@@ -69,24 +66,43 @@ def save_ordinary(
     return Path(folder)
 
 
-def _config_of(small: Any, like: Any) -> Any | None:
-    """The configuration of a model like `small`; None if its family has none.
+def renumber(small: Any, *, like: nn.Module) -> None:
+    """Set the number of experts in the configuration and the modules of `small`.
 
-    A family may have several names for the number of experts.
+    Nothing changes where the family's configuration cannot express it. It may have
+    several names for the number, and the model one of its own, for router losses.
+
+    Args:
+        small: a copy of `like` with fewer experts, or other weights.
+        like: the dense model.
     """
     layers = find_experts(like)
     modules: list[Any] = [small.get_submodule(layer.name) for layer in layers]
     before = {layer.n_experts for layer in layers}
     after = {len(m.down_proj) for m in modules if not isinstance(m, ComposedExperts)}
-    if len(before) != 1 or len(after) != 1:
-        return None
+    if len(before) != 1 or len(after) != 1 or before == after:
+        return
     config = copy.deepcopy(small.config)
+    _set_counts(config, *before, *after)
+    if _expresses(config, small):
+        _set_counts(small.config, *before, *after)
+        for module in small.modules():
+            for name in COUNTS:
+                if vars(module).get(name) in before:
+                    setattr(module, name, *after)
+
+
+def _set_counts(config: Any, before: int, after: int) -> None:
     plain = config.get_text_config()
     for name, value in plain.to_dict().items():
-        if "experts" in name and type(value) is int and value in before:
-            setattr(plain, name, *after)
-    return config if _shapes(skeleton_of(config)) == _shapes(small) else None
+        if "experts" in name and type(value) is int and value == before:
+            setattr(plain, name, after)
 
 
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+def _expresses(config: Any, model: nn.Module) -> bool:
+    """Whether `config` is that of a model with the shapes of `model`."""
+    shapes = [
+        {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}
+        for each in (skeleton_of(config), model)
+    ]
+    return shapes[0] == shapes[1]

@@ -37,13 +37,13 @@ FORMAT_VERSION = 1
 _COMPOSED = "heapr_composed"
 """What earlier versions wrote in place of `METHOD` for other papers' methods."""
 _GONE = {
-    "output_bias": "output biases",
-    "quantised": "weights that are integers",
-    "experts": "matrices that they share, or factors",
-    "n_kept": "other numbers in each layer",
-    "skipping": "thresholds of dynamic skipping",
+    "output_bias": "experts with output biases",
+    "quantised": "experts whose weights are integers",
+    "experts": "experts that share matrices, or are factors",
+    "n_kept": "layers that keep different numbers of experts",
+    "skipping": "experts with thresholds of dynamic skipping",
 }
-"""What experts had in earlier checkpoints, by the field that says so."""
+"""What earlier checkpoints had, by the field that says so."""
 CODE_NAME = "modeling_heapr"
 """Name of the copy of this file in a checkpoint."""
 
@@ -547,9 +547,8 @@ def check_format(settings: Mapping[str, Any]) -> None:
     for name, what in _GONE.items():
         if settings.get(name):
             raise ValueError(
-                f"the experts of the checkpoint have {what}, which heapr-lab 0.1 of "
-                "2026-11 wrote and reads: load it with that version, or prune the base "
-                "model again"
+                f"the checkpoint has {what}, which heapr-lab 0.1 of 2026-11 wrote and "
+                "reads: load it with that version, or make it again from the base model"
             )
     version = settings.get("format_version", FORMAT_VERSION)
     if not isinstance(version, int) or version > FORMAT_VERSION:

@@ -97,15 +97,55 @@ def test_in_a_context_as_a_copy_and_on_disk(family: str, tmp_path: Path) -> None
         small = describe(model)
     shapes = describe(model).layers
     compression = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
-    copy = compression.materialise(model)
+    copy: Any = compression.materialise(model)
     assert torch.equal(logits_of(copy, IDS), applied)
     assert (applied - dense).abs().max() > 0.01
     assert small.n_parameters == sum(p.numel() for p in copy.parameters())
-    loaded = reloaded(compression.save(model, tmp_path / "out", base=""))
-    assert type(loaded) is type(model)
-    torch.testing.assert_close(logits_of(loaded, IDS), applied, **EXACT)
+    copy.save_pretrained(tmp_path / "plain")
+    folder = compression.save(model, tmp_path / "out", base="")
+    for loaded in map(reloaded, (tmp_path / "plain", folder)):
+        assert type(loaded) is type(model)
+        torch.testing.assert_close(logits_of(loaded, IDS), applied, **EXACT)
     torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
     assert torch.equal(logits_of(model, IDS), dense)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v3"])
+def test_the_copy_has_its_own_numbers(family: str) -> None:
+    """In the configuration, which its modules share, and for the router's loss."""
+    model: Any = tiny_model(family)
+    kept, shapes = kept_of(model), describe(model).layers
+    compression = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
+    copy: Any = compression.materialise(model)
+    assert (model.config.num_local_experts, copy.config.num_local_experts) == (4, 3)
+    assert copy.model.config is copy.config
+    if family != "deepseek_v3":
+        assert copy.num_experts == 3
+        assert copy(IDS, output_router_logits=True).aux_loss.isfinite()
+
+
+class Probe(nn.Module):
+    """A part of a model that says which tensors the model has when it is copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Of `model`."""
+        super().__init__()
+        self.tensors = lambda: [id(weight) for weight in model.parameters()]
+        self.seen: list[list[int]] = []
+
+    def __deepcopy__(self, _memo: Any) -> "Probe":
+        self.seen.append(self.tensors())
+        return self
+
+
+def test_the_model_is_alone_while_it_is_copied() -> None:
+    """Another thread that evaluates it meanwhile sees the dense model."""
+    model = tiny_model("qwen2_moe")
+    model.probe = probe = Probe(model)
+    kept, shapes = kept_of(model), describe(model).layers
+    ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept).materialise(model)
+    assert probe.seen
+    assert all(seen == probe.tensors() for seen in probe.seen)
 
 
 def test_an_error_inside_leaves_the_dense_model() -> None:

@@ -143,7 +143,7 @@ def test_an_unknown_kind_is_refused() -> None:
 
 
 def test_the_manifest_says_how_it_was_made(model: nn.Module, tmp_path: Path) -> None:
-    """Method, ratio, seed and options, beside an ordinary configuration."""
+    """Method, ratio, seed, options and what was kept; a card names the method."""
     for name in ("reap", "camera-p"):
         compression = methods.get(name).fit(model, WINDOWS, ratio=0.25, seed=3)
         folder = compression.save(model, tmp_path / name, base="tiny")
@@ -156,7 +156,10 @@ def test_the_manifest_says_how_it_was_made(model: nn.Module, tmp_path: Path) -> 
             "options": dict(methods.get(name).options),
         }
         assert manifest["sha256"].keys() == {"model.safetensors"}
+    card = (tmp_path / "camera-p" / "README.md").read_text("utf-8")
+    assert "selected by the\nmethod `camera-p` of heapr_lab" in card
     manifest = files.read_json(tmp_path / "reap" / "heapr_manifest.json")
+    assert [len(experts) for experts in manifest["experts_kept"].values()] == [3, 3]
     assert read_provenance(tmp_path / "reap") == manifest
     assert files.read_json(tmp_path / "reap" / "config.json")["num_experts"] == 3
 
