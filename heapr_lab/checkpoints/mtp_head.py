@@ -35,7 +35,7 @@ from heapr_lab.checkpoints.predicting import (
     predicting_heads,
     said_of,
 )
-from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
@@ -85,7 +85,6 @@ def further_layers(
 
     Raises:
         LayoutError: a part of such a layer is missing.
-        HeaprLabError: a file of a streamed model changed.
     """
     heads, unknown = whole_heads(skeleton, base)
     if not heads:
@@ -102,7 +101,7 @@ def further_layers(
         if unknown is not None:
             raise unknown
         layer = open_head(model, heads, block)
-    except HeaprLabError:
+    except LayoutError:
         raise
     except _OTHER_FORMS as error:
         logger.warning("transformers cannot run %s*: %s", _stem_of(heads), error)
@@ -196,7 +195,7 @@ def open_head(model: Any, heads: Heads, block: Block = None) -> Any:
         block: as in `are_readable`.
 
     Raises:
-        ValueError: it cannot be run, as do other errors.
+        ValueError: it cannot be run; or another of `_OTHER_FORMS`.
     """
     trunk = _trunk_with_one(model, heads)
     with tempfile.TemporaryDirectory() as place:

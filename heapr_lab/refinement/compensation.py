@@ -34,7 +34,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, find_experts
@@ -240,13 +240,15 @@ def is_less(losses: Losses, others: Losses) -> bool:
 
 
 def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
-    """Check that weights are finite, and that outputs are linear in them.
+    """Check that weights are there and finite, and that outputs are linear in them.
 
     Raises:
-        LayoutError: weights are not finite.
+        LayoutError: weights are offloaded, or not finite.
         SpecError: the span is "layer", but outputs have a norm.
     """
     for layer in layers:
+        if layer.device.type == "meta":
+            raise LayoutError(f"{layer.name} is offloaded: load the whole model")
         checked_norms(layer)
         if span == "layer" and normalises(layer.module):
             raise SpecError(

@@ -59,7 +59,7 @@ def walk_over(
     *,
     n_passes: int,
 ) -> "LayerByLayer | None":
-    """A walk; None, with a warning, where layers in memory cannot be run one by one.
+    """A walk, or None (with a warning) if layers in memory cannot be run one by one.
 
     Arguments are those of `LayerByLayer`, and the forward passes that are run instead.
 
@@ -248,7 +248,7 @@ class LayerByLayer:
             return self._returned(states)
 
         try:
-            return self._record(ids, [unchanged] * self.n_layers)[0]
+            return self._record(ids, [unchanged] * self.n_layers, RuntimeError)[0]
         except HeaprLabError:  # of a file
             raise
         except (TypeError, ValueError, RuntimeError, LookupError) as error:
@@ -259,16 +259,17 @@ class LayerByLayer:
             ) from error
 
     def _record(
-        self, ids: torch.Tensor, run: Sequence[Callable[..., Any]]
+        self,
+        ids: torch.Tensor,
+        run: Sequence[Callable[..., Any]],
+        error: type[Exception] = LayoutError,
     ) -> tuple[list[_Call], torch.Tensor, Any]:
         """Arguments of each layer, the first one's input and what the last returned.
 
         Args:
             ids: (B, L).
             run: for each layer, what is called in its place.
-
-        Raises:
-            LayoutError: layers are not called once each, in order, with states first.
+            error: raised unless layers are called once each, in order, states first.
         """
         calls: list[_Call] = []
         inputs: list[torch.Tensor] = []
@@ -276,9 +277,9 @@ class LayerByLayer:
 
         def note(number: int, /, *args: Any, **options: Any) -> Any:
             if number != len(calls):
-                raise LayoutError("decoder layers are not run once each, in order")
+                raise error("decoder layers are not run once each, in order")
             if not args:
-                raise LayoutError("decoder layers get their states by keyword")
+                raise error("decoder layers get their states by keyword")
             calls.append((args[1:], _of_shape(options)))
             inputs.append(args[0])
             outputs.append(run[number](*args, **options))
@@ -287,9 +288,7 @@ class LayerByLayer:
         with self._replaced(note):
             final_states(self._model, ids)
         if len(calls) != self.n_layers:
-            raise LayoutError(
-                f"{len(calls)} of {self.n_layers} decoder layers took part"
-            )
+            raise error(f"{len(calls)} of {self.n_layers} decoder layers took part")
         return calls, inputs[0], outputs[-1]
 
     def _first_input(self, ids: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,8 @@ class SlicedReader:
             tensors |= {f"{stem}.{n}": self._rounded(n, t) for n, t in make().items()}
         for name in names:
             put_tensor(self._model, name, tensors[name])
-        self._source.drop()
+        if number != OUTSIDE:
+            self._source.drop()
 
     def prepare(self, names: Collection[str]) -> None:
         """The dense model reads its next part ahead by itself."""

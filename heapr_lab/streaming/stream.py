@@ -65,7 +65,7 @@ class Reader(Protocol):
         """A digest that changes with the weights."""
 
     def read(self, number: int, names: Collection[str]) -> None:
-        """Give the model its tensors of these names: of one part, or `OUTSIDE` all."""
+        """Give the model these tensors: those of one part, or of none (`OUTSIDE`)."""
 
     def prepare(self, names: Collection[str]) -> None:
         """Know that these are read next, most likely."""
@@ -377,6 +377,6 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     if not lists:
         raise LayoutError(
             f"{type(model).__name__} has no list of {config.num_hidden_layers} decoder "
-            "layers, so it cannot be streamed"
+            "layers, the number in its configuration: they cannot be run one by one"
         )
     return list(lists[0])

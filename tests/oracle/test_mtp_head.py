@@ -20,6 +20,7 @@ from tiny_folder import write_text, write_tokenizer
 from torch import nn
 from wrappers import WRAPPERS, tiny_wrapper
 
+from heapr_lab.checkpoints import mtp_head
 from heapr_lab.checkpoints.mtp_head import (
     MtpHead,
     head_table,
@@ -267,9 +268,16 @@ def test_windows_that_differ_in_the_first_token_are_refused(tmp_path):
         head_table(model, layer, CalibrationSet.from_ids(ids))
 
 
-def test_of_another_form_it_is_left_out(tmp_path, caplog):
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm4_moe"])
+def test_of_another_form_it_is_left_out(tmp_path, caplog, monkeypatch, family):
     """What transformers cannot run is dropped, as without text to score it on."""
-    source = source_of(tmp_path / "source", "deepseek_v32")
+
+    def refuse(*_):
+        raise SpecError("it cannot be read")
+
+    if family == "glm4_moe":  # whose form is known
+        monkeypatch.setattr(mtp_head, "read_mtp", refuse)
+    source = source_of(tmp_path / "source", family)
     keep = widths_keep(read_weights(source), WIDTH, structure="uniform")
     text = CalibrationSet.from_ids(tiny_ids())
     prune_folder(source, keep, tmp_path / "out", calibration=text)

@@ -12,6 +12,7 @@ from PIL import Image, PngImagePlugin
 from typer.testing import CliRunner
 
 from heapr_lab import figures
+from heapr_lab.checkpoints.model_card import loading_code
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE, read_provenance
 from heapr_lab.cli.app import app
 from heapr_lab.errors import CacheError, SpecError
@@ -105,3 +106,13 @@ def test_the_command_prints_text_or_json(tmp_path: Path) -> None:
     assert (lines["file"], lines["model.weights"]) == (path, HASH)
     printed = CliRunner().invoke(app, ["provenance", path, "--json"]).stdout
     assert json.loads(printed) == {"file": path, **SAID}
+
+
+@pytest.mark.parametrize("manifest", [{}, {"structure": 3}])
+def test_code_to_load_a_checkpoint_needs_its_structure(
+    manifest: dict[str, Any], tmp_path: Path
+) -> None:
+    """A manifest without one is damaged."""
+    files.write_json(tmp_path / MANIFEST_FILE, manifest)
+    with pytest.raises(CacheError, match="names no structure"):
+        loading_code(tmp_path)

@@ -1,5 +1,7 @@
 """What is measured of a model on calibration windows is measured once."""
 
+from typing import Any
+
 import pytest
 import torch
 from families import tiny_ids
@@ -9,7 +11,11 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement import calibrated as refinement
-from heapr_lab.refinement.activation_grams import HELD_OUT, collect_grams
+from heapr_lab.refinement.activation_grams import (
+    HELD_OUT,
+    collect_grams,
+    iter_grams,
+)
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.text.calibration import CalibrationSet
@@ -28,13 +34,19 @@ def test_the_spans_share_one_pass(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums within experts are blocks of those across the layer."""
-    calibrated = CalibratedModel(model, WINDOWS)
+    calibrated, passes = CalibratedModel(model, WINDOWS), []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        passes.append(args)
+        return iter_grams(*args, **options)
+
+    monkeypatch.setattr(refinement, "iter_grams", counted)
     calibrated.compensated(Selection(0.5, estimator="elimination"))
     within = collect_grams(model, WINDOWS, span="expert")
-    monkeypatch.setattr(refinement, "iter_grams", None)  # is not called again
     for solver in calibrated.sums.solvers("expert"):
         torch.testing.assert_close(solver.grams.sums, within[solver.layer.layer].sums)
         assert solver.grams.sums[HELD_OUT].any()
+    assert len(passes) == 1
 
 
 def test_masks_and_weights_are_those_of_single_steps(

@@ -10,7 +10,7 @@ from families import tiny_ids, tiny_model
 from keeps import random_keep
 from torch import nn
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
@@ -283,3 +283,12 @@ def test_a_ridge_below_0_is_refused(layer: ExpertsLayer, ridge: float) -> None:
     """Nor is what is no number taken."""
     with pytest.raises(SpecError, match=f"ridge is {ridge}, expected a number >= 0"):
         solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=ridge)
+
+
+def test_offloaded_weights_are_refused() -> None:
+    """They are not there to be solved for."""
+    model = tiny_model("qwen2_moe")
+    keep = random_keep(model)
+    find_experts(model)[1].module.to("meta")
+    with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.experts is offloaded"):
+        fit_compensation(model, keep, WINDOWS)

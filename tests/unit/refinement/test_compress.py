@@ -197,6 +197,7 @@ def test_fits_do_not_see_the_other_windows(model: nn.Module) -> None:
         made.append(CalibratedModel(model, windows).compensated(HALF))
     (keep, weights), (other_keep, other_weights) = made
     assert keep.fingerprint == other_keep.fingerprint
+    assert keep.layers == tuple(weights.down_projs) == tuple(other_weights.down_projs)
     for layer, down in weights.down_projs.items():
         assert torch.equal(other_weights.down_projs[layer], down)
 

@@ -1,6 +1,7 @@
 """Decoder layers run one by one: what is run to find how a model calls them."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import evaluating
-from heapr_lab.streaming.layerwise import LayerByLayer
+from heapr_lab.streaming.layerwise import LayerByLayer, walk_over
+from heapr_lab.streaming.opening import open_streamed
 
 IDS = torch.arange(60).view(6, 10) % 48
 
@@ -107,3 +109,21 @@ def test_arguments_that_depend_on_more_than_the_shape(model: Any) -> None:
     batches = list(IDS.split(3))
     with pytest.raises(LayoutError, match="differ between two batches of one shape"):
         LayerByLayer(model, batches)
+
+
+def test_another_number_of_layers(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Than the configuration has; nothing is said of streaming."""
+    model.config.num_hidden_layers = 3
+    assert walk_over(model, [IDS], n_passes=2) is None
+    assert "no list of 3 decoder layers" in caplog.text
+    assert "streamed" not in caplog.text
+
+
+def test_streamed_layers_in_another_order(model: Any, tmp_path: Path) -> None:
+    """The message names the model, and how to load it."""
+    model.save_pretrained(tmp_path)
+    streamed = open_streamed(tmp_path, dtype=None, device=torch.device("cpu"))
+    streamed.model.layers = nn.ModuleList(reversed(streamed.model.layers))
+    message = "Qwen3MoeForCausalLM .*once each, in order.*load.*stream=False"
+    with pytest.raises(LayoutError, match=message):
+        walk(streamed)
