@@ -293,9 +293,13 @@ def panels(page: Page) -> tuple[Panel, Panel]:
 
 
 def use_theme(page: Page, name: str) -> None:
-    """Choose a theme, and wait for its colours."""
+    """Choose a theme, and wait for its colours.
+
+    JupyterLab shows its logo meanwhile, and bears no other change before it goes.
+    """
     command = (
         "name => jupyterapp.commands.execute('apputils:change-theme', {theme: name})"
     )
     page.evaluate(command, name)
     expect(page.locator("body")).to_have_attribute("data-jp-theme-name", name)
+    expect(page.locator("#jupyterlab-splash")).to_have_count(0)

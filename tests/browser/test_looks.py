@@ -42,8 +42,16 @@ def test_arrows_of_lists_are_seen_in_both_themes(other: "sync_api.Page") -> None
     panel, _ = panels(other)
     for theme in ("Light", "Dark"):
         use_theme(other, f"JupyterLab {theme}")
-        arrow = pixels(panel.choice("weights").screenshot())[4:-4, -18:-4]
-        assert np.ptp(arrow.mean(axis=-1)) > 0.3
+        until = time.monotonic() + TIMEOUT / 1000
+        while contrast_of_arrow(panel) <= 0.3:  # a picture, which is painted later
+            assert time.monotonic() < until, f"no arrow in the theme {theme}"
+            other.wait_for_timeout(50)
+
+
+def contrast_of_arrow(panel: Panel) -> float:
+    """From the darkest to the lightest pixel at the end of a list, from 0 to 1."""
+    end = pixels(panel.choice("weights").screenshot())[4:-4, -18:-4]
+    return float(np.ptp(end.mean(axis=-1)))
 
 
 def blueness(pixels: np.ndarray) -> np.ndarray:
