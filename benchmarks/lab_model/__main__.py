@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 from benchmarks.lab_model import card, smolmoe, train
 from benchmarks.lab_model.recipes import RECIPES
 from heapr_lab.cli import options, preflight
-from heapr_lab.cli.console import line_of, print_facts, say
+from heapr_lab.cli.console import SAVED, in_one_line, print_facts
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import check_device
 from heapr_lab.progress import progress_bar
@@ -31,17 +31,8 @@ class _Command(TyperCommand):
     """An error that the user can correct is one line, as those of `heapr-lab`."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with in_one_line(lambda: f"interrupted; {SAVED}"):
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            say("interrupted; the same command continues from the last saved state")
-            raise typer.Exit(130) from error
-        except Exception as error:
-            line = line_of(error)
-            if line is None:
-                raise
-            say(line)
-            raise typer.Exit(2) from error
 
 
 app = typer.Typer(

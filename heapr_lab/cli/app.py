@@ -5,7 +5,6 @@ at once. Results go to standard output, as text or with `--json` as one JSON obj
 progress and errors go to standard error.
 """
 
-import errno
 import os
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -24,27 +23,15 @@ from heapr_lab.cli import (
     reproduce,
     score,
 )
-from heapr_lab.cli.console import line_of, line_of_interrupt, say
+from heapr_lab.cli.console import in_one_line, line_of_interrupt
 
 
 class _Commands(TyperGroup):
-    """The commands; an error that the user can correct is reported in one line.
-
-    The exit status is then 2, and 130 after Control-C.
-    """
+    """The commands; an error that the user can correct is reported in one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with in_one_line(lambda: line_of_interrupt(ctx.invoked_subcommand)):
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            say(line_of_interrupt(ctx.invoked_subcommand))
-            raise typer.Exit(130) from error
-        except Exception as error:
-            line = line_of(error)
-            if line is None or getattr(error, "errno", None) == errno.EPIPE:
-                raise  # click ends quietly on a closed pipe
-            say(line)
-            raise typer.Exit(2) from error
 
 
 class _InGroups(TyperCommand):

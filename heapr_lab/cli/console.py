@@ -3,7 +3,10 @@
 Importing this needs no torch.
 """
 
+import contextlib
+import errno
 import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
@@ -37,10 +40,10 @@ def names_in(text: str) -> list[str]:
 # --- errors that a user can correct -----------------------------------------------
 
 _CACHED = "measurements are kept, and the same command continues from there"
-_SAVED = "the same command continues from the last saved state"
+SAVED = "the same command continues from the last saved state"
 _RESUMED = {
     **dict.fromkeys(["compare", "evaluate", "prune", "reproduce"], _CACHED),
-    "score": _SAVED,
+    "score": SAVED,
 }
 """What remains of an interrupted command; other commands leave nothing behind."""
 
@@ -61,3 +64,23 @@ def line_of_interrupt(command: str | None) -> str:
     """One line for a command that Control-C has interrupted."""
     left = _RESUMED.get(command or "")
     return "interrupted" + (f"; {left}" if left else "")
+
+
+@contextlib.contextmanager
+def in_one_line(interrupted: Callable[[], str]) -> Iterator[None]:
+    """A context in which an error that the user can correct is said in one line.
+
+    Raises:
+        Exit: with status 2, or after Control-C, of which `interrupted` speaks, 130.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        say(interrupted())
+        raise typer.Exit(130) from error
+    except Exception as error:
+        line = line_of(error)
+        if line is None or getattr(error, "errno", None) == errno.EPIPE:
+            raise  # click ends quietly on a closed pipe
+        say(line)
+        raise typer.Exit(2) from error

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import torch
 
 from heapr_lab.methods.composed_experts import Composition, Shared
-from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.gradients import WeightGradients, visit_gradients
 from heapr_lab.methods.low_rank import (
@@ -66,7 +65,6 @@ def base_of(
 
 def _d2_moe(request: Request) -> ExpertComposition:
     """A compression with the same ranks for all differences of a layer."""
-    refuse_streamed(request.model)
     if not request.ratio:
         return compression_of(request)
     ranks = {}

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
 
-from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.merging import (
     MEAN_OUTPUTS,
@@ -42,7 +41,6 @@ def average_linkage(features: torch.Tensor, number: int) -> Groups:
 
 def _hc_smoe(request: Request) -> ExpertComposition:
     """Each layer's experts are joined by their mean outputs on all of its tokens."""
-    refuse_streamed(request.model)
     layers = request.measured.architecture.layers
     outputs = request.measured.collected(MEAN_OUTPUTS, request.progress)
     groups = {
@@ -88,7 +86,6 @@ def drawn(n_experts: int, number: int, rng: np.random.Generator) -> Groups:
 
 def _random_groups(request: Request) -> ExpertComposition:
     """Groups that `seed` draws, as many in each layer as other methods make."""
-    refuse_streamed(request.model)
     rng, layers = np.random.default_rng(request.seed), request.measured.architecture
     groups = {
         layer: drawn(shape.n_experts, n_groups(shape, request.ratio), rng)

@@ -21,11 +21,7 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Collector, activations
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
-from heapr_lab.methods.composing import (
-    Compositions,
-    composition_of,
-    refuse_streamed,
-)
+from heapr_lab.methods.composing import Compositions, composition_of
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
@@ -211,7 +207,6 @@ def compression_of(
 
 def _svd(request: Request) -> ExpertComposition:
     """The same ranks for all experts of a layer."""
-    refuse_streamed(request.model)
     if not request.ratio:
         return compression_of(request)
     shapes = request.measured.architecture.layers

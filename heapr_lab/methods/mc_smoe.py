@@ -9,7 +9,6 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
-from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.merging import (
     LOGIT_COSINES,
@@ -31,7 +30,6 @@ from heapr_lab.models.experts import ExpertsLayer
 
 def _mc_smoe(request: Request) -> ExpertComposition:
     """Experts of all layers compete for being dominant by their share of tokens."""
-    refuse_streamed(request.model)
     cosines = logit_cosines(request)
     frame = ranked(request)
     leaders = _dominant_of(request, frame)

@@ -12,6 +12,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.methods.collectors import Collector, Measurements
+from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import Compression, Made
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.progress import Progress
@@ -21,7 +22,8 @@ from heapr_lab.text.calibration import CalibrationSet
 
 KINDS = ("atoms", "experts", "merging", "low rank", "weights")
 """What a method may remove, or replace experts by."""
-
+_REPLACING = ("merging", "low rank")
+"""Those that leave other experts, for which the model must be in memory."""
 
 _NAME = re.compile("[a-z0-9]+(-[a-z0-9]+)*")
 _ARGUMENTS = {"model", "calibration", "ratio", "seed", "progress", "shared"}
@@ -137,14 +139,17 @@ class Method:
 
         Raises:
             SpecError: the ratio or an option is invalid or infeasible, `shared` is of
-                another model or other windows, an active mask, autocast or hook
-                changes what `model` computes, or the rule of another package fails.
+                another model or other windows, `model` is streamed and the method
+                replaces experts, an active mask, autocast or hook changes what
+                `model` computes, or the rule of another package fails.
             LayoutError: the method cannot treat the model's experts exactly.
         """
         refuse_disturbed(model, remedy="fit the method to the dense model")
         exact = exact_ratio(ratio, name="ratio")
         seed = whole_number(seed, name="seed", least=0)
         complete = self.completed(options)
+        if self.compresses in _REPLACING:
+            refuse_streamed(model)
         measured = shared or Measurements(model, calibration)
         measured.check(model, calibration)
         measured.expect(self.collectors)

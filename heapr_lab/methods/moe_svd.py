@@ -16,7 +16,6 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.composed_experts import ABSENT, Composition, Projection, Shared
-from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
     MOMENTS,
@@ -221,7 +220,6 @@ def _placed(
 def _moe_svd(request: Request) -> ExpertComposition:
     """The least sensitive layers decomposed, within one budget."""
     most = _most(request)
-    refuse_streamed(request.model)
     if not request.ratio:
         return compression_of(request)
     shapes = request.measured.architecture.layers

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from heapr_lab.methods.collectors import EXPERT_SUMS, Collector, expert_output
-from heapr_lab.methods.composing import refuse_streamed
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.merging import (
     NOT_TRAINED,
@@ -51,7 +50,6 @@ all tokens of the layer, (E, E)."""
 
 def _sub_moe(request: Request) -> ExpertComposition:
     """Each layer's experts are grouped by the cosines of their outputs."""
-    refuse_streamed(request.model)
     cosines = request.measured.collected(OUTPUT_COSINES, request.progress)
     rng, groups = np.random.default_rng(request.seed), {}
     order = ranked(request).groupby("layer")["expert"].agg(list)

@@ -151,16 +151,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             "files"
         ) from error
     try:
-        header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
-        tensors = {
-            name: StoredTensor(
-                str(entry["dtype"]),
-                tuple(map(operator.index, entry["shape"])),
-                end + entry["data_offsets"][0],
-                entry["data_offsets"][1] - entry["data_offsets"][0],
-            )
-            for name, entry in header.items()
-        }
+        tensors = _tensors_of(text, end)
     except (
         ValueError,
         LookupError,
@@ -193,3 +184,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             f"{last}): it is incomplete; download it again"
         )
     return tensors
+
+
+def _tensors_of(text: bytes, end: int) -> dict[str, StoredTensor]:
+    """The tensors of a header, which ends at byte `end`; fails if it is none."""
+    header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
+    return {
+        name: StoredTensor(
+            str(entry["dtype"]),
+            tuple(map(operator.index, entry["shape"])),
+            end + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+    }
