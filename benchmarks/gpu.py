@@ -66,8 +66,12 @@ logger = logging.getLogger("gpu")
 
 ROOT = Path(__file__).resolve().parents[1]
 
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: None}
-"""Largest relative distance ‖s - s'‖/‖s'‖ of the scores; none is promised for bf16."""
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: None}
+"""Largest relative distance ‖s - s'‖/‖s'‖ of the scores; none is promised for bf16.
+
+In a float64 model, too, transformers calculates the angles of rotary embeddings and the
+softmax of routers in float32, which other kernels round in another way.
+"""
 TARGETS = {  # seconds of the scores, and GB on the device
     "memory:DeepSeekMoE-16B": (30, 40),
     "streamed:DeepSeekMoE-16B": (None, 8),
@@ -226,9 +230,11 @@ def in_memory(run: Run, name: str) -> Iterator[Row]:
         "scores": scores,
         "plain": plain,
         "scores, same batch": lambda: scores(sizes[0]),
-        "scores, batch 1": lambda: scores(1),
         "two_stage": lambda: two_stage_scores(model, windows, batch_size=sizes[0]),
+        "scores, batch 1": lambda: scores(1),
     }
+    if depth < shape.n_layers and run.on_gpu:
+        methods = {name: methods[name] for name in ("scores", "plain")}
     floor = None
     for method, call in methods.items():
         row = _timed(run, call, resident=_bytes(model))
@@ -424,7 +430,7 @@ def run_all(options: Any) -> list[Row]:
         outcome = _in_process(options, part, min(left, LIMITS.get(part, 300)))
         row = {"part": part, "case": "ended", "outcome": outcome}
         row |= {"seconds": time.monotonic() - started}
-        details = machine() | {"options": _settings(options)}
+        details = machine(options.device) | {"options": _settings(options)}
         Rows("gpu", options.out).add([row], details)
         logger.info("%s: %s after %.0f s", part, outcome, row["seconds"])
     return Rows("gpu", options.out).rows

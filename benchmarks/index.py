@@ -139,6 +139,13 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 stem="9_cost",
             ),
             Benchmark(
+                "gpu",
+                "gpu.py",
+                "What scoring costs on a GPU",
+                table=cost.gpu_table,
+                tested_on=cost.gpu_tested_on,
+            ),
+            Benchmark(
                 "structures",
                 "structures.py",
                 "What a structure costs on the lab model",

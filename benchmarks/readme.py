@@ -4,6 +4,7 @@ A block is between `<!-- NAME -->` and `<!-- end -->`; the text around it is wri
 hand.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.figures import real
+from benchmarks.figures.cost import gpu_runs
 from benchmarks.index import BENCHMARKS, Benchmark, results_of, rows_beside
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments.claims import ON_C4, Evidence, claims
@@ -111,6 +113,15 @@ def real_evidence(rows: pd.DataFrame) -> Evidence:
     )
 
 
+def gpu_evidence(rows: pd.DataFrame) -> pd.DataFrame:
+    """`Evidence.gpu` of the models of `benchmarks/gpu.py` that were scored whole."""
+    runs = gpu_runs(rows)
+    ways = runs["way"].str.removeprefix("scores, ")
+    scored = ways.ne(runs["way"]) & runs["case"].ne("scores, same batch")
+    whole = runs["n_layers"].eq(runs["of_layers"])
+    return runs.assign(way=ways)[scored & whole]
+
+
 def kept_of_items(items: pd.DataFrame, removed: Mapping[float, float]) -> pd.DataFrame:
     """`Evidence.kept` of HEAPr's states.
 
@@ -149,11 +160,13 @@ def claims_table(
         lab: `claims.claims` of the lab model, as committed.
         measured: rows of the benchmarks, from `index.measured`.
     """
-    real_claims = claims(real_evidence(measured["real"])).set_index("number")
+    gpu = gpu_evidence(results_of("gpu"))
+    on_real = dataclasses.replace(real_evidence(measured["real"]), gpu=gpu)
+    real_claims = claims(on_real).set_index("number")
     real_claims = _refuted(real_claims, pd.read_csv(_REPRODUCED).set_index("number"))
     lab = lab.set_index("number")
-    rivals = claims(Evidence("pydocs", rivals=results_of("methods")))
-    lab = _filled(lab, rivals.set_index("number"))
+    others = claims(Evidence("pydocs", rivals=results_of("methods"), gpu=gpu))
+    lab = _filled(lab, others.set_index("number"))
     texts = real_claims["claim"] + " (the paper: " + real_claims["paper"] + ")"
     texts = texts.str.removesuffix(" (the paper: )")
     table = pd.DataFrame(

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.figures.looks import look
 from heapr_lab.errors import SpecError
+from heapr_lab.experiments.prose import value_range
 from heapr_lab.figures.paper import paper_table
 from heapr_lab.figures.style import add_legend, figure_of, own_axes, styled
 
@@ -139,3 +140,68 @@ def figure_cost(data: pd.DataFrame) -> Figure:
             ax.set_yticklabels([])
 
     return figure_of(quantities, draw, height=2.6)
+
+
+# --- on a GPU ---------------------------------------------------------------------
+
+_WAYS = {
+    "scores": "scores, the largest batch that fits",
+    "scores, same batch": "scores, that batch at once",
+    "scores, batch 1": "scores, a window at a time",
+    "plain": "forward and backward, no statistics",
+    "two_stage": "the paper's Algorithm 1",
+}
+_STREAMED = "scores, a layer at a time from disk"
+
+
+def gpu_runs(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `benchmarks/gpu.py` on the paper's models.
+
+    With `model`, and `way`, which says how it was scored.
+    """
+    part = rows["part"].str.partition(":")
+    runs = rows.assign(model=part[2], way=rows["case"].map(_WAYS))
+    runs["way"] = runs["way"].mask(part[0].eq("streamed"), _STREAMED)
+    return runs[runs["n_layers"].notna()].reset_index(drop=True)
+
+
+def gpu_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/gpu.py` for readers; a dash where memory ran out.
+
+    A model that does not fit has its first layers, and its time in proportion.
+    """
+    runs = gpu_runs(rows)
+    layers = runs[["n_layers", "of_layers"]].astype(int).astype(str)
+    numbers = {
+        "windows at once": runs["batch"],
+        "time [s] ↓": runs["seconds"].round(1),
+        "of all layers [s] ↓": runs["seconds_all_layers"].round(1),
+        "memory [GB] ↓": (runs["peak_bytes"] / 1e9).round(1),
+    }
+    return pd.DataFrame(
+        {
+            "model": runs["model"],
+            "layers": layers["n_layers"] + " of " + layers["of_layers"],
+            "what": runs["way"],
+            **{name: said_or_dash(column) for name, column in numbers.items()},
+        }
+    )
+
+
+def said_or_dash(column: "pd.Series[float]") -> "pd.Series[str]":
+    """Numbers as text, a dash where there is none."""
+    return column.map("{:g}".format, na_action="ignore").fillna("–")
+
+
+def gpu_tested_on(rows: pd.DataFrame) -> str:
+    """The tokens that were scored, what statistics add, and how the tests ended."""
+    tokens = rows["n_tokens"].max()
+    outcomes = rows.loc[rows["part"].eq("tests"), "outcome"].value_counts()
+    layers = rows.pivot_table(index="case", columns="what", values="seconds")
+    times = layers["experts, measured"] / layers["experts, plain"]
+    return (
+        f"random weights in bfloat16, {tokens:.0f} random tokens in windows of 2048; "
+        f"the experts of a layer take {value_range(times, '.2f')} × the time with "
+        f"statistics; of the tests marked `gpu` {outcomes['passed']} passed and "
+        f"{outcomes['failed']} did not ([why](../docs/models.md#on-a-gpu))"
+    )

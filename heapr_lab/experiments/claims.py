@@ -70,6 +70,9 @@ class Evidence:
     rivals: pd.DataFrame = field(default_factory=pd.DataFrame)
     """Rows of `benchmarks/methods.py`: model, seed, variant, ratio, `delta_nll
     CORPUS`."""
+    gpu: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """What scoring the paper's models takes on a GPU: columns model (a part of its
+    name), way, seconds, peak_bytes."""
 
     def windows_on(self, *, calibrated: bool) -> pd.DataFrame:
         """The windows of the calibrated corpus, or those of all other text."""
@@ -400,6 +403,26 @@ def _by_layer(evidence: Evidence) -> Finding | None:
     return _all_of(verdicts, texts)
 
 
+def _cost_on_gpu(evidence: Evidence) -> Finding | None:
+    """Whether some way of scoring takes no more of either than the paper says."""
+    if evidence.gpu.empty:
+        return None
+    verdicts, texts = [], []
+    for row in paper_table("cost").query("method == 'HEAPr'").to_dict("records"):
+        name = row["model"]
+        runs = evidence.gpu[[name.startswith(model) for model in evidence.gpu["model"]]]
+        if runs.empty:
+            texts.append(f"{name}: not measured as a whole")
+            continue
+        minutes, gigabytes = runs["seconds"] / 60, runs["peak_bytes"] / 1e9
+        within = minutes.le(row["gpu_minutes"]) & gigabytes.le(row["memory_gb"])
+        verdicts.append(AGREES if within.any() else DISAGREES)
+        cells = zip(minutes, gigabytes, runs["way"], strict=True)
+        ways = (f"{time:.1f} min, {size:.0f} GB ({way})" for time, size, way in cells)
+        texts.append(f"{name}, random weights: {'; '.join(ways)}")
+    return _all_of(verdicts, texts)
+
+
 CLAIMS = (
     Claim("two forward passes and one backward, d × d per expert", str, _same_scores),
     Claim(
@@ -442,6 +465,11 @@ CLAIMS = (
         lambda: "only drawn",
         _by_layer,
     ),
-    Claim("minutes and memory on a GPU", _published_cost, lambda _: None, "no GPU run"),
+    Claim(
+        "minutes and memory on a GPU",
+        _published_cost,
+        _cost_on_gpu,
+        missing="not measured by this run: see benchmarks/README.md",
+    ),
 )
 """The claims, in the order of the paper."""

@@ -103,6 +103,18 @@ def test_there_are_twelve_each_with_a_verdict() -> None:
     assert "93% of the accuracy at <0.4 of the model" in paper[9]
 
 
+@pytest.mark.parametrize(("gigabytes", "verdict"), [(43, "agrees"), (45, "disagrees")])
+def test_the_cost_on_a_gpu_is_compared(gigabytes: float, verdict: str) -> None:
+    """One way within both the minutes and the memory of the paper is enough."""
+    slow = {"model": "DeepSeekMoE-16B", "way": "a", "seconds": 361, "peak_bytes": 1e10}
+    fast = slow | {"way": "b", "seconds": 30, "peak_bytes": gigabytes * 1e9}
+    gpu = pd.DataFrame([slow, fast])
+    text = claims(Evidence("text", gpu=gpu)).set_index("number")["found"][12]
+    assert verdicts(gpu=gpu)[12] == verdict
+    assert f"0.5 min, {gigabytes} GB (b)" in text
+    assert "Qwen2-57B-A14B: not measured as a whole" in text
+
+
 def test_the_proof_of_equal_scores_is_there() -> None:
     """The first claim names a test, which is a file."""
     assert (paths.project_dir() / tested._SAME_SCORES).is_file()

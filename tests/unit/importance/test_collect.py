@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from devices import GPU
+from devices import GPU, OF_DEVICES
 from families import FAMILIES, REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of
 from torch import nn
@@ -135,13 +135,19 @@ def test_lower_precision_is_close_to_float64(dtype: torch.dtype, rtol: float) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES if GPU == "cuda" else REPRESENTATIVES)
 @pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, 1e-9)]
+    ("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, OF_DEVICES)]
 )
 def test_a_gpu_gives_the_table_of_the_cpu(
     family: str, dtype: torch.dtype, rtol: float
 ) -> None:
-    """The same model measured there and on the CPU gives the same table."""
-    model = tiny_model(family).to(dtype)
+    """The same model measured there and on the CPU gives the same table.
+
+    Sparse attention sees all tokens: which of those whose score is 0 it takes, as many
+    have after a ReLU, depends on the device.
+    """
+    sparse = "index_topk" in FAMILIES[family]
+    changes = {"index_topk": WINDOWS.ids.shape[1]} if sparse else {}
+    model = tiny_model(family, **changes).to(dtype)
     expected = collect_statistics(model, WINDOWS, batch_size=2)
     got = collect_statistics(model.to(GPU), WINDOWS, batch_size=2)
     assert got.metadata["spec_hash"] == expected.metadata["spec_hash"]
