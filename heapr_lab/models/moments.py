@@ -5,7 +5,6 @@ expert, n in all. Letters: h atom activation, g = dl/dh its gradient (nats per u
 h), p routing weight, T_i tokens routed to expert i.
 """
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -141,30 +140,32 @@ def at_once(
     h, g, p = h.to(p.dtype), g.to(p.dtype), p[:, None]
     pieces, experts = _pieces(tokens, len(h))
 
-    def reduced(values: Iterator[torch.Tensor], how: str) -> torch.Tensor:
-        # `map` keeps no product while the next one is made.
-        parts = map(functools.partial(_segments, how=how, offsets=pieces), values)
-        return _segments(torch.stack([*parts], 1), how, experts).transpose(0, 1)
+    def reduced(rows: torch.Tensor, how: str) -> torch.Tensor:
+        return _segments(_segments(rows, how, pieces), how, experts)
 
-    return reduced(_summed(h, g, p), "sum"), reduced(_largest(h, p), "max")
+    parts = {
+        name: reduced(rows, "max" if name in MAXIMA else "sum")
+        for name, rows in _measures(h, g, p)
+    }
+    sums, maxima = (
+        torch.stack([parts[name] for name in names]) for names in (SUMS, MAXIMA)
+    )
+    return sums, maxima
 
 
-def _summed(
+def _measures(
     h: torch.Tensor, g: torch.Tensor, p: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """What `SUMS` are the sums of, each (n, I), one after the other."""
-    yield h * h
-    yield g * g
-    yield h * g
-    yield (h * g).square_()
-    yield h.abs()
-    yield (h * p).square_()
-
-
-def _largest(h: torch.Tensor, p: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What `MAXIMA` are the maxima of."""
-    yield h.abs()
-    yield (h * p).abs_()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What each of `SUMS` and `MAXIMA` is reduced from, (n, I), in one buffer."""
+    x = h.abs()
+    yield "sum_abs_h", x
+    yield "max_abs_h", x
+    yield "max_abs_ph", x.mul_(p.abs())
+    yield "sum_ph2", x.square_()
+    yield "sum_hg", torch.mul(h, g, out=x)
+    yield "sum_hg2", x.square_()
+    yield "sum_h2", torch.mul(h, h, out=x)
+    yield "sum_g2", torch.mul(g, g, out=x)
 
 
 def _totals(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
