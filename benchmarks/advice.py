@@ -12,6 +12,7 @@ from heapr_lab.experiments.intervals import (
     accuracy_difference,
     loss_difference,
     of_error,
+    state,
 )
 
 COUNTED = ("compress", "fisher + compensation", "elimination + compensation")
@@ -67,8 +68,24 @@ def _less_heapr(methods: Sequence[str]) -> pd.DataFrame:
             row[f"Δloss, {name} [nats per token] ↓"] = gap.said() if gap else "–"
         right = accuracy_difference(items, method, "heapr", ratio)
         row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
+        row |= _counts(windows, items, method, ratio)
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _counts(
+    windows: pd.DataFrame, items: pd.DataFrame, method: str, ratio: float
+) -> dict[str, str]:
+    """Of how many windows and items the method and HEAPr are compared."""
+    counts = {}
+    for name, frame, keys in (
+        ("windows of each corpus", windows, ["corpus", "window"]),
+        ("items of a task", items, ["task", "item"]),
+    ):
+        sides = (state(frame, one, ratio)[keys] for one in (method, "heapr"))
+        sizes = pd.merge(*sides).groupby(keys[0], sort=False).size().astype(str)
+        counts[name] = " / ".join(dict.fromkeys(sizes))
+    return counts
 
 
 def uses_table() -> pd.DataFrame:

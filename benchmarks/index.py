@@ -170,6 +170,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 figure=quality.figure_models,
                 stem="11_models",
                 drawn=quality.drawn_rows,
+                tested_on=quality.models_pooled,
             ),
             Benchmark(
                 "beyond",
@@ -197,6 +198,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 data=methods.methods_data,
                 figure=methods.figure_methods,
                 stem="15_methods",
+            ),
+            Benchmark(
+                "similarity",
+                "similarity.py",
+                "How alike the experts of a layer are",
+                table=methods.similarity_table,
             ),
             Benchmark(
                 "method_twins",

@@ -45,10 +45,15 @@ def front_blocks(
         lab: `claims.claims` of the lab model.
         measured: rows of the benchmarks, from `index.measured`.
     """
-    costs = _cost(measured["cost"]), _streamed(measured["streaming"])
+    costs = (
+        _cost(measured["cost"]),
+        _cost_on_gpu(measured["gpu"]),
+        _streamed(measured["streaming"]),
+    )
     return {
         "real": as_block(real.real_front_table(measured["real"])),
         "measured_on": real.measured_on(measured["real"]),
+        "compared_on": real.compared_on(measured["real"]),
         "cost": "\n" + "".join(f"* {line}\n" for line in costs),
         "claims": as_block(claims_table(lab, measured)),
     }
@@ -66,6 +71,18 @@ def _cost(rows: pd.DataFrame) -> str:
         f"Scoring takes {one} × the time of a forward and backward pass; the paper's "
         f"Algorithm 1 takes {two} × ({len(times['one_pass'])} random models, "
         f"{machine['n_threads']} thread of an {machine['device']})."
+    )
+
+
+def _cost_on_gpu(rows: pd.DataFrame) -> str:
+    """The same on a GPU, at equal batches."""
+    runs = gpu_runs(rows).pivot_table(index="model", columns="case", values="seconds")
+    same = runs["scores, same batch"].fillna(runs["scores"])
+    device = BENCHMARKS["gpu"].machine()["device"]
+    return (
+        f"On an {device} it takes {value_range(same / runs['plain'], '.2f')} × "
+        f"({len(runs)} models with random weights in bfloat16; [where the time "
+        "goes](docs/models.md#on-a-gpu))."
     )
 
 
@@ -119,7 +136,8 @@ def gpu_evidence(rows: pd.DataFrame) -> pd.DataFrame:
     ways = runs["way"].str.removeprefix("scores, ")
     scored = ways.ne(runs["way"]) & runs["case"].ne("scores, same batch")
     whole = runs["n_layers"].eq(runs["of_layers"])
-    return runs.assign(way=ways)[scored & whole]
+    device = BENCHMARKS["gpu"].machine()["device"]
+    return runs.assign(way=ways, device=device)[scored & whole]
 
 
 def kept_of_items(items: pd.DataFrame, removed: Mapping[float, float]) -> pd.DataFrame:

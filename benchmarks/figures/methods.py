@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.figures.looks import look
+from heapr_lab.experiments.prose import value_range
 from heapr_lab.figures.paper import paper_table, plain_name
 from heapr_lab.figures.style import (
     COLORS,
@@ -359,3 +360,47 @@ def _ranked(known: pd.DataFrame, nearest: float) -> pd.DataFrame:
             "same rank": ranks["relative"].eq(ranks["here"]),
         }
     )
+
+
+_MERGING = {
+    "hc-smoe": "merging, HC-SMoE",
+    "random-groups": "merging random groups",
+    "random": "removing random atoms",
+}
+
+
+def similarity_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """How alike the experts are, model by model: means over layers and their range.
+
+    Args:
+        rows: of `benchmarks/similarity.py`.
+    """
+    cosines = {
+        "weights_cosine": "cosine of two experts' weights",
+        "outputs_cosine": "of their outputs",
+    }
+    table = {}
+    for model, part in rows.groupby("model", sort=False):
+        texts = {
+            said: f"{part[name].mean():.3f} ({value_range(part[name], '.3f')})"
+            for name, said in cosines.items()
+        }
+        table[model] = {"experts": part["n_experts"].iloc[0]} | texts
+    return pd.DataFrame(table).T.rename_axis("model").reset_index()
+
+
+def merging_table(
+    rows: pd.DataFrame, measured: pd.DataFrame, *, ratio: float
+) -> pd.DataFrame:
+    """`similarity_table`, with what merging and removing at random lose at a ratio.
+
+    Args:
+        rows: of `benchmarks/similarity.py`.
+        measured: of `benchmarks/methods.py`.
+        ratio: share of the routed experts' parameters that is removed.
+    """
+    at = measured[measured["ratio"].eq(ratio) & measured["variant"].isin(_MERGING)]
+    losses = at.pivot_table(index="model", columns="variant", values="delta_nll pydocs")
+    losses = losses[list(_MERGING)].rename(columns=_MERGING).round(3)
+    losses.index = losses.index.str.removesuffix(" model")
+    return similarity_table(rows).merge(losses, on="model")

@@ -55,8 +55,8 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
     """`quality_data` for readers: a row for each variant.
 
     Mean Δloss over corpora and seeds ÷ HEAPr's, on the calibrated corpora and on the
-    others; the largest quotient of any corpora and seed; and, on the calibrated
-    corpora, the multiple of HEAPr's ratio at which the loss is the same. A ratio at
+    others; and, on the calibrated corpora, the largest quotient of any corpus and seed,
+    and the multiple of HEAPr's ratio at which the loss is the same. A ratio at
     which HEAPr loses less than 0.005 nats has no quotient, and no column.
     """
     data = data[~data["calibration"].str.contains(r"[*+]")]
@@ -67,7 +67,8 @@ def quality_table(data: pd.DataFrame) -> pd.DataFrame:
         for ratio, part in group.groupby("ratio"):
             row[f"{100 * ratio:g} % [× HEAPr] ↓"] = _pooled(part[same.loc[part.index]])
         picked = group[group["ratio"].isin(_USUAL)]
-        row["worst at 40, 60 % [×]"] = picked["relative_worst"].max()
+        picked_same = picked[same.loc[picked.index]]
+        row["worst at 40, 60 % [×]"] = picked_same["relative_worst"].max()
         row["other corpus, 40 and 60 % [×] ↓"] = _pooled(
             picked[~same.loc[picked.index]]
         )
@@ -187,8 +188,7 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
     quotient, and no column. Only runs that every variant has are pooled.
     """
     rows = []
-    n_variants = data.groupby(_RUN)["variant"].transform("nunique")
-    data = data[n_variants.eq(data["variant"].nunique())]
+    data = _of_every_variant(data)
     other = _on_other_text(data)
     data = _calibrated(data)
     for variant, part in data.groupby("variant", sort=False):
@@ -204,6 +204,18 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
         row["worst, other text, 40, 60 % [×]"] = _worst_where(elsewhere)
         rows.append(row)
     return pd.DataFrame(rows).dropna(axis="columns", how="all")
+
+
+def _of_every_variant(data: pd.DataFrame) -> pd.DataFrame:
+    n_variants = data.groupby(_RUN)["variant"].transform("nunique")
+    return data[n_variants.eq(data["variant"].nunique())]
+
+
+def models_pooled(measured: pd.DataFrame) -> str:
+    """Over which models and draws the table pools, in words."""
+    runs = _of_every_variant(measured[measured["calibration"].isin(measured["test"])])
+    draws = listed(map(str, sorted(runs["seed"].unique())))
+    return f"pooled: draw {draws} of {listed(runs['model'].unique())}"
 
 
 def _worst_where(rows: pd.DataFrame) -> str | None:

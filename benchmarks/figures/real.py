@@ -60,7 +60,19 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     for task in _measured(rows, "accuracy "):
         table[f"{task} ↑"] = rows[f"accuracy {task}"].map("{:.1%}".format)
     table["items of a task"] = rows["items"]
+    table["of them HEAPr's"] = _items_of_heapr(rows)
     return table
+
+
+def _items_of_heapr(rows: pd.DataFrame) -> "pd.Series[str]":
+    """On how many items of a task the method is compared with HEAPr."""
+    keys = ["model", "ratio", "fitted_to", "seed"]
+    heapr = rows[rows["method"].eq("heapr")].set_index(keys)["items"]
+    both = [
+        min(row["items"], heapr.get(tuple(row[keys]), 0)) for _, row in rows.iterrows()
+    ]
+    alone = rows["against_heapr"].isna()
+    return pd.Series(both, index=rows.index).astype(str).where(~alone, "–")
 
 
 def first_states(rows: pd.DataFrame) -> pd.DataFrame:
@@ -121,6 +133,17 @@ def measured_on(rows: pd.DataFrame) -> str:
     if front["windows"].nunique() == 1:
         return text
     return f"{text} In brackets: the dense model on the same, fewer windows."
+
+
+def compared_on(rows: pd.DataFrame) -> str:
+    """What comparisons of methods on the pretrained MoE are of, in a sentence."""
+    states = first_states(rows)
+    windows = states["windows"].str.split(", ").explode().astype(int)
+    return (
+        "Comparisons on `smolmoe` are of the windows and items that both methods have: "
+        f"{value_range(windows, 'd')} windows of 512 tokens of a corpus and "
+        f"{value_range(states['items'], 'd')} items of a task."
+    )
 
 
 def tested_on(rows: pd.DataFrame) -> str:

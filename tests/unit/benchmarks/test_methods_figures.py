@@ -3,10 +3,13 @@
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from figure_rows import measured_methods
 from matplotlib.text import Text
 
 from benchmarks.figures import methods
+from benchmarks.index import results_of
+from benchmarks.similarity import mean_cosine
 from heapr_lab import figures
 from heapr_lab.figures.style import PAPER_GREY
 
@@ -127,3 +130,21 @@ def test_published_rows_are_marked_and_ranked_beside_ours() -> None:
     assert not ranks["same rank"].any()
     alone = measured[measured["variant"].eq("random")]
     assert methods.rankings_table(methods.methods_data(alone)).empty
+
+
+def test_alike_experts_stand_beside_what_merging_loses() -> None:
+    """Copies of one expert are alike, others are not; a row for each model of both."""
+    table = methods.merging_table(
+        results_of("similarity"), results_of("methods"), ratio=0.4
+    )
+    cosines = table.set_index("model")["cosine of two experts' weights"]
+    means = cosines.str.split().str[0].astype(float)
+    assert means["upcycled"] > 0.5 > 0.1 > means.drop("upcycled").max()
+    assert table["merging random groups"].gt(0).all()
+
+
+def test_the_mean_cosine_of_pairs() -> None:
+    """Orthogonal, opposite and equal vectors, of any length."""
+    for second, expected in (([0.0, 2.0], 0.0), ([-3.0, 0.0], -1.0), ([5.0, 0.0], 1.0)):
+        vectors = torch.tensor([[[1.0, 0.0]], [second]])
+        assert mean_cosine(vectors) == pytest.approx(expected)
