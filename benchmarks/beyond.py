@@ -27,7 +27,7 @@ from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import fit_compression
-from heapr_lab.refinement.generation import continuations
+from heapr_lab.refinement.own_text import continuations
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench

@@ -175,7 +175,7 @@ class Case:
         if alone:
             compensation = fit_compensation(self.model, pruned.keep, self.windows)
         else:
-            sums = self.shared.calibrated.sums
+            sums = self.shared.calibrated
             compensation = compensation_of(sums.solvers(sums.span), pruned.keep)
         return dataclasses.replace(pruned, down_projs=compensation.down_projs)
 

@@ -37,7 +37,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
-from heapr_lab.recipes.presets import METHODS
+from heapr_lab.recipes.weights import METHODS
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.storage import paths

@@ -16,9 +16,9 @@ from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.experiments import answers
 from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNDECIDED, UNTESTED
 from heapr_lab.experiments.prose import listed, value_range
+from heapr_lab.figures.comparisons import DRAWN
 from heapr_lab.figures.files import table_markdown
 from heapr_lab.figures.style import look
-from heapr_lab.figures.tables import DRAWN
 from heapr_lab.storage import paths
 
 _SAYS = {
@@ -174,8 +174,8 @@ def _gains(committed: Committed) -> str:
 
 def _best_methods(committed: Committed) -> str:
     data = committed.measured["methods"]
-    answer = answers.methods(data, methods.rankings_table(data), results_of("methods"))
-    return " ".join([answer.short, *answer.against])
+    ranks = methods.rankings_table(data)
+    return answers.methods(data, ranks, results_of("methods")).short
 
 
 def _scores(_committed: Committed) -> str:

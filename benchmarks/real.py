@@ -1,7 +1,7 @@
 """What pruning costs a pretrained model: perplexity, and the paper's seven tasks.
 
     python benchmarks/real.py [--models smolmoe,smollm2] [--only heapr,compress]
-        [--ratios 0.25] [--windows 16] [--items 100]
+        [--ratios 0.25] [--windows 16] [--items 100] [--device cuda]
 
 Two models: `smolmoe`, which was carved from a published one, and `smollm2`, the
 published weights as one expert a layer. Each method is fitted to the same 32 windows of
@@ -45,13 +45,14 @@ from heapr_lab.experiments.table1 import methods_of_table1
 from heapr_lab.inspection.stored import stored_perplexity
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.models.experts import describe
+from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.loading import load_model, model_folder
 from heapr_lab.models.safetensors_headers import SINGLE
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
-from heapr_lab.recipes.presets import METHODS
+from heapr_lab.recipes.weights import METHODS
 from heapr_lab.refinement.compress import COMPENSATED
 from heapr_lab.refinement.own_text import own_text
 from heapr_lab.storage.files import checksum, replacing
@@ -89,6 +90,8 @@ OTHERS = (
     "frequency",
     *COMPENSATED,
     "heapr-expert",
+    "tenp-like",
+    "svd",
 )
 REPEATED = ("heapr", "compress")
 """What is fitted to other draws and to other text as well, at 25 %."""
@@ -97,8 +100,10 @@ EXPERT_RATIO = 0.143
 """Three experts of 21, the most that can be removed: tokens are routed to 18."""
 OF_EXPERTS = ("heapr-expert", "reap", "frequency")
 """Methods that remove whole experts."""
+BEYOND = ("ream", "random-groups", "mone", "evoesap", "man", "msan", "ean")
+"""Others that remove or merge them, which are not in the paper's main table."""
 ONE_EXPERT = "smollm2"
-"""The model with one expert a layer: neither these methods nor the rivals apply."""
+"""The model with one expert a layer, for which only methods of atoms are measured."""
 OWN_SHARE = METHODS["best"].recipe.own_text
 WITH_OWN = f"{FITTED_TO} + {OWN_TEXT}"
 """As `heapr-lab prune` calibrates by default: self-generated windows are added."""
@@ -137,12 +142,12 @@ def states(model: str) -> Iterator[State]:
         yield pruned(method=method, ratio=ratio)
     many = model != ONE_EXPERT
     for method in OTHERS:
-        if many or method not in OF_EXPERTS:
+        if many or method not in (*OF_EXPERTS, "tenp-like", "svd"):
             yield pruned(method=method, ratio=RATIOS[0])
     for method in REPEATED:
         for text in OTHER_TEXT:
             yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
-    of_experts = ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS)))
+    of_experts = ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS, *BEYOND)))
     for ratio, names in of_experts if many else ():
         for method in (*names, *rivals()):
             yield pruned(method=method, ratio=ratio)
@@ -157,10 +162,12 @@ def rivals() -> list[str]:
 
 
 class Pruner:
-    """One model, and what is measured of it on the calibration windows."""
+    """One model in float32, and what is measured of it on the calibration windows."""
 
-    def __init__(self, model: str) -> None:
-        self.model, self.tokenizer = load_model(model, device="cpu", stream=False)
+    def __init__(self, model: str, device: str = "cpu") -> None:
+        self.model, self.tokenizer = load_model(
+            model, device=device, dtype="float32", stream=False
+        )
         self._measured: dict[tuple[str, int], Measurements] = {}
 
     def measured(self, state: State) -> Measurements:
@@ -284,7 +291,7 @@ def read(
     items = task_items(model, tokenizer, n_items=options.items, seed=options.seed)
     sizes |= {
         "whole": not options.windows,
-        "device": this_machine()["device"],
+        "device": this_machine(input_device(model).type)["device"],
         "seconds_text": round(read - began, 1),
         "seconds_tasks": round(time.process_time() - read, 1),
     }
@@ -400,6 +407,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=N_FIRST, help="0 for all")
     parser.add_argument("--items", type=int, default=100, help="of each task")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of items")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     for name in options.models.split(","):
@@ -419,7 +427,7 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
         )
         if done or left_out:
             continue
-        pruner = pruner or Pruner(name)
+        pruner = pruner or Pruner(name, options.device)
         logger.warning("state %d of %d of %s: %s", number, len(listed), name, state)
         try:
             results[state] = measured(pruner, state, options)

@@ -143,10 +143,10 @@ for _registry in _REGISTRIES:
 PARTS = {
     "models on disk": "streaming.opening:open_stepping",
     "why a model is streamed": "streaming.opening:why_on_disk",
-    "settings of quantised weights": "streaming.nvfp4:with_our_classes",
+    "settings of quantised weights": "streaming.quantisation:with_our_classes",
     "scores with a pass of their own": "refinement.elimination:extra_pass",
     "sums that weights are fitted with": "refinement.calibrated:CalibratedModel",
-    "tasks": "tasks.asked:AskedTask",
+    "tasks": "tasks.items:AskedTask",
     "text of the model's own": "refinement.own_text:own_text",
     "dense models as MoEs": "pretrained.one_expert:one_expert_folder",
     "configurations of dense models as MoEs": "pretrained.one_expert:one_expert_config",

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from families import tiny_model
 
 from benchmarks.lab_model.carved_ffn import CarvedFfn, dense_ffns
 from benchmarks.lab_model.carving import carve
@@ -16,25 +16,10 @@ D_VOCAB = 31
 
 def one_expert_model(d_ff: int = 24, dtype: torch.dtype = torch.float64) -> Any:
     """A Mixtral with one expert in each of two layers, at random."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=D_VOCAB,
-        hidden_size=16,
-        intermediate_size=d_ff,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_local_experts=1,
-        num_experts_per_tok=1,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        pad_token_id=None,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return MixtralForCausalLM(config).to(dtype).eval()
+    one = dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), 1)
+    sizes = {"vocab_size": D_VOCAB, "intermediate_size": d_ff} | one
+    single = {"dtype": torch.float32, "tie_word_embeddings": True}
+    return tiny_model("mixtral", **sizes, **single).to(dtype)  # of the same numbers
 
 
 def one_expert_state(model: Any) -> dict[str, torch.Tensor]:

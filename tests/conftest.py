@@ -1,10 +1,12 @@
 """What every test runs under: offline, one thread, silent, a cache of its own."""
 
+import gc
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -34,6 +36,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("house")
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and no garbage collection looks at it again."""
+    gc.freeze()
+
+
 def pytest_runtest_setup() -> None:
     """Random numbers of torch do not depend on the tests that ran before."""
     if "torch" in sys.modules:
@@ -45,6 +52,17 @@ def pytest_runtest_teardown() -> None:
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
             thread.cancel()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One token for each byte, and a special one, 0."""
+    from tiny_folder import write_tokenizer
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(autouse=True, scope="session")

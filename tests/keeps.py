@@ -1,6 +1,8 @@
 """Keep masks for tiny models, and the twin that zeroes what a mask drops."""
 
 import copy
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -34,14 +36,19 @@ def full_keep(model: nn.Module) -> KeepMask:
 
 
 def widths_keep(
-    model: nn.Module, width: int, *, structure: str, seed: int = 0
+    model: nn.Module, *widths: int | Sequence[int], structure: str
 ) -> KeepMask:
-    """A mask of `structure` that keeps `width` random atoms of every expert."""
-    rng = np.random.default_rng(seed)
-    arrays = {
-        layer.layer: rng.random((layer.n_experts, layer.d_inter)).argsort(1) < width
-        for layer in find_experts(model)
-    }
+    """A mask of `structure` that keeps so many random atoms of each expert.
+
+    Args:
+        model: a tiny model.
+        *widths: by layer, in turns: one for all its experts, or one for each.
+        structure: what the mask says of itself.
+    """
+    rng, arrays = np.random.default_rng(0), {}
+    for layer, width in zip(find_experts(model), itertools.cycle(widths), strict=False):
+        order = rng.random((layer.n_experts, layer.d_inter)).argsort(1)
+        arrays[layer.layer] = order < np.reshape(width, (-1, 1))
     return KeepMask(arrays, {"structure": structure})
 
 

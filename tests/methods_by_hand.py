@@ -1,21 +1,22 @@
 """What compression methods measure and make, by loops over tokens and experts."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from families import tiny_ids
 from keeps import logits_of
-from oracles.token_by_token import atom_activations, matrices
+from oracles.token_by_token import RoutedToken, atom_activations, matrices, run
 from text_models import experts_calls
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from heapr_lab import methods
-from heapr_lab.methods.dropping import dropping
-from heapr_lab.methods.expert_axes import find_expert_axes
+from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -90,6 +91,44 @@ def replaced(model: nn.Module, new: dict[tuple[int, int], Any]) -> nn.Module:
 def sets(groups: Any) -> set[frozenset[int]]:
     """Groups without their order."""
     return {frozenset(group) for group in groups}
+
+
+def lowest(scores: dict[Any, float], number: int) -> set[Any]:
+    """The keys of the `number` lowest values, which no tie hides."""
+    ordered = sorted(scores, key=lambda key: scores[key])
+    assert scores[ordered[number - 1]] < scores[ordered[number]]
+    return set(ordered[:number])
+
+
+def routed(model: nn.Module) -> dict[tuple[int, int], list[RoutedToken]]:
+    """What each expert does of each token routed to it, one after the other."""
+    model.requires_grad_(False)
+    _, records = run(model, IDS)
+    return {
+        (layer.layer, expert): [
+            RoutedToken(t.x, t.h.detach(), t.p, t.E.detach(), t.e)
+            for t in records[id(layer.module)].tokens[expert]
+        ]
+        for layer in find_experts(model)
+        for expert in range(layer.n_experts)
+    }
+
+
+def gradients_by_hand(model: nn.Module) -> Iterator[dict[tuple[int, int], Any]]:
+    """For each window, the gradients of the matrices of experts, by autograd."""
+    twin: Any = copy.deepcopy(model).requires_grad_(True)
+    for ids in IDS:
+        twin.zero_grad()
+        logits = twin(ids[None]).logits[0, :-1]
+        F.cross_entropy(logits, ids[1:], reduction="sum").backward()
+        gradients = {}
+        for layer in find_experts(twin):
+            module = copy.copy(layer.module)
+            module._parameters = {n: p.grad for n, p in module._parameters.items()}
+            gradients |= {
+                (layer.layer, e): matrices(module, e) for e in range(layer.n_experts)
+            }
+        yield gradients
 
 
 def removed(compression: Any) -> set[tuple[int, int, int]]:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from heapr_lab.panel.jobs import Job, ResultJob
+from heapr_lab.panel.jobs import Job
 from heapr_lab.panel.looks import STALE
 
 PATIENCE_SECONDS = 120
@@ -64,10 +64,3 @@ def cancel(job: Job, said: str = "") -> None:
 def is_stale(widget: Any) -> bool:
     """Whether a widget is grey."""
     return STALE in widget._dom_classes
-
-
-def stale(shown: ResultJob) -> bool:
-    """Whether a result is grey, and says so."""
-    grey = is_stale(shown._view)
-    assert grey == ("Out of date" in shown.note.value)
-    return grey

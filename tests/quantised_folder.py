@@ -3,8 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from families import tiny_model
+from keeps import random_keep
 from stored_tensors import changed_json, changed_tensors
+
+from heapr_lab.checkpoints.save import prune_folder
+from heapr_lab.errors import HeaprLabError
+from heapr_lab.models.loading import load_model
 
 
 def in_fp8(
@@ -37,6 +44,17 @@ def in_fp8(
         activation_scheme="dynamic",
     )
     return exact
+
+
+def check_refused(folder: Path, message: str) -> None:
+    """Check that no way to open the model takes it, and that nothing is written."""
+    for stream in (True, False, "auto"):
+        with pytest.raises(HeaprLabError, match=message):
+            load_model(folder, device="cpu", stream=stream)
+    keep = random_keep(tiny_model("qwen3_moe"))
+    with pytest.raises(HeaprLabError, match=message):
+        prune_folder(folder, keep, folder / "pruned")
+    assert not (folder / "pruned").exists()
 
 
 def scales_of(tensor: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.surgery import prune
 
 D_VOCAB = 258
@@ -19,9 +20,20 @@ def write_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """A random Qwen2-MoE and its tokenizer, written to `folder`."""
     sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
     model = tiny_model("qwen2_moe", dtype=torch.float32, seed=seed, **sizes, **changes)
-    model.save_pretrained(folder)
+    return write_folder(folder, model)
+
+
+def write_folder(folder: Path, model: Any, *, max_shard_size: str = "5GB") -> Path:
+    """A model and the tokenizer of bytes, written to `folder`."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder)
     return folder
+
+
+def opened(folder: Path, *, stream: bool, **options: Any) -> Any:
+    """The model in `folder`, in float64 on the CPU, in memory or streamed."""
+    options = {"device": "cpu", "dtype": "float64", "stream": stream} | options
+    return load_model(folder, **options)[0]
 
 
 def write_pruned(folder: Path, structure: str, *, family: str = "qwen3_moe") -> Path:

@@ -143,18 +143,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4},
     },
     "qwen4_exp": {
-        "text_config": _LINEAR
+        "text_config": FAMILIES["qwen4_exp_text"]
+        | _LINEAR
         | {
-            "hc_lowrank": 4,
-            "hc_count": 2,
             "ngram_vocab_size_base": 50,
             "make_ngram_vocab_size_divisible_by": 2,
             "split_ngram_parts": 2,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 8,
-            "indexer_budget": 4,
-            "indexer_compress_ratio": 2,
         }
     },
     "deepseek_ocr2": {

@@ -46,8 +46,8 @@ from heapr_lab.models.safetensors_headers import SINGLE, Stored
 from heapr_lab.models.sources import read_source
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
-from heapr_lab.streaming.fp8 import SCALES
-from heapr_lab.streaming.weights_on_disk import check_whole, differs, find_tensors
+from heapr_lab.streaming.file_reader import check_whole, differs, find_tensors
+from heapr_lab.streaming.quantisation import SCALES
 from heapr_lab.text.calibration import CalibrationSet
 
 _STEM = re.compile(r".*?(layers\.\d+|mtp\w*)\.")

@@ -18,17 +18,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from heapr_lab.checkpoints.fp8_files import Fp8Files
-from heapr_lab.checkpoints.shared_experts import Shapes, fit
+from heapr_lab.checkpoints.stored_type import Fp8Files
+from heapr_lab.checkpoints.uniform import Shapes, fit
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_headers
 from heapr_lab.models.wrapped import is_wrapper
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
-from heapr_lab.streaming.fp8 import SCALES, check_grid, dequantised
+from heapr_lab.streaming.file_reader import FoundTensor, find_tensors
+from heapr_lab.streaming.quantisation import SCALES, check_grid, dequantised
 from heapr_lab.streaming.shards import index_of
 from heapr_lab.streaming.sizes import PREDICTING
-from heapr_lab.streaming.weights_on_disk import FoundTensor, find_tensors
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names of the number of such layers in configurations."""

@@ -6,7 +6,6 @@ the mask, and `heapr_manifest.json` the settings and the SHA-256 of the weights,
 a pruning can be repeated or audited.
 """
 
-import copy
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -25,22 +24,22 @@ from heapr_lab.checkpoints.folder import (
     save_processor,
     save_tokenizer,
 )
-from heapr_lab.checkpoints.fp8_files import Fp8Files, fp8_files
 from heapr_lab.checkpoints.mtp_head import further_layers
 from heapr_lab.checkpoints.predicting import Further, add_heads, without_predicting
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
-from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
+from heapr_lab.checkpoints.stored_type import (
+    Fp8Files,
+    dense_skeleton,
+    in_dtype,
+    packing_of,
+    stored_dtype,
+)
 from heapr_lab.checkpoints.uniform import stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.dtypes import blocks_fit
 from heapr_lab.models.experts import sliced_experts
-from heapr_lab.models.folders import (
-    has_tokenizer,
-    is_native,
-    read_tokenizer,
-    skeleton_of,
-)
+from heapr_lab.models.folders import has_tokenizer, is_native, read_tokenizer
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer, finish
 from heapr_lab.models.sources import dtype_name, source_of
 from heapr_lab.models.wrapped import is_wrapper
@@ -130,12 +129,14 @@ def save_pruned(
     plan, origin = _plan_of(model, keep, packing), str(source or base)
     written = checkpoint_of(model, keep, dtype)
     written = in_dtype(written, dtype) if stream is None else written
-    skeleton = _dense_skeleton(model)
+    skeleton = dense_skeleton(model)
     further = further_layers(model, skeleton, origin, calibration, width=keep.one_width)
     with new_folder(Path(folder), resume=plan is not None) as partial:
         if plan is not None:
             claim(partial, plan)
-        facts |= _padded_by(getattr(written, "heapr_zero_atoms", 0))
+        if n_zero := getattr(written, "heapr_zero_atoms", 0):
+            zeros = f"{n_zero} zero atoms in the shared experts of each layer"
+            facts |= {"padded": zeros}
         facts |= further.said
         checksums = write_weights(
             written,
@@ -188,11 +189,6 @@ def prune_folder(
         check=check,
         progress=progress,
     )
-
-
-def packing_of(model: Any) -> Fp8Files | None:
-    """How the weights of a model of `prune` are quantised in files, if they are."""
-    return fp8_files(model, _mask_of(model), lambda: _dense_skeleton(model))
 
 
 def _in_words(
@@ -250,14 +246,6 @@ def _checked(
         raise
 
 
-def _dense_skeleton(model: Any) -> Any:
-    """The model that a pruned one was made of, without weights."""
-    config = copy.deepcopy(model.config)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
-    return skeleton_of(config)
-
-
 def _other_parts(model: Any, folder: Path, *, base: str) -> dict[str, str]:
     """What manifest and card say of a wrapper, whose processor is copied; else nothing.
 
@@ -266,21 +254,14 @@ def _other_parts(model: Any, folder: Path, *, base: str) -> dict[str, str]:
         folder: the one that the processor is copied to.
         base: folder or hub id of the dense model.
     """
-    part = _what_is_pruned(model)
-    if part is None:
-        return {}
-    return {"pruned": part, "processor": save_processor(folder, base=base)}
-
-
-def _what_is_pruned(model: Any) -> str | None:
-    """Which part of a wrapper is pruned, in words; None for another model."""
     if not is_wrapper(model.config):
-        return None
+        return {}
     inside = type(model.get_decoder()).__name__
-    return (
+    part = (
         f"the language model ({inside}) of a {type(model).__name__}; all other parts "
         "are unchanged"
     )
+    return {"pruned": part, "processor": save_processor(folder, base=base)}
 
 
 def _mask_of(model: Any) -> KeepMask:
@@ -365,13 +346,6 @@ def attach(model: Any, structure: str) -> None:
     model.config.quantization_config = quantizer.quantization_config
     model._weight_conversions = quantizer.update_weight_conversions(family, model)
     finish(model)
-
-
-def _padded_by(n_zero: int) -> dict[str, str]:
-    """What the manifest says of the zero atoms in shared experts."""
-    if not n_zero:
-        return {}
-    return {"padded": f"{n_zero} zero atoms in the shared experts of each layer"}
 
 
 # --- the folder -------------------------------------------------------------------

@@ -1,15 +1,41 @@
-"""The type that weights are written in: that of the files which they came from."""
+"""How weights are written: in the type of the files that they came from.
+
+Those that were in blocks of FP8 may stay so, in a stock checkpoint: what is unchanged
+is copied to the bit; sliced weights are quantised again, each block with a scale of its
+own.
+"""
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
 
-from heapr_lab.models.dtypes import stays_float32
+from heapr_lab.models.dtypes import blocks_fit, stays_float32
 from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.folders import read_config, skeleton_of
+from heapr_lab.models.safetensors_headers import INDEX, read_headers
 from heapr_lab.models.sources import source_of
-from heapr_lab.streaming.stream import Packing, stream_of
+from heapr_lab.storage import files
+from heapr_lab.streaming.quantisation import SCALES, dequantised, quantised
+from heapr_lab.streaming.shards import index_of
+from heapr_lab.streaming.stream import stream_of
+
+_PACKED = ("up_rows", "down_columns")
+"""Names of matrices of experts in memory; the second has columns as rows."""
+_AT_ONCE = 16
+"""Rows of blocks that are rounded together, as that takes several times their bytes."""
+_SCALES: dict[str | None, torch.dtype] = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+}
+"""Types that scales may have, by their names in files."""
 
 
 def stored_dtype(model: Any) -> torch.dtype:
@@ -43,7 +69,7 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 
 def round_experts(
-    model: Any, dtype: torch.dtype, packing: Packing | None = None
+    model: Any, dtype: torch.dtype, packing: "Fp8Files | None" = None
 ) -> None:
     """Round the experts of a pruned model, which may have changed, as they are written.
 
@@ -60,3 +86,114 @@ def round_experts(
                 weight = tensor.data.to(dtype)
                 weight = weight if packing is None else packing.rounded(name, weight)
                 tensor.data = weight.to(tensor.dtype)
+
+
+# --- FP8 --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fp8Files:
+    """The files of a dense model in FP8, and how a pruned one is written like them."""
+
+    settings: Mapping[str, Any]
+    """`quantization_config` in config.json."""
+    places: Mapping[str, Path]
+    """The file of each tensor."""
+    scales: torch.dtype
+    """Type of the scales."""
+    computes: torch.dtype
+    """Type that the model runs in."""
+
+    def rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the experts in memory, by its name, as the files will have it."""
+        if name not in _PACKED:
+            return tensor
+        block = self._block if name == _PACKED[0] else self._block[::-1]
+        pieces = []
+        for rows in tensor.detach().split(_AT_ONCE * block[0]):
+            codes = quantised(rows, block, self.scales, powers=self._powers)
+            pieces.append(dequantised(*codes, block).to(tensor.dtype))
+        return torch.cat(pieces)
+
+    def written(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors as they are written, by their names in files.
+
+        Those of the dense model's files that are in FP8 are again, with their scales:
+        the same if they have the same values, else new ones.
+        """
+        stored = {}
+        for name, tensor in tensors.items():
+            if f"{name}{SCALES}" in self.places:
+                stored[name], stored[f"{name}{SCALES}"] = self._in_blocks(name, tensor)
+            else:
+                stored[name] = tensor
+        return stored
+
+    def settle(self, folder: Path, *, floats: bool) -> None:
+        """Let config.json say that weights are in FP8; make them so if `floats`."""
+        paths = sorted(folder.glob("*.safetensors"))
+        for path in paths if floats else ():
+            tensors = self.written(load_file(path))
+            with files.replacing(path) as temporary:
+                save_file(tensors, temporary, metadata={"format": "pt"})
+        if floats and (folder / INDEX).exists():
+            names = [path.name for path in paths]
+            files.write_json(folder / INDEX, index_of(folder, names))
+        config = files.read_object(folder / "config.json")
+        added = {"quantization_config": dict(self.settings)}
+        files.write_json(folder / "config.json", config | added)
+
+    @property
+    def _block(self) -> tuple[int, int]:
+        rows, columns = self.settings["weight_block_size"]
+        return rows, columns
+
+    @property
+    def _powers(self) -> bool:
+        return self.settings.get("scale_fmt") == "ue8m0"
+
+    def _read(self, name: str) -> torch.Tensor:
+        with safe_open(self.places[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def _in_blocks(
+        self, name: str, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = self._read(name), self._read(f"{name}{SCALES}")
+        if numbers.shape == tensor.shape:
+            before = dequantised(numbers, scales, self._block).to(self.computes)
+            if torch.equal(before.to(tensor.dtype), tensor.cpu()):
+                return numbers, scales
+        return quantised(tensor, self._block, self.scales, powers=self._powers)
+
+
+def packing_of(model: Any) -> Fp8Files | None:
+    """How a model of `prune` is written in FP8; None if it is written in floats.
+
+    It is in FP8 if the files of its dense model are, in blocks that its one width is a
+    multiple of, and have the names that are written.
+    """
+    source = source_of(model)
+    if source is None or not blocks_fit(source.block, model.heapr_keep.one_width):
+        return None
+    dense = dense_skeleton(model)
+    stored, _ = read_headers(source.folder)
+    places = {name: path for path, header in stored.items() for name in header}
+    kinds = {name: t.dtype for header in stored.values() for name, t in header.items()}
+    names = set(revert_weight_conversion(dense, dense.state_dict()))
+    eight = {name for name in names if kinds.get(name, "").startswith("F8_")}
+    scales = {kinds.get(f"{name}{SCALES}") for name in eight}
+    same = names - set(dense.all_tied_weights_keys) <= places.keys()
+    if not same or len(scales) != 1 or not scales <= _SCALES.keys():
+        return None
+    settings = read_config(source.folder).quantization_config
+    return Fp8Files(settings, places, _SCALES[scales.pop()], model.dtype)
+
+
+def dense_skeleton(model: Any) -> Any:
+    """The model that a pruned one was made of, without weights."""
+    config = copy.deepcopy(model.config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return skeleton_of(config)

@@ -1,17 +1,21 @@
 """Stock models with narrower experts: pruned models whose experts have one width.
 
+In DeepSeek and its relatives shared experts are `n_shared_experts` times as wide as a
+routed one. Where all routed experts are pruned to a width that does not divide this,
+the shared ones get atoms whose weights are zero. These add exactly nothing to the
+output, but they are stored and computed: fewer than one routed expert has.
+
 Shapes: E n_experts, D d_expert, w the width of all experts.
 """
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from heapr_lab.checkpoints.shared_experts import fit, wider, zero_atoms
 from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -24,6 +28,12 @@ _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 _SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
 """Names of the number of shared experts."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of tensors by their names in the model."""
+
+_AXES = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
+"""The axis of the atoms in the matrices of a shared expert."""
 
 
 class Stock(NamedTuple):
@@ -162,3 +172,45 @@ def _fused(layer: ExpertsLayer, ragged: RaggedExperts) -> dict[str, torch.Tensor
         tensors[name] = ragged.up_bias.unflatten(0, (n_experts, -1))
         tensors["down_proj_bias"] = ragged.down_bias
     return {name: nn.Parameter(tensor.contiguous()) for name, tensor in tensors.items()}
+
+
+# --- shared experts ---------------------------------------------------------------
+
+
+def wider(before: Shapes, after: Shapes) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the tensors of shared experts that have more atoms in `after`.
+
+    None if anything else differs.
+    """
+    if before.keys() != after.keys():
+        return None
+    shapes = {name: after[name] for name in after if after[name] != before[name]}
+    fits = all(_only_wider(name, before[name], shapes[name]) for name in shapes)
+    return shapes if fits else None
+
+
+def _only_wider(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    path, _, leaf = name.rpartition(".")
+    module, _, kind = path.rpartition(".")
+    axis = _AXES.get(f"{kind}.{leaf}")
+    if axis is None or "shared_expert" not in module or len(old) != len(new):
+        return False
+    return new[axis] > old[axis] and new[1 - axis] == old[1 - axis]
+
+
+def zero_atoms(before: Shapes, padded: Shapes) -> int:
+    """How many atoms the shared experts of a layer were given."""
+    added = (
+        max(n - o for n, o in zip(shape, before[name], strict=True))
+        for name, shape in padded.items()
+    )
+    return max(added, default=0)
+
+
+def fit(name: str, tensor: torch.Tensor, padded: Shapes) -> torch.Tensor:
+    """The tensor `name`, with zeros at the end of rows and columns up to its shape."""
+    if name not in padded:
+        return tensor
+    wide = tensor.new_zeros(padded[name])
+    wide[tuple(slice(size) for size in tensor.shape)] = tensor.detach()
+    return wide

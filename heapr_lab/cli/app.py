@@ -1,4 +1,4 @@
-"""The command line: every command, and how it ends.
+"""The command line: its shorter commands, and how every command ends.
 
 Everything that needs torch is imported inside the commands, so that `--help` answers
 at once. Results go to standard output, as text or with `--json` as one JSON object;
@@ -6,24 +6,22 @@ progress and errors go to standard error.
 """
 
 import os
+import threading
+import webbrowser
+from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from heapr_lab.cli import (
-    compare,
-    evaluate,
-    options,
-    panel,
-    plan,
-    provenance,
-    prune,
-    reproduce,
-    score,
-)
-from heapr_lab.cli.console import in_one_line, line_of_interrupt
+from heapr_lab.cli import options, preflight
+from heapr_lab.cli.compare import compare
+from heapr_lab.cli.console import in_one_line, line_of_interrupt, print_facts
+from heapr_lab.cli.evaluate import evaluate
+from heapr_lab.cli.prune import prune
+from heapr_lab.cli.score import score
 
 
 class _Commands(TyperGroup):
@@ -51,10 +49,21 @@ class _InGroups(TyperCommand):
                 formatter.write_dl(records)
 
 
+def _examples(*commands: str) -> str:
+    """The end of a `--help`."""
+    return "\n".join(["\b\nExamples:", *(f"  heapr-lab {line}" for line in commands)])
+
+
 app = typer.Typer(
     cls=_Commands,
     help="Score, prune and study the atomic experts of Mixture-of-Experts models.",
-    epilog=options.EXAMPLES,
+    epilog=_examples(
+        "score lab",
+        "prune lab --ratio 0.25 --out mask.parquet",
+        "prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned",
+        "evaluate lab --mask mask.parquet --corpora pydocs,ptb --kl",
+        "reproduce",
+    ),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -94,11 +103,226 @@ def _common(
     pass
 
 
-app.command(epilog=options.PLAN_EXAMPLES)(plan.plan)
-app.command(epilog=options.SCORE_EXAMPLES)(score.score)
-app.command(cls=_InGroups, epilog=options.PRUNE_EXAMPLES)(prune.prune)
-app.command(epilog=options.EVALUATE_EXAMPLES)(evaluate.evaluate)
-app.command(epilog=options.COMPARE_EXAMPLES)(compare.compare)
-app.command(epilog=options.REPRODUCE_EXAMPLES)(reproduce.reproduce)
-app.command(epilog=options.PROVENANCE_EXAMPLES)(provenance.provenance)
-app.command("app", epilog=options.APP_EXAMPLES)(panel.panel)
+@app.command(
+    epilog=_examples(
+        "plan lab",
+        "plan Qwen/Qwen3-30B-A3B --memory 80GB --dtype bfloat16",
+        "plan ./config.json --memory 24GB --json",
+    )
+)
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A hub id, a folder, a config.json, `lab`, `smollm2` or `smolmoe`.",
+        ),
+    ],
+    n_sequences: Annotated[
+        int, typer.Option("--sequences", min=1, help="Calibration windows.")
+    ] = 128,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Of the device, such as 24GB [default: what is free]."),
+    ] = None,
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Say what the scores of a model need, and whether it is streamed.
+
+    Its configuration and the headers of its files are read, and no weight.
+    """
+    from heapr_lab.streaming.plan import plan as planned
+
+    needs = planned(
+        model, n_sequences=n_sequences, seq_len=seq_len, memory=memory, dtype=dtype
+    )
+    if as_json:
+        print_facts(needs.to_dict(), as_json=True)
+    else:
+        typer.echo(str(needs))
+
+
+app.command(
+    epilog=_examples(
+        "score lab --out importance.parquet",
+        "score Qwen/Qwen1.5-MoE-A2.7B --corpus wikitext2 --seq-len 2048",
+        'score ./my_moe --corpus "0.7*pydocs + 0.3*ptb" --seed 1 --json',
+    )
+)(score)
+app.command(
+    cls=_InGroups,
+    epilog=_examples(
+        "prune lab --ratio 0.25 --out mask.parquet",
+        "prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned",
+        "prune lab --importance importance.parquet --ratio 40%",
+        "prune lab --ratio 0.3 --structure aligned --multiple 16 --of model",
+        "prune lab --ratio 0.4 --method paper --out as_published",
+        "prune lab --ratio 0.4 --heal 128 --out healed",
+        "prune lab --max-rise 0.02 --out at_most_two_per_cent",
+    ),
+)(prune)
+app.command(
+    epilog=_examples(
+        "evaluate lab --corpora pydocs,ptb",
+        "evaluate lab --mask mask.parquet --kl --tasks continuation",
+        "evaluate ./my_moe --tasks arc_easy,piqa --limit 200 --json",
+    )
+)(evaluate)
+app.command(
+    epilog=_examples(
+        "compare --list",
+        "compare lab --methods heapr,reap,naee --ratios 0.2,0.4",
+        "compare ./my_moe --methods camera-p --set camera-p.alpha=0.95 --json",
+        "compare ./my_moe --methods heapr,reap --tasks arc_easy,piqa --limit 200",
+        "compare qwen1.5-moe-a2.7b-chat --preset paper-table1",
+    )
+)(compare)
+
+
+@app.command(
+    epilog=_examples(
+        "reproduce",
+        "reproduce --model ./my_moe --profile lab",
+        "reproduce --no-notebooks --out my_figures",
+    )
+)
+def reproduce(
+    model: Annotated[
+        str, typer.Option(help=options.NAME_HELP, callback=options.model_name)
+    ] = "lab",
+    profile: options.Profile = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the figures.")] = None,
+    notebooks: Annotated[bool, typer.Option(help="Also execute the notebooks.")] = True,
+    publish: Annotated[
+        bool,
+        typer.Option(
+            "--publish",
+            help="Overwrite the committed figures and notebooks.",
+        ),
+    ] = False,
+    n_workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=1,
+            help="Number of processes [default: one per core for a small model on the "
+            "CPU, else one].",
+        ),
+    ] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Make every figure and execute every notebook.
+
+    It scores the model, prunes it at 10 to 90 %, evaluates and draws.
+    """
+    if out is not None:
+        preflight.check_folder(out)
+    from heapr_lab.experiments.reproduce import reproduce as make
+
+    summary = make(
+        model,
+        profile=profile,
+        device=device,
+        dtype=dtype,
+        figures_dir=out,
+        notebooks=notebooks,
+        publish=publish,
+        n_workers=n_workers,
+    )
+    if not as_json:
+        typer.echo("\n".join(summary.lines()))
+        return
+    facts = {
+        "model": model,
+        "figures": str(summary.figures),
+        "files": [str(path) for path in summary.files],
+        "notebooks": [str(path) for path in summary.notebooks],
+        "skipped": summary.skipped,
+        "perplexity": summary.perplexity,
+        "claims": summary.claims.to_dict("records"),
+        "seconds": summary.seconds,
+    }
+    print_facts(facts, as_json=True)
+
+
+@app.command(
+    epilog=_examples(
+        "provenance figures/4_boundary.png",
+        "provenance mask.parquet --json",
+        "provenance pruned",
+    )
+)
+def provenance(
+    file: Annotated[
+        Path,
+        typer.Argument(help="A png or parquet file, or a checkpoint."),
+    ],
+    as_json: options.AsJson = False,
+) -> None:
+    """Show where a file written by this package came from."""
+    from heapr_lab.checkpoints.provenance import read_provenance
+
+    facts = {"file": str(file), **read_provenance(file)}
+    print_facts(facts if as_json else _flat(facts), as_json=as_json)
+
+
+def _flat(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested facts by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        whole = f"{before}{name}"
+        flat |= _flat(value, f"{whole}.") if isinstance(value, dict) else {whole: value}
+    return flat
+
+
+@app.command(
+    "app",
+    epilog=_examples(
+        "app",
+        "app ./my_moe --profile lab",
+        "app importance.parquet --port 8866 --no-browser",
+    ),
+)
+def panel(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_TABLE",
+            help="A hub id, a local folder, `lab`, `smollm2`, `smolmoe`, or a table of "
+            "`score`, which cannot be evaluated.",
+        ),
+    ] = "lab",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")
+    ] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    profile: options.Profile = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Show the panel as a page, on this machine only.
+
+    Needs Voilà: pip install -e '.[app]'. With &theme=dark the page is dark.
+    """
+    from heapr_lab.panel.app import panel_source, serve
+
+    code = panel_source(
+        source, profile=profile, device=device, dtype=dtype, folder=Path.cwd()
+    )
+    if device != "auto":
+        from heapr_lab.models.loading import check_device
+
+        check_device(device)
+
+    def announce(address: str) -> None:
+        typer.echo(address)
+        typer.echo("Press Control-C to stop.", err=True)
+        if browser:
+            # A browser that runs in the terminal would keep the server from answering.
+            threading.Thread(target=webbrowser.open, args=(address,)).start()
+
+    serve(code, source=source, port=port, on_ready=announce)

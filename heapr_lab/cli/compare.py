@@ -1,8 +1,8 @@
 """`heapr-lab compare`: compression methods side by side."""
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,20 +15,25 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from heapr_lab.methods.comparison import Entry
+    from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.workbench import Workbench
 
 _LABELS = ("method", "ratio", "achieved_ratio", "dataset")
 _NOT_SHOWN = {"compresses", "nll", "bytes", "routed_flops", "parameters"}
 _PRESET = "paper-table1"
+_USUAL = {
+    "methods": "heapr,compress,reap",
+    "ratios": "0.2,0.4",
+    "corpora": "pydocs",
+    "tasks": "",
+    "corpus": "pydocs",
+}
+"""The options where none are given, and no preset."""
 
 
 def compare(
     model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help=options.NAME_HELP,
-        ),
+        str | None, typer.Argument(metavar="MODEL", help=options.NAME_HELP)
     ] = None,
     listed: Annotated[
         bool, typer.Option("--list", help="List the methods, and run none.")
@@ -69,9 +74,7 @@ def compare(
             "`evaluate` [default: none]."
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of items of each task.")
-    ] = None,
+    limit: options.Limit = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -107,118 +110,113 @@ def compare(
     if listed:
         _list(as_json=as_json)
         return
-    name = _given(model)
-    asked = _asked(name, preset).given(names, ratios, corpora, tasks, corpus)
+    name = _named(model)
+    asked = _asked(
+        _defaults(name, preset), methods=names, ratios=ratios, corpora=corpora,
+        tasks=tasks, corpus=corpus,
+    )  # fmt: skip
     from heapr_lab.text.calibration_spec import Calibration
 
-    _check_asked(asked.names, asked.ratios, [*asked.corpora, *asked.tasks])
     given = _settings(settings or [])
-    calibration = Calibration(asked.corpus, n_sequences, seed=seed)
-    preflight.check_corpora([asked.corpus], split="train")
-    preflight.check_corpora(asked.corpora, split="test")
-    from heapr_lab.methods.comparison import entries
+    calibration = Calibration(asked["corpus"], n_sequences, seed=seed)
+    preflight.check_corpora([asked["corpus"]], split="train")
+    preflight.check_corpora(asked["corpora"], split="test")
+    from heapr_lab.methods.comparison import compare_methods, entries
 
-    wanted = entries(asked.names, asked.ratios, given)
-    preflight.check_tasks(asked.tasks)
+    wanted = entries(asked["methods"], asked["ratios"], given)
+    preflight.check_tasks(asked["tasks"])
     bench = options.open_bench(
         name, profile, seq_len, device, dtype, stream, host_memory
     )
-    measured = {"calibration": calibration, "tasks": asked.tasks, "limit": limit}
-    if preset is None:
-        _ordinary(bench, name, wanted, asked.corpora, as_json=as_json, **measured)
+    refused: list[dict[str, Any]] = []
+    frame = compare_methods(
+        bench,
+        wanted,
+        asked["corpora"],
+        tasks=asked["tasks"],
+        limit=limit,
+        calibration=calibration,
+        refused=functools.partial(_refuse, refused) if preset else None,
+    )
+    if preset:
+        _show_table1(bench, name, calibration, frame, refused, as_json=as_json)
+    elif as_json:
+        print_facts({"model": name, "results": frame.to_dict("records")}, as_json=True)
     else:
-        _as_table1(bench, name, wanted, asked.corpora, as_json=as_json, **measured)
+        shown = [column for column in frame if column not in {*_LABELS, *_NOT_SHOWN}]
+        typer.echo(_aligned(frame[[*_LABELS, *shown, "parameters"]]))
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What is compared, on what text."""
+def _named(model: str | None) -> str:
+    """The model as a hub id or folder.
 
-    names: Sequence[str] = ("heapr", "compress", "reap")
-    ratios: Sequence[float] = (0.2, 0.4)
-    corpora: Sequence[str] = ("pydocs",)
-    tasks: Sequence[str] = ()
-    corpus: str = "pydocs"
-
-    def given(
-        self,
-        names: str | None,
-        ratios: str | None,
-        corpora: str | None,
-        tasks: str | None,
-        corpus: str | None,
-    ) -> "_Asked":
-        """What is compared, with the given options in place of the defaults."""
-        return _Asked(
-            self.names if names is None else names_in(names),
-            self.ratios if ratios is None else _ratios(ratios),
-            self.corpora if corpora is None else names_in(corpora),
-            self.tasks if tasks is None else names_in(tasks),
-            self.corpus if corpus is None else corpus,
+    Raises:
+        SpecError: none is given.
+    """
+    if model is None:
+        raise SpecError(
+            "nothing to compare: give MODEL, or --list for the methods that there are"
         )
+    return options.model_name(model)
 
 
-def _asked(model: str, preset: str | None) -> _Asked:
-    """The defaults, or those of the preset for the model.
+def _asked(defaults: Mapping[str, str], **given: str | None) -> dict[str, Any]:
+    """What is compared, on what text, with what is given in place of the defaults.
+
+    Raises:
+        SpecError: there is nothing to measure.
+    """
+    texts = {**defaults, **{k: v for k, v in given.items() if v is not None}}
+    lists = {name: names_in(texts[name]) for name in ("methods", "corpora", "tasks")}
+    ratios = _ratios(texts["ratios"])
+    if not (lists["methods"] and ratios and (lists["corpora"] or lists["tasks"])):
+        raise SpecError("nothing to measure: give --methods, --ratios and --corpora")
+    return {**lists, "ratios": ratios, "corpus": texts["corpus"]}
+
+
+def _defaults(model: str, preset: str | None) -> dict[str, str]:
+    """What is compared, on what text, where no option says it.
 
     Raises:
         SpecError: there is no such preset.
     """
     if preset is None:
-        return _Asked()
+        return _USUAL
     if preset != _PRESET:
         raise SpecError(f"--preset is {preset!r}, expected {_PRESET}")
     from heapr_lab.experiments import table1
     from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
-    here = [name for name in table1.methods_of_table1().values() if name]
-    ratios = table1.ratios_of_table1(model)
-    tasks = [*PAPER_TASKS]
-    return _Asked(here, ratios, table1.CORPORA, tasks, table1.CALIBRATED_ON)
+    lists = {
+        "methods": filter(None, table1.methods_of_table1().values()),
+        "ratios": map(str, table1.ratios_of_table1(model)),
+        "corpora": table1.CORPORA,
+        "tasks": PAPER_TASKS,
+    }
+    texts = {name: ",".join(parts) for name, parts in lists.items()}
+    return texts | {"corpus": table1.CALIBRATED_ON}
 
 
-def _ordinary(
+def _refuse(refused: list[dict[str, Any]], entry: "Entry", error: Exception) -> None:
+    """Say that a method cannot be fitted, and note it."""
+    say(f"{entry.label} is left out: {error}")
+    row = {"method": entry.method.name, "ratio": entry.ratio}
+    refused.append(row | {"reason": str(error)})
+
+
+def _show_table1(
     bench: "Workbench",
     name: str,
-    wanted: "Sequence[Entry]",
-    corpora: Sequence[str],
+    calibration: "Calibration",
+    frame: "pd.DataFrame",
+    refused: list[dict[str, Any]],
     *,
     as_json: bool,
-    **options: Any,
 ) -> None:
-    """Compare, and print a line for each method, ratio, corpus and task."""
-    from heapr_lab.methods.comparison import compare_methods
-
-    frame = compare_methods(bench, wanted, corpora, **options)
-    if as_json:
-        print_facts({"model": name, "results": frame.to_dict("records")}, as_json=True)
-    else:
-        typer.echo(_table(frame))
-
-
-def _as_table1(
-    bench: "Workbench",
-    name: str,
-    wanted: "Sequence[Entry]",
-    corpora: Sequence[str],
-    *,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Compare what can be compared, and print it beside the paper's own table."""
+    """Print what was measured, and could not be, beside the paper's own table."""
     from heapr_lab.experiments import table1
-    from heapr_lab.methods.comparison import compare_methods
 
     missing = [k for k, method in table1.methods_of_table1().items() if method is None]
-    refused: list[dict[str, Any]] = []
-
-    def refuse(entry: "Entry", error: Exception) -> None:
-        say(f"{entry.label} is left out: {error}")
-        row = {"method": entry.method.name, "ratio": entry.ratio}
-        refused.append(row | {"reason": str(error)})
-
-    frame = compare_methods(bench, wanted, corpora, refused=refuse, **options)
-    calibration = options["calibration"]
     made_of = table1.Measured(
         name,
         bench.profile,
@@ -245,34 +243,6 @@ def _as_table1(
         typer.echo(f"Not comparable, {note}")
 
 
-def _given(model: str | None) -> str:
-    """The model as a hub id or folder.
-
-    Raises:
-        SpecError: none is given.
-    """
-    if model is None:
-        raise SpecError(
-            "nothing to compare: give MODEL, or --list for the methods that there are"
-        )
-    return options.model_name(model)
-
-
-def _check_asked(*lists: Sequence[Any]) -> None:
-    """Make sure that there is something to measure.
-
-    Raises:
-        SpecError: a list is empty.
-    """
-    if not all(lists):
-        raise SpecError("nothing to measure: give --methods, --ratios and --corpora")
-
-
-def _table(frame: "pd.DataFrame") -> str:
-    measured = [name for name in frame if name not in {*_LABELS, *_NOT_SHOWN}]
-    return _aligned(frame[[*_LABELS, *measured, "parameters"]])
-
-
 def _aligned(frame: "pd.DataFrame", *, digits: int = 4) -> str:
     """The table as text; what was not measured is a dash."""
     shown = frame.rename(columns={"achieved_ratio": "achieved"})
@@ -296,17 +266,9 @@ def _list(*, as_json: bool) -> None:
 
     known = [methods.get(name) for name in methods.names()]
     if as_json:
-        rows = [
-            {
-                "name": method.name,
-                "title": method.title,
-                "compresses": method.compresses,
-                "citation": method.citation,
-                "options": dict(method.options),
-                "deviations": list(method.deviations),
-            }
-            for method in known
-        ]
+        names = ("name", "title", "compresses", "citation", "options", "deviations")
+        rows = [{name: getattr(method, name) for name in names} for method in known]
+        rows = [row | {"options": {**row["options"]}} for row in rows]
         print_facts({"methods": rows}, as_json=True)
         return
     for method in known:

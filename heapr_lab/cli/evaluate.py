@@ -22,9 +22,7 @@ def evaluate(
         typer.Option(help="Corpora whose test splits are used, separated by commas."),
     ] = "pydocs",
     tasks: options.Tasks = "",
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Number of items of each task.")
-    ] = None,
+    limit: options.Limit = None,
     kl: Annotated[
         bool, typer.Option("--kl", help="Also KL(dense || pruned) and top-1 agreement.")
     ] = False,
@@ -60,7 +58,8 @@ def evaluate(
         rows += _losses(bench, keep, corpus, kl=kl)
     for task in names_in(tasks):
         metrics = bench.task_results(keep, task, limit=limit)
-        rows += [_row(task, r["metric"], r["value"], r["stderr"]) for r in metrics]
+        named = ("metric", "value", "stderr")
+        rows += [{"dataset": task} | {k: row[k] for k in named} for row in metrics]
     if as_json:
         print_facts({"model": model, "results": rows}, as_json=True)
         return
@@ -98,10 +97,7 @@ def _losses(
         divergence = bench.divergence(keep, windows)
         values["kl"] = divergence.kl
         values["top1_agreement"] = divergence.top1_agreement
-    return [_row(corpus, metric, value) for metric, value in values.items()]
-
-
-def _row(
-    dataset: str, metric: str, value: float, stderr: float = math.nan
-) -> dict[str, Any]:
-    return {"dataset": dataset, "metric": metric, "value": value, "stderr": stderr}
+    return [
+        {"dataset": corpus, "metric": metric, "value": value, "stderr": math.nan}
+        for metric, value in values.items()
+    ]

@@ -1,8 +1,9 @@
-"""The options and the examples of the command line, each written once.
+"""The options of the command line, each written once.
 
 What they ask for is opened here, too.
 """
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,69 +16,6 @@ from heapr_lab.streaming.sizes import size_of
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
-
-EXAMPLES = """\b
-Examples:
-  heapr-lab score lab
-  heapr-lab prune lab --ratio 0.25 --out mask.parquet
-  heapr-lab prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned
-  heapr-lab evaluate lab --mask mask.parquet --corpora pydocs,ptb --kl
-  heapr-lab reproduce
-"""
-PLAN_EXAMPLES = """\b
-Examples:
-  heapr-lab plan lab
-  heapr-lab plan Qwen/Qwen3-30B-A3B --memory 80GB --dtype bfloat16
-  heapr-lab plan ./config.json --memory 24GB --json
-"""
-SCORE_EXAMPLES = """\b
-Examples:
-  heapr-lab score lab --out importance.parquet
-  heapr-lab score Qwen/Qwen1.5-MoE-A2.7B --corpus wikitext2 --seq-len 2048
-  heapr-lab score ./my_moe --corpus "0.7*pydocs + 0.3*ptb" --seed 1 --json
-"""
-PRUNE_EXAMPLES = """\b
-Examples:
-  heapr-lab prune lab --ratio 0.25 --out mask.parquet
-  heapr-lab prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned
-  heapr-lab prune lab --importance importance.parquet --ratio 40%
-  heapr-lab prune lab --ratio 0.3 --structure aligned --multiple 16 --of model
-  heapr-lab prune lab --ratio 0.4 --method paper --out as_published
-  heapr-lab prune lab --ratio 0.4 --heal 128 --out healed
-  heapr-lab prune lab --max-rise 0.02 --out at_most_two_per_cent
-"""
-EVALUATE_EXAMPLES = """\b
-Examples:
-  heapr-lab evaluate lab --corpora pydocs,ptb
-  heapr-lab evaluate lab --mask mask.parquet --kl --tasks continuation
-  heapr-lab evaluate ./my_moe --tasks arc_easy,piqa --limit 200 --json
-"""
-COMPARE_EXAMPLES = """\b
-Examples:
-  heapr-lab compare --list
-  heapr-lab compare lab --methods heapr,reap,naee --ratios 0.2,0.4
-  heapr-lab compare ./my_moe --methods camera-p --set camera-p.alpha=0.95 --json
-  heapr-lab compare ./my_moe --methods heapr,reap --tasks arc_easy,piqa --limit 200
-  heapr-lab compare qwen1.5-moe-a2.7b-chat --preset paper-table1
-"""
-REPRODUCE_EXAMPLES = """\b
-Examples:
-  heapr-lab reproduce
-  heapr-lab reproduce --model ./my_moe --profile lab
-  heapr-lab reproduce --no-notebooks --out my_figures
-"""
-PROVENANCE_EXAMPLES = """\b
-Examples:
-  heapr-lab provenance figures/4_boundary.png
-  heapr-lab provenance mask.parquet --json
-  heapr-lab provenance pruned
-"""
-APP_EXAMPLES = """\b
-Examples:
-  heapr-lab app
-  heapr-lab app ./my_moe --profile lab
-  heapr-lab app importance.parquet --port 8866 --no-browser
-"""
 
 
 def _size(size: str | None) -> str | None:
@@ -124,6 +62,13 @@ def profile_name(name: str | None) -> str | None:
     return name
 
 
+_amount = functools.partial(typer.Option, rich_help_panel="How much")
+_method = functools.partial(typer.Option, rich_help_panel="Method")
+_shape = functools.partial(typer.Option, rich_help_panel="Shape")
+_text = functools.partial(typer.Option, rich_help_panel="Text")
+_machine = functools.partial(typer.Option, rich_help_panel="Machine")
+_output = functools.partial(typer.Option, rich_help_panel="Output")
+
 NAME_HELP = (
     "A hub id or a model of the paper, a local folder, `lab`, `smolmoe` or `smollm2`; "
     "a dense Llama with `as-moe:` before its name."
@@ -131,39 +76,24 @@ NAME_HELP = (
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help=NAME_HELP, callback=model_name)
 ]
-ModelOption = Annotated[
-    str, typer.Option("--model", help=NAME_HELP, callback=model_name)
-]
-AsJson = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object.", rich_help_panel="Output"),
-]
+AsJson = Annotated[bool, _output("--json", help="Print one JSON object.")]
 Profile = Annotated[
     str | None,
-    typer.Option(
+    _text(
         help="Amount of text: small, lab or paper [default: the model's].",
         callback=profile_name,
-        rich_help_panel="Text",
     ),
 ]
-Device = Annotated[
-    str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel="Machine")
-]
+Device = Annotated[str, _machine(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[
-    str,
-    typer.Option(
-        help="auto, float32, bfloat16, ...",
-        callback=dtype_name,
-        rich_help_panel="Machine",
-    ),
+    str, _machine(help="auto, float32, bfloat16, ...", callback=dtype_name)
 ]
 Stream = Annotated[
     bool | None,
-    typer.Option(
+    _machine(
         "--stream/--no-stream",
         help="Keep decoder layers on disk and read them one at a time [default: where "
         "the scores do not fit].",
-        rich_help_panel="Machine",
     ),
 ]
 HostMemory = Annotated[
@@ -177,77 +107,42 @@ HostMemory = Annotated[
     ),
 ]
 SeqLen = Annotated[
-    int | None,
-    typer.Option(
-        min=2,
-        help="Tokens per window [default: the profile's].",
-        rich_help_panel="Text",
-    ),
+    int | None, _text(min=2, help="Tokens per window [default: the profile's].")
 ]
 Corpus = Annotated[
-    str,
-    typer.Option(
-        help="Calibration text: a corpus, a file, or a mixture of them.",
-        rich_help_panel="Text",
-    ),
+    str, _text(help="Calibration text: a corpus, a file, or a mixture of them.")
 ]
 Sequences = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Number of windows [default: the profile's].",
-        rich_help_panel="Text",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Seed for drawing the windows.")]
-OwnText = Annotated[
-    float,
-    typer.Option(
-        min=0, help="Windows that the model writes itself, for each of the corpus."
-    ),
+    int | None, _text(min=1, help="Number of windows [default: the profile's].")
 ]
 OwnTextOrMethods = Annotated[
     float | None,
-    typer.Option(
+    _text(
         "--own-text",
         min=0,
         help="Windows that the model writes itself, for each of the corpus, so that "
         "what the corpus does not show is not pruned away [default: 0.25 with "
         "--method best, else 0].",
-        rich_help_panel="Text",
     ),
 ]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers",
-        min=1,
-        help="Number of processes [default: one per core for a small model on the "
-        "CPU, else one].",
-    ),
-]
-OutFolder = Annotated[Path | None, typer.Option(help="Folder for the figures.")]
 EstimatorOrMethods = Annotated[
     str | None,
-    typer.Option(
+    _method(
         "--estimator",
         help="heapr, heapr_total, fisher, shrunk, elimination, camera, magnitude, "
         "frequency or random [default: the method's].",
-        rich_help_panel="Method",
     ),
 ]
 Importance = Annotated[
     Path | None,
-    typer.Option(
-        exists=True,
-        dir_okay=False,
-        help="A table of `score` [default: the cache].",
-        rich_help_panel="Method",
+    _method(
+        exists=True, dir_okay=False, help="A table of `score` [default: the cache]."
     ),
 ]
 Mask = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="A mask of `prune`.")
 ]
+Limit = Annotated[int | None, typer.Option(min=1, help="Number of items of each task.")]
 Tasks = Annotated[
     str,
     typer.Option(
@@ -257,78 +152,61 @@ Tasks = Annotated[
 ]
 Ratio = Annotated[
     str | None,
-    typer.Option(
-        metavar="SHARE",
-        help="Share to prune, in [0, 1): 0.25 or 25%, not 25.",
-        rich_help_panel="How much",
-    ),
+    _amount(metavar="SHARE", help="Share to prune, in [0, 1): 0.25 or 25%, not 25."),
 ]
 MaxRise = Annotated[
     float | None,
-    typer.Option(
+    _amount(
         help="Instead of --ratio: prune as much as possible while perplexity, before "
-        "compensation, rises by at most this share; 0.02 is 2 %.",
-        rich_help_panel="How much",
+        "compensation, rises by at most this share; 0.02 is 2 %."
     ),
 ]
 MethodName = Annotated[
     str,
-    typer.Option(
+    _method(
         help="best: one of two masks with compensated weights, or HEAPr where held-out "
         "calibration windows see no gain (with --estimator, compensated weights; with "
-        "--importance, weights unchanged); paper: HEAPr as published.",
-        rich_help_panel="Method",
+        "--importance, weights unchanged); paper: HEAPr as published."
     ),
 ]
 Heal = Annotated[
     int,
-    typer.Option(
+    _method(
         min=0,
         help="Windows of the corpus on which what is kept is then trained to predict "
         "the text, and as the dense model does; 128 is a good start. Resumes after an "
         "interruption. Not with --importance.",
-        rich_help_panel="Method",
     ),
 ]
 Engine = Annotated[
     str | None,
-    typer.Option(
+    _shape(
         "--for",
         help="Choose structure and multiple for an engine: transformers, vllm, "
         "vllm-fp8, sglang, sglang-fp8, tensorrt-llm, llama.cpp or llama.cpp-q4_k.",
-        rich_help_panel="Shape",
     ),
 ]
 Structure = Annotated[
-    str | None,
-    typer.Option(
-        help="ragged, aligned, per_layer or uniform [default: ragged].",
-        rich_help_panel="Shape",
-    ),
+    str | None, _shape(help="ragged, aligned, per_layer or uniform [default: ragged].")
 ]
 Multiple = Annotated[
     int | None,
-    typer.Option(
+    _shape(
         min=1,
         help="Widths are multiples of it [default for aligned and uniform: the "
         "largest power of two up to d_inter / 8].",
-        rich_help_panel="Shape",
     ),
 ]
 Of = Annotated[
     str,
-    typer.Option(
+    _amount(
         help="What the ratio counts: routed atoms (atoms), or parameters of the whole "
-        "model (model).",
-        rich_help_panel="How much",
+        "model (model)."
     ),
 ]
 PrunedOut = Annotated[
     Path | None,
-    typer.Option(
-        help="FILE.parquet for only the mask, else a checkpoint folder.",
-        rich_help_panel="Output",
-    ),
+    _output(help="FILE.parquet for only the mask, else a checkpoint folder."),
 ]
 
 

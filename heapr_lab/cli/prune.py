@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts, say
-from heapr_lab.cli.prune_checks import (
+from heapr_lab.cli.preflight import (
     check_amount,
     check_healed,
     check_out,
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from heapr_lab.importance.table import ImportanceTable
     from heapr_lab.recipes.making import PruningResult
-    from heapr_lab.recipes.presets import Method
-    from heapr_lab.recipes.weights import WeightRecipe
+    from heapr_lab.recipes.weights import Method, WeightRecipe
     from heapr_lab.refinement.calibrated import CalibratedModel
     from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
@@ -67,8 +66,7 @@ def prune(
     """
     from heapr_lab.checkpoints.engines import widths_for
     from heapr_lab.pruning.options import Selection, read_ratio
-    from heapr_lab.recipes.presets import find_method
-    from heapr_lab.recipes.weights import MASKED
+    from heapr_lab.recipes.weights import MASKED, find_method
     from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.settings import Setting
 
@@ -135,11 +133,11 @@ class Request:
 
     def _is_streamed(self) -> bool:
         """Whether the model is streamed, where self-generated text is wanted."""
-        from heapr_lab.streaming.stream import stream_of
+        from heapr_lab.models.backend import backend_of
 
         if not self.setting.calibration.own_text:
             return False
-        return stream_of(self.open_bench().model) is not None
+        return not backend_of(self.open_bench().model).runs_whole
 
     def _without_own_text(self) -> "Request":
         say("a streamed model writes no text of its own: fitted to the corpus alone")

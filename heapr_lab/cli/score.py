@@ -14,8 +14,13 @@ def score(
     corpus: options.Corpus = "pydocs",
     n_sequences: options.Sequences = None,
     seq_len: options.SeqLen = None,
-    seed: options.Seed = 0,
-    own_text: options.OwnText = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed for drawing the windows.")] = 0,
+    own_text: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Windows that the model writes itself, for each of the corpus."
+        ),
+    ] = 0.0,
     out: Annotated[
         Path | None, typer.Option(help="Also write the table to this parquet file.")
     ] = None,

@@ -8,7 +8,11 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from heapr_lab.experiments.intervals import accuracy_difference, loss_difference
+from heapr_lab.experiments.intervals import (
+    accuracy_difference,
+    loss_difference,
+    state,
+)
 from heapr_lab.experiments.prose import Answer, answer, listed, value_range
 from heapr_lab.figures.paper import paper_table
 from heapr_lab.pruning.savings import at_context
@@ -130,7 +134,8 @@ def quality(
         return answer(f"{default} has not been measured on a pretrained model.")
     text = "; ".join(
         f"at {ratio:.0%} {_beside_heapr(windows[same], default, ratio)} on {corpus}, "
-        f"{_beside_heapr(windows[~same], default, ratio)} on other text"
+        f"{_beside_heapr(windows[~same], default, ratio)} on other text "
+        f"({len(state(windows, default, ratio))} windows)"
         for ratio in ratios
     )
     short = (
@@ -139,7 +144,9 @@ def quality(
     )
     tasks = {r: accuracy_difference(items, default, "heapr", r) for r in ratios}
     accuracies = "; ".join(
-        f"at {ratio:.0%} {gap.said('+.1%')}" for ratio, gap in tasks.items() if gap
+        f"at {ratio:.0%} {gap.said('+.1%')} ({len(state(items, default, ratio))} items)"
+        for ratio, gap in tasks.items()
+        if gap
     )
     return answer(short, [f"Mean accuracy on the tasks minus HEAPr's: {accuracies}."])
 

@@ -156,7 +156,8 @@ def calibration(sizes: pd.DataFrame, losses: pd.DataFrame) -> Answer:
     alien = costs_of_other_text(losses)
     more = "more" if alien.min() > gain.max() else "not always more"
     short = (
-        f"The corpus matters {more} than the amount of text. With {counts.max()} "
+        f"Which corpus ({' or '.join(alien.index)}) matters {more} than the amount of "
+        f"text. With {counts.max()} "
         f"windows instead of {counts.min()}, Δloss on the calibrated corpus is "
         f"{value_range(gain)} nats per token lower; calibrated on the other corpus "
         f"instead, {value_range(alien)} higher."

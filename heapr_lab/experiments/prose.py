@@ -23,13 +23,11 @@ class Answer:
     """The answer to the question of a notebook."""
 
     short: Prose
-    """One or two sentences."""
+    """What was found against the paper, if anything, and one or two sentences more."""
     more: tuple[str, ...] = ()
-    against: tuple[str, ...] = ()
-    """What was found against the paper."""
 
     def _repr_markdown_(self) -> str:
-        return " ".join([*self.against, self.short, *self.more])
+        return " ".join([self.short, *self.more])
 
     def __repr__(self) -> str:
         return self._repr_markdown_()
@@ -37,7 +35,8 @@ class Answer:
 
 def answer(short: str, more: Sequence[str] = (), against: Sequence[str] = ()) -> Answer:
     """An `Answer`, of the sentences that are not empty."""
-    return Answer(Prose(short), tuple(filter(None, more)), tuple(filter(None, against)))
+    first = " ".join(filter(None, [*against, short]))
+    return Answer(Prose(first), tuple(filter(None, more)))
 
 
 def value_range(values: "pd.Series[float]", form: str = ".3f") -> str:

@@ -9,7 +9,7 @@ import functools
 import gc
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -54,16 +54,14 @@ class Summary:
     """The paper's claims, our findings, and a verdict for each."""
     seconds: float
 
-    def _verdicts(self) -> str:
-        counts = self.claims["verdict"].value_counts(sort=False)
-        return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-
     def lines(self) -> list[str]:
         """The summary for the user, as lines of text."""
         changes = "; ".join(
             f"{corpus} {dense:.2f} → {pruned:.2f}"
             for corpus, (dense, pruned) in self.perplexity.items()
         )
+        counts = self.claims["verdict"].value_counts(sort=False)
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         saved = self.saved
         lines = [
             f"made {len(self.files)} files and {len(self.notebooks)} notebooks "
@@ -77,7 +75,7 @@ class Summary:
             f"{saved['flops_reduction']:.1%} of the FLOPs "
             f"{at_context(saved['seq_len'])} "
             f"({saved['routed_flops_reduction']:.1%} of the routed experts')",
-            f"claims of the paper here: {self._verdicts()} (0_claims_table.md)",
+            f"claims of the paper here: {verdicts} (0_claims_table.md)",
             f"figures and tables: {self.figures}",
         ]
 
@@ -274,16 +272,6 @@ def _mix(bench: Workbench) -> None:
     bench.importance(Calibration(mixture))
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure to draw, and its table, if it has one."""
-
-    name: str
-    data: pd.DataFrame
-    figure: Callable[[pd.DataFrame], Figure]
-    table: Callable[[pd.DataFrame], pd.DataFrame] | None = None
-
-
 def draw_all(
     bench: Workbench,
     measured: Measurements,
@@ -305,7 +293,7 @@ def draw_all(
     """
     made_on = _made_on(bench)
     steps = [
-        functools.partial(_draw, drawing, folder, made_on)
+        functools.partial(_draw, folder, made_on, *drawing)
         for drawing in _drawings(bench, measured)
     ]
     with progress_bar("figures", "figure") as show:
@@ -318,39 +306,39 @@ def draw_all(
 
 
 def _draw(
-    drawing: Drawing, folder: Path, made_on: dict[str, Any], _bench: Workbench
+    folder: Path,
+    made_on: dict[str, Any],
+    name: str,
+    figure: Callable[[pd.DataFrame], Figure],
+    data: pd.DataFrame,
+    table: Callable[[pd.DataFrame], pd.DataFrame] | None,
+    _bench: Workbench,
 ) -> list[Path]:
     """Write the files of one figure."""
-    return draw_files(
-        drawing.data,
-        drawing.figure,
-        folder / drawing.name,
-        table_of=drawing.table,
-        provenance=made_on,
-    )
+    return draw_files(data, figure, folder / name, table_of=table, provenance=made_on)
 
 
-def _drawings(bench: Workbench, measured: Measurements) -> Iterator[Drawing]:
-    """The paper's figures, each with its own data function."""
+def _drawings(bench: Workbench, measured: Measurements) -> list[tuple[Any, ...]]:
+    """The paper's figures: name, what draws it, its data, and what makes its table."""
     results, savings = measured.results, measured.savings
     common = results[results["ratio"].le(max(paper.METHOD_RATIOS))]
     layers = figures.layer_ratios_data(paper.layer_masks(bench))
-    yield Drawing("1_layer_ratios", layers, figures.figure_layer_ratios)
     tenths = figures.bins_data(measured.tenths)
-    yield Drawing("2_bins", tenths, figures.figure_bins)
     sizes = figures.calibration_size_data(measured.sizes, ratio=paper.CALIBRATION_RATIO)
-    yield Drawing("3_calibration_size", sizes, figures.figure_calibration_size)
     boundary = figures.boundary_data(results, savings)
-    yield Drawing("4_boundary", boundary, figures.figure_boundary)
-    comparison = figures.comparison_table
     grain = figures.granularity_data(common, savings)
-    yield Drawing("5_granularity", grain, figures.figure_granularity, comparison)
-    scope = figures.scope_data(common)
-    yield Drawing("6_scope", scope, figures.figure_scope, comparison)
-    atom = figures.atomic_expert_data()
-    yield Drawing("7_atomic_expert", atom, figures.figure_atomic_expert)
-    main = figures.main_data(common)
-    yield Drawing("8_methods", main, figures.figure_main, figures.main_table)
+    scope, main = figures.scope_data(common), figures.main_data(common)
+    atom, table = figures.atomic_expert_data(), figures.comparison_table
+    return [
+        ("1_layer_ratios", figures.figure_layer_ratios, layers, None),
+        ("2_bins", figures.figure_bins, tenths, None),
+        ("3_calibration_size", figures.figure_calibration_size, sizes, None),
+        ("4_boundary", figures.figure_boundary, boundary, None),
+        ("5_granularity", figures.figure_granularity, grain, table),
+        ("6_scope", figures.figure_scope, scope, table),
+        ("7_atomic_expert", figures.figure_atomic_expert, atom, None),
+        ("8_methods", figures.figure_main, main, figures.main_table),
+    ]
 
 
 def _made_on(bench: Workbench) -> dict[str, Any]:

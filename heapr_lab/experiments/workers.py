@@ -16,7 +16,7 @@ import signal
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.progress import Progress
@@ -29,6 +29,8 @@ S = TypeVar("S")
 T = TypeVar("T")
 Step = Callable[["Workbench"], Any]
 """A part of a run that fills the cache; it and its result can be pickled."""
+_Outcomes: TypeAlias = "queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]"
+"""The names of calls that are done, and what each came to."""
 
 _SMALL = 200_000_000
 """Parameters below which a process for each core is faster than threads of one."""
@@ -81,40 +83,24 @@ def workers(
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads_of(n))
-    try:
-        with _pool(n - 1, threads_of(n), open_bench) as executor:
-            yield executor
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _pool(
-    n: int, threads: int, open_bench: Callable[[], "Workbench"]
-) -> Iterator[concurrent.futures.Executor]:
-    """`n` processes, with as many threads each.
-
-    Raises:
-        HeaprLabError: a process was killed.
-    """
-    with concurrent.futures.ProcessPoolExecutor(
-        n,
+    pool = concurrent.futures.ProcessPoolExecutor(
+        n - 1,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
-        initargs=(open_bench, threads),
-    ) as executor:
-        for _ in range(n):  # their imports take seconds, too
-            executor.submit(cores)
-        try:
-            yield executor
-        except BrokenProcessPool as error:
-            raise HeaprLabError(
-                "a worker process was killed, most likely for lack of memory; run "
-                "again with --workers 1: finished steps are in the cache"
-            ) from error
-        except BaseException:
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
+        initargs=(open_bench, threads_of(n)),
+    )
+    try:
+        for _ in range(n - 1):  # their imports take seconds, too
+            pool.submit(cores)
+        yield pool
+    except BrokenProcessPool as error:
+        raise HeaprLabError(
+            "a worker process was killed, most likely for lack of memory; run "
+            "again with --workers 1: finished steps are in the cache"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)
 
 
 def run_steps(
@@ -126,43 +112,29 @@ def run_steps(
 ) -> list[Any]:
     """Results of all steps, run here and by the executor, if there is one.
 
-    If a step fails, the results of finished steps stay in the cache.
-    """
-    results: dict[int, Any] = {}
-    for place, future in _results(steps, bench, executor):
-        results[place] = future.result()
-        progress(len(results), len(steps))
-    return [results[place] for place in range(len(steps))]
-
-
-def _results(
-    steps: Sequence[Step],
-    bench: "Workbench",
-    executor: concurrent.futures.Executor | None,
-) -> Iterator[tuple[int, concurrent.futures.Future[Any]]]:
-    """The place of each step and what it came to, once it is done.
-
-    This process and each of the others take the next step whenever they are free.
+    This process and each of the others take the next step whenever they are free. If a
+    step fails, the results of finished steps stay in the cache.
     """
     waiting = collections.deque(enumerate(steps))
-    outcomes: queue.SimpleQueue[tuple[int, concurrent.futures.Future[Any]]]
-    outcomes = queue.SimpleQueue()
+    outcomes: _Outcomes[int, Any] = queue.SimpleQueue()
     n_others = getattr(executor, "_max_workers", 0)
     _serve(n_others, waiting, functools.partial(_there, executor), outcomes)
-    n_left = len(steps)
-    while n_left:
+    results: dict[int, Any] = {}
+    while len(results) < len(steps):
         with contextlib.suppress(IndexError):
             place, step = waiting.popleft()
             outcomes.put((place, _called(functools.partial(step, bench))))
-        yield outcomes.get()
-        n_left -= 1
+        place, future = outcomes.get()
+        results[place] = future.result()
+        progress(len(results), len(steps))
+    return [results[place] for place in range(len(steps))]
 
 
 def _serve(
     n: int,
     waiting: collections.deque[tuple[K, S]],
     call: Callable[[S], T],
-    outcomes: "queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]",
+    outcomes: "_Outcomes[K, T]",
 ) -> None:
     """Start `n` threads, each of which calls the next of what waits until none does.
 
@@ -193,8 +165,7 @@ def finished(
         calls: what to call, by name: what waits for other processes, mostly.
         n: number of threads.
     """
-    outcomes: queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]
-    outcomes = queue.SimpleQueue()
+    outcomes: _Outcomes[K, T] = queue.SimpleQueue()
     _serve(n, collections.deque(calls.items()), operator.call, outcomes)
     for _ in calls:
         yield outcomes.get()

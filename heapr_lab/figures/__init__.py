@@ -20,11 +20,16 @@ from heapr_lab.figures.calibration_size import (
     plot_calibration_size,
 )
 from heapr_lab.figures.comparisons import (
+    comparison_table,
     figure_granularity,
+    figure_main,
     figure_scope,
     granularity_data,
+    main_data,
+    main_table,
     plot_comparison,
     scope_data,
+    summary_table,
 )
 from heapr_lab.figures.files import rows_text, save_figure, write_table
 from heapr_lab.figures.layers import (
@@ -41,10 +46,3 @@ from heapr_lab.figures.mask_diff import (
 from heapr_lab.figures.paper import paper_table
 from heapr_lab.figures.scores import plot_score_histogram
 from heapr_lab.figures.style import STYLE_FILE, look, styled
-from heapr_lab.figures.tables import (
-    comparison_table,
-    figure_main,
-    main_data,
-    main_table,
-    summary_table,
-)

@@ -1,10 +1,11 @@
-"""What atoms respond to: the atoms of tokens, the contexts of atoms.
+"""What serves a token, and what atoms respond to: routes, atoms, and contexts.
 
 Shapes: I d_inter; n routed rows of a call, sorted by expert.
 Letters: h atom activation, p routing weight, w_down column of W_down. Atom k adds
 p · h_k · w_down_k to the output of its layer for a token.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,56 @@ from heapr_lab.progress import Progress, no_report
 from heapr_lab.text.calibration import CalibrationSet
 
 TOKENS_AT_ONCE = 4096
+
+
+def routing(model: nn.Module, passage: Passage) -> pd.DataFrame:
+    """The experts that each token of a text is routed to, in every layer.
+
+    Args:
+        model: the dense model.
+        passage: the text, of at least two tokens.
+
+    Returns:
+        Columns layer, position, token, expert, p: for each token of each layer the
+        routing weights of its experts, largest first.
+
+    Raises:
+        SpecError: the text has only one token.
+    """
+    layers = find_experts(model)
+    observers = [_Routes(layer.layer) for layer in layers]
+    observe(model, passage, layers, observers)
+    frame = pd.concat(itertools.chain(*(each.frames for each in observers)))
+    texts = [passage.tokens[position] for position in frame["position"]]
+    frame.insert(2, "token", texts)
+    order = ["layer", "position", "p", "expert"]
+    return frame.sort_values(
+        order, ascending=[True, True, False, True], ignore_index=True
+    )
+
+
+class _Routes:
+    """Records the expert of each routed row, and its routing weight."""
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self.frames: list[pd.DataFrame] = []
+
+    def observe(
+        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
+    ) -> None:
+        """Record the routes of one call."""
+        del h
+        columns = {
+            "layer": self._layer,
+            "position": rows.cpu(),
+            "expert": routed_experts(tokens),
+            "p": as_float64(p),
+        }
+        self.frames.append(pd.DataFrame(columns))
+
+
+# --- atoms ------------------------------------------------------------------------
 
 
 def atoms_of_token(

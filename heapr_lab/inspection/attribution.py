@@ -23,7 +23,7 @@ by expert. Units: nats per predicted token, of which there are B · (L − 1).
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,12 +145,13 @@ def attribute_token(
     """
     with differentiating(model):
         run = _Run(model, keep, ids)
-        removed = torch.from_numpy(~keep.by_layer(layer))
+        removed, calls = ~keep.by_layer(layer), list[_Rows]()
         _check_token(run, position)
-        products = _OfToken(removed, position)
+        observer = _Observer(torch.from_numpy(removed), calls.append)
         chosen = [experts for experts in run.layers if experts.layer == layer]
-        run.backward(chosen, [_Observer(removed, products.take)], window=0, s=0.5)
-    frame = pd.concat(products.frames, ignore_index=True)
+        run.backward(chosen, [observer], window=0, s=0.5)
+    frames = (_of_token(call, removed, position) for call in calls)
+    frame = pd.concat(itertools.chain(*frames), ignore_index=True)
     frame["first_order"] /= run.n_predicted
     order = frame.assign(size=frame["first_order"].abs()).sort_values(
         ["size", "expert", "atom"], ascending=[False, True, True], ignore_index=True
@@ -303,23 +304,21 @@ class _Sums:
         return sums
 
 
-class _OfToken:
-    """The products of one token, each apart."""
+def _of_token(
+    call: _Rows, removed: np.ndarray, position: int
+) -> Iterator[pd.DataFrame]:
+    """The products of one token's removed atoms, for each expert that it is routed to.
 
-    def __init__(self, removed: torch.Tensor, position: int) -> None:
-        self._removed, self._position = removed, position
-        self.frames: list[pd.DataFrame] = []
-
-    def take(self, rows: _Rows) -> None:
-        """Keep the products of the token's removed atoms."""
-        for row in (rows.tokens == self._position).nonzero()[:, 0].tolist():
-            expert = int(rows.experts[row])
-            atoms = self._removed[expert].nonzero()[:, 0].numpy()
-            columns = {
-                "expert": expert,
-                "atom": atoms,
-                "p": float(rows.p[row]),
-                "h": as_float64(rows.h[row])[atoms],
-                "first_order": rows.products[row].numpy()[atoms],
-            }
-            self.frames.append(pd.DataFrame(columns))
+    Shapes: removed (E, I) bool.
+    """
+    for row in (call.tokens == position).nonzero()[:, 0].tolist():
+        expert = int(call.experts[row])
+        atoms = removed[expert].nonzero()[0]
+        columns = {
+            "expert": expert,
+            "atom": atoms,
+            "p": float(call.p[row]),
+            "h": as_float64(call.h[row])[atoms],
+            "first_order": call.products[row].numpy()[atoms],
+        }
+        yield pd.DataFrame(columns)

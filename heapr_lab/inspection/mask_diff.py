@@ -136,12 +136,13 @@ def ranks(a: ScoredMask, b: ScoredMask) -> tuple[np.ndarray, np.ndarray]:
             atom.
     """
     _check_scored(a, b)
-    parts = _parts(a, b)
-    shares = [
-        np.concatenate([_rank_shares(mask.scores[part]) for part in parts])
+    layers = _places(a.keep)["layer"]
+    among = layers if a.within_layer or b.within_layer else np.zeros(len(layers))
+    rank_a, rank_b = (
+        pd.Series(mask.scores).groupby(among).rank("first", pct=True).to_numpy()
         for mask in (a, b)
-    ]
-    return shares[0], shares[1]
+    )
+    return rank_a, rank_b
 
 
 def rank_agreement(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
@@ -154,10 +155,8 @@ def rank_agreement(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
         SpecError: as `ranks`.
     """
     _check_scored(a, b)
-    rows = [
-        (layer, rows.stop - rows.start, spearman(a.scores[rows], b.scores[rows]))
-        for layer, rows in _rows_of_layers(a.keep).items()
-    ]
+    groups = _places(a.keep).groupby("layer").groups.items()
+    rows = [(k, len(at), spearman(a.scores[at], b.scores[at])) for k, at in groups]
     return pd.DataFrame(rows, columns=["layer", "n_atoms", "spearman"])
 
 
@@ -222,44 +221,21 @@ def rank_points(a: ScoredMask, b: ScoredMask, *, most: int = 20_000) -> pd.DataF
     rows = np.arange(len(rank_a))
     if len(rows) > most:
         rows = np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
-    points = _atoms(a.keep, rows).assign(rank_a=rank_a[rows], rank_b=rank_b[rows])
+    points = _places(a.keep).iloc[rows].reset_index(drop=True)
+    points = points.assign(rank_a=rank_a[rows], rank_b=rank_b[rows])
     points["removed_by"] = np.array(FATES)[gone_a[rows] + 2 * gone_b[rows]]
     cuts = {"cut_a": cut(gone_a, rank_a), "cut_b": cut(gone_b, rank_b)}
     points.attrs.update(n_atoms=len(rank_a), **cuts)
     return points
 
 
-def _rank_shares(scores: np.ndarray) -> np.ndarray:
-    shares = np.empty(len(scores))
-    order = np.argsort(scores, kind="stable")
-    shares[order] = np.arange(1, len(scores) + 1) / len(scores)
-    return shares
-
-
-def _rows_of_layers(keep: KeepMask) -> dict[int, slice]:
-    ends = np.cumsum([n_experts * d_inter for n_experts, d_inter in _sizes(keep)])
-    starts = [0, *ends[:-1]]
-    return dict(zip(keep.layers, map(slice, starts, ends), strict=True))
-
-
-def _parts(a: ScoredMask, b: ScoredMask) -> list[slice]:
-    """The rows that are ranked together."""
-    if a.within_layer or b.within_layer:
-        return list(_rows_of_layers(a.keep).values())
-    return [slice(0, a.keep.n_atoms)]
-
-
-def _sizes(keep: KeepMask) -> list[tuple[int, int]]:
-    return list(keep.shapes().values())
-
-
-def _atoms(keep: KeepMask, rows: np.ndarray) -> pd.DataFrame:
-    """Columns layer, expert, atom of some rows (n,) of a mask."""
-    starts = np.array([span.start for span in _rows_of_layers(keep).values()])
-    place = np.searchsorted(starts, rows, side="right") - 1
-    widths = np.array([d_inter for _, d_inter in _sizes(keep)])[place]
-    expert, atom = np.divmod(rows - starts[place], widths)
-    columns = np.array(keep.layers)[place], expert, atom
+def _places(keep: KeepMask) -> pd.DataFrame:
+    """Layer, expert and atom of every row of a mask."""
+    parts = [
+        np.vstack([np.full(shape, layer)[None], np.indices(shape)]).reshape(3, -1)
+        for layer, shape in keep.shapes().items()
+    ]
+    columns = np.concatenate(parts, axis=1)
     return pd.DataFrame(dict(zip(KEYS, columns, strict=True)))
 
 

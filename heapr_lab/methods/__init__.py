@@ -15,6 +15,8 @@ through the entry-point group `heapr_lab.methods`.
 
 from typing import TYPE_CHECKING
 
+from heapr_lab.errors import SpecError
+
 if TYPE_CHECKING:
     from heapr_lab.methods.method import Method
 
@@ -38,4 +40,7 @@ def get(name: str) -> "Method":
     """
     from heapr_lab.methods import registry
 
-    return registry.find(name)
+    methods = registry.found()
+    if name not in methods:
+        raise SpecError(f"unknown method {name!r}; choose one of {', '.join(methods)}")
+    return methods[name]

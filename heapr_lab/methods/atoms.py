@@ -1,19 +1,25 @@
-"""Methods that remove single atoms, by scores of the importance table.
+"""Methods that remove single atoms: HEAPr, controls, and Less-is-MoE by gradients.
 
 `ratio` is a share of all routed atoms, of each layer's, or of each expert's; it is
 rounded down to whole atoms of the group, except where whole experts are removed, whose
 number is the smallest that reaches it.
+
+Shapes: E n_experts, I d_inter.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+
 from heapr_lab.methods.compression import AtomCompression
+from heapr_lab.methods.experts import lowest_of
+from heapr_lab.methods.gradients import WeightGradients, summed
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import ReplacedDownProj
 from heapr_lab.refinement.compress import fit_compression
 
 _HEAPR = "Li et al. 2026, HEAPr, ICLR"
@@ -29,22 +35,13 @@ _ONE_PASS = (
 )
 
 
-def compression_of(
-    request: Request, keep: KeepMask, down_projs: ReplacedDownProj | None = None
-) -> AtomCompression:
-    """The compression that keeps the atoms of `keep`."""
-    layers = request.measured.architecture.layers
-    sizes = {layer: shape.atom_parameters for layer, shape in layers.items()}
-    return AtomCompression(request.made, keep, sizes, down_projs)
-
-
 def _selecting(**fields: Any) -> Callable[[Request], AtomCompression]:
     """The rule that selects as `Selection(ratio, **fields)` does."""
 
     def rule(request: Request) -> AtomCompression:
         table = request.measured.table(request.progress)
         selection = Selection(request.ratio, **fields)  # type: ignore[arg-type]
-        return compression_of(request, select(table, selection))
+        return request.keeping(select(table, selection))
 
     return rule
 
@@ -65,7 +62,61 @@ def _compress(request: Request) -> AtomCompression:
         fitted=request.measured.fitted,
         progress=request.progress,
     )
-    return compression_of(request, compression.keep, compression.down_projs)
+    return request.keeping(compression.keep, compression.down_projs)
+
+
+# --- Less-is-MoE ------------------------------------------------------------------
+
+
+def mean_absolute_gradients(request: Request) -> dict[int, np.ndarray]:
+    """Mean |∂ℓ/∂w| over windows and over the weights w of each atom, (E, I) by layer.
+
+    ℓ is the sum of the loss over the predicted tokens of one window, and w are the
+    atom's rows of the input projections and its column of W_down.
+    """
+    sums, n_windows = summed(request, _means), request.calibration.n_sequences
+    return {layer: (s["atoms"] / n_windows).numpy() for layer, s in sums.items()}
+
+
+def _means(grads: WeightGradients) -> dict[str, torch.Tensor]:
+    """The mean absolute gradient of each atom's weights, (E, I) float64."""
+    up, down = (
+        g.abs().mean(axis, dtype=accumulating_dtype(g))
+        for g, axis in ((grads.up_rows, 2), (grads.down, 1))
+    )
+    means = torch.cat([grads.layer.by_atom(up), down[..., None]], dim=-1)
+    return {"atoms": means.mean(-1).double().cpu()}  # of (E, I, 3), or 2
+
+
+def _intdim(scope: str) -> Callable[[Request], AtomCompression]:
+    """The rule that keeps the atoms of the largest gradients in a scope."""
+
+    def rule(request: Request) -> AtomCompression:
+        scores = request.measured.once(
+            "intdim", lambda: mean_absolute_gradients(request)
+        )
+        gone = lowest_of(scores, request.ratio, scope)
+        return request.keeping({layer: ~mask for layer, mask in gone.items()})
+
+    return rule
+
+
+def _variant(letter: str, where: str, scope: str) -> Method:
+    """IntDim with one scope of its ranking."""
+    return Method(
+        f"intdim-{letter.lower()}",
+        f"IntDim-{letter}: mean absolute gradient of an atom's weights, {where}",
+        "Less-is-MoE 2026, EMNLP (code: HectorHHZ/Less-is-MoE)",
+        "atoms",
+        _intdim(scope),
+        deviations=(
+            "The score is that of the authors' code, the mean of |gradient| over "
+            "samples; their README calls it Fisher information, but it is not squared.",
+            "A sample is a calibration window; the authors take texts of different "
+            "lengths, whose losses are means over their tokens.",
+            "The model is in eval mode, the authors' in training mode.",
+        ),
+    )
 
 
 ATOMS = (
@@ -124,5 +175,8 @@ ATOMS = (
         ),
         version=3,
     ),
+    _variant("E", "ranked within each expert", "expert"),
+    _variant("L", "ranked within each layer", "layer"),
+    _variant("G", "ranked over all layers", "global"),
 )
 """The methods of this module."""

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.atoms import compression_of
 from heapr_lab.methods.compression import AtomCompression
+from heapr_lab.methods.experts import lowest_of
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import masked, observed
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import no_report
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.ranking import lowest
 from heapr_lab.streaming.layerwise import LayerByLayer
 
 _TOKENS_AT_ONCE = 4096
@@ -97,8 +95,7 @@ def _kept_of(request: Request, walk: LayerByLayer, layer: ExpertsLayer) -> np.nd
     scores = camera_scores(
         peaks.sum_ph2.numpy(), peaks.peak.numpy(), norms, request.options["alpha"]
     )
-    number = int(request.ratio * scores.size)
-    return ~lowest(scores.ravel(), number).reshape(scores.shape)
+    return ~lowest_of({layer.layer: scores}, request.ratio, "layer")[layer.layer]
 
 
 def _camera(request: Request) -> AtomCompression:
@@ -110,8 +107,7 @@ def _camera(request: Request) -> AtomCompression:
     alpha = request.options["alpha"]
     if not 0 <= alpha <= 1:
         raise SpecError(f"alpha is {alpha!r}, expected a number in [0, 1]")
-    kept = dict(_sequential(request))
-    return compression_of(request, KeepMask(kept, request.made.to_dict()))
+    return request.keeping(dict(_sequential(request)))
 
 
 CAMERA = Method(

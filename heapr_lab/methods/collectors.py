@@ -29,6 +29,7 @@ from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 from heapr_lab.text.calibration import CalibrationSet
 
 _ROWS_AT_ONCE = 4096
+_TABLE = "table"
 T = TypeVar("T")
 
 
@@ -69,7 +70,6 @@ class Measurements:
         self.model, self.calibration = model, calibration
         self._measure = measure or functools.partial(collect_statistics, model)
         self._state = weights_state(model)
-        self._table: ImportanceTable | None = None
         self._expected = {ROUTED_TOKENS.name: ROUTED_TOKENS}
         self._collected: dict[str, dict[int, Any]] = {}
         self._once: dict[str, Any] = {}
@@ -94,9 +94,9 @@ class Measurements:
 
     def table(self, progress: Progress | None = None) -> ImportanceTable:
         """The statistics of every atom: one forward and one backward pass."""
-        if self._table is None:
-            self._table = self._measure(self.calibration, progress=progress)
-        return self._table
+        return self.once(
+            _TABLE, lambda: self._measure(self.calibration, progress=progress)
+        )
 
     def experts(self, progress: Progress | None = None) -> pd.DataFrame:
         """Sums over the tokens routed to each expert, a row for each: a forward pass.
@@ -169,7 +169,7 @@ class Measurements:
                 for expert, n in enumerate(counts)
             ]
             return pd.DataFrame(rows)
-        return None if self._table is None else self._table.expert_tokens()
+        return self.table().expert_tokens() if _TABLE in self._once else None
 
 
 def collect(
@@ -238,12 +238,9 @@ def routed_outputs(
     layer: ExpertsLayer, calls: ExpertCalls, expert: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """An expert's outputs for the tokens routed to it: pairs of f (n, D) and p (n,)."""
-    tokens, slots = (calls.top_k_index == expert).nonzero(as_tuple=True)
-    for rows, columns in zip(
-        tokens.split(_ROWS_AT_ONCE), slots.split(_ROWS_AT_ONCE), strict=True
-    ):
-        f = expert_output(layer, expert, calls.hidden_states[rows])
-        yield f, calls.top_k_weights[rows, columns]
+    parts = (tensor.split(_ROWS_AT_ONCE) for tensor in calls.routed(expert))
+    for x, p in zip(*parts, strict=True):
+        yield expert_output(layer, expert, x), p
 
 
 def _sums(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:

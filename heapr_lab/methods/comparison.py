@@ -119,10 +119,11 @@ def compare_methods(
     shared = Measurements(bench.model, windows, measure=bench.measure)
     shared.expect(c for entry in wanted for c in entry.method.collectors)
     tests = {corpus: bench.test_windows(corpus) for corpus in corpora}
-    items = {task: bench.task_key(task, limit) for task in tasks}
-    run = _Run(bench, shared, spec.seed, tests, items, limit, watch)
+    data: dict[str, Any] = {corpus: test.fingerprint for corpus, test in tests.items()}
+    data |= {task: bench.task_key(task, limit) for task in tasks}
+    run = _Run(bench, shared, spec.seed, tests, data, limit, watch)
     rows = []
-    total = (1 + len(wanted)) * (len(tests) + len(items))
+    total = (1 + len(wanted)) * len(data)
     with progress_bar("methods", "result", also=progress) as bar:
         for row in run.rows(wanted, refused):
             rows.append(row)
@@ -138,8 +139,9 @@ class _Run:
     shared: Measurements
     seed: int
     tests: Mapping[str, CalibrationSet]
-    tasks: Mapping[str, Mapping[str, Any]]
-    """What determines the items of each task, by name."""
+    """The windows of each corpus."""
+    data: Mapping[str, Any]
+    """What determines the results on each corpus and each task, by name."""
     limit: int | None
     watch: Watch | None
 
@@ -154,82 +156,50 @@ class _Run:
             SpecError: a ratio is infeasible for a method, and nobody asks which.
             LayoutError: likewise, a method cannot treat the model's experts exactly.
         """
-        yield from self._dense()
+        yield from map(self._dense, self.data)
         for entry in wanted:
+            fit = functools.cache(functools.partial(self._fitted, entry))
             try:
-                yield from self._compressed(entry)
+                for dataset in self.data:
+                    row = self._cached(entry, dataset, fit)
+                    labels = entry.method.name, entry.method.compresses, entry.ratio
+                    yield _row(dataset, row, *labels)
             except (SpecError, LayoutError) as error:
                 if refused is None:
                     raise
                 refused(entry, error)
 
-    def _dense(self) -> Iterator[dict[str, Any]]:
+    def _dense(self, dataset: str) -> dict[str, Any]:
         whole, bench = self.shared.architecture, self.bench
-        size = round(whole.n_parameters * whole.bytes_per_parameter)
+        progress = self._watched(f"{DENSE} on {dataset}")
+        result: dict[str, Any]
+        if dataset in self.tests:
+            windows = self.tests[dataset]
+            result = {"nll": bench.perplexity(None, windows, progress=progress).nll}
+        else:
+            limit = self.limit
+            rows = bench.task_results(None, dataset, limit=limit, progress=progress)
+            result = {"metrics": rows}
         sizes = {
             "parameters": whole.n_parameters,
-            "bytes": size,
+            "bytes": round(whole.n_parameters * whole.bytes_per_parameter),
             "routed_flops": whole.routed_flops_per_token(),
         }
-        for corpus, windows in self.tests.items():
-            progress = self._watched(f"{DENSE} on {corpus}")
-            perplexity = bench.perplexity(None, windows, progress=progress)
-            losses = {"nll": perplexity.nll, "perplexity": perplexity.value}
-            labels = _labels(DENSE, "", 0.0, corpus)
-            yield {**labels, "achieved_ratio": 0.0, **losses, **sizes}
-        for task in self.tasks:
-            progress = self._watched(f"{DENSE} on {task}")
-            rows = bench.task_results(None, task, limit=self.limit, progress=progress)
-            labels = _labels(DENSE, "", 0.0, task)
-            yield {**labels, "achieved_ratio": 0.0, **sizes, **_metrics(task, rows)}
+        return _row(dataset, {"achieved_ratio": 0.0, **result, **sizes}, DENSE, "", 0.0)
 
-    def _compressed(self, entry: Entry) -> Iterator[dict[str, Any]]:
-        method = entry.method
-        fit = functools.cache(functools.partial(self._fitted, entry))
-        for corpus in self.tests:
-            row = self._losses(entry, corpus, fit)
-            labels = _labels(method.name, method.compresses, entry.ratio, corpus)
-            losses = row | {"perplexity": exp_nll(row["nll"])}
-            yield labels | losses
-        for task in self.tasks:
-            row = self._accuracies(entry, task, fit)
-            labels = _labels(method.name, method.compresses, entry.ratio, task)
-            metrics = _metrics(task, row.pop("metrics"))
-            yield labels | row | metrics
-
-    def _losses(
-        self, entry: Entry, corpus: str, fit: Callable[[], Compression]
-    ) -> dict[str, Any]:
-        windows, model = self.tests[corpus], self.bench.model
-
-        def measure() -> dict[str, Any]:
-            also = self._watched(f"{entry.label} on {corpus}")
-            with progress_bar(windows.label, "window", also=also) as bar:
-                return {
-                    "nll": evaluate_perplexity(model, windows.ids, progress=bar).nll
-                }
-
-        return self._cached(entry, windows.fingerprint, fit, measure)
-
-    def _accuracies(
-        self, entry: Entry, task: str, fit: Callable[[], Compression]
-    ) -> dict[str, Any]:
-        bench, limit = self.bench, self.limit
-
-        def measure() -> dict[str, Any]:
-            also = self._watched(f"{entry.label} on {task}")
-            return {"metrics": bench.run_task(task, limit=limit, progress=also)}
-
-        return self._cached(entry, self.tasks[task], fit, measure)
+    def _measured(self, dataset: str, also: Progress | None) -> dict[str, Any]:
+        """The loss or the metrics of the model as it is."""
+        if dataset not in self.tests:
+            rows = self.bench.run_task(dataset, limit=self.limit, progress=also)
+            return {"metrics": rows}
+        windows, model = self.tests[dataset], self.bench.model
+        with progress_bar(windows.label, "window", also=also) as bar:
+            return {"nll": evaluate_perplexity(model, windows.ids, progress=bar).nll}
 
     def _cached(
-        self,
-        entry: Entry,
-        data: str | Mapping[str, Any],
-        fit: Callable[[], Compression],
-        measure: Callable[[], dict[str, Any]],
+        self, entry: Entry, dataset: str, fit: Callable[[], Compression]
     ) -> dict[str, Any]:
-        """What `measure` finds of one method at one ratio on `data`, and its sizes."""
+        """What is measured of one method at one ratio, and its sizes."""
         model, method = self.bench.model, entry.method
         key = {
             "schema": METHODS_SCHEMA,
@@ -239,13 +209,14 @@ class _Run:
             "ratio": entry.ratio,
             "seed": self.seed,
             "calibration": self.shared.calibration.fingerprint,
-            "data": data,
+            "data": self.data[dataset],
         }
 
         def compute() -> dict[str, Any]:
             state, compression = weights_state(model), fit()
+            also = self._watched(f"{entry.label} on {dataset}")
             with compression.apply(model):
-                measured = measure()
+                measured = self._measured(dataset, also)
             saved = compression.savings(model)
             check_unchanged(model, state)
             return {
@@ -276,15 +247,26 @@ class _Run:
         return None if self.watch is None else functools.partial(self.watch, label)
 
 
-def _labels(
-    method: str, compresses: str, ratio: float, dataset: str
-) -> dict[str, str | float]:
-    return {
+def _row(
+    dataset: str, result: Mapping[str, Any], method: str, compresses: str, ratio: float
+) -> dict[str, Any]:
+    """A row of the table.
+
+    Raises:
+        SpecError: the metrics are those of a group of several tasks.
+    """
+    row = {
         "method": method,
         "compresses": compresses,
         "ratio": ratio,
         "dataset": dataset,
+        "achieved_ratio": result["achieved_ratio"],
     }
+    if "nll" in result:
+        row |= {"nll": result["nll"], "perplexity": exp_nll(result["nll"])}
+    row |= {name: result[name] for name in ("parameters", "bytes", "routed_flops")}
+    metrics = result.get("metrics")
+    return row | (_metrics(dataset, metrics) if metrics else {})
 
 
 def _metrics(task: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

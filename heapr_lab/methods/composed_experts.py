@@ -9,7 +9,6 @@ alone).
 Shapes: E n_experts, D d_expert, I atoms of an expert.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from heapr_lab.models.ragged_experts import (
 
 PARTS = ("dense", "left", "right", "bias")
 ABSENT = -1
+_Layout = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 
 # --- what an experts module is made of --------------------------------------------
 
@@ -44,24 +44,23 @@ class Shared:
         """Each expert has its own tensor."""
         return cls(tuple(tensors), tuple(range(len(tensors))))
 
+    @classmethod
+    def some(cls, tensors: Mapping[int, torch.Tensor], n_experts: int) -> "Shared":
+        """Some experts have a tensor; one that several of them have is stored once."""
+        distinct = {id(tensor): tensor for tensor in tensors.values()}
+        numbers = {e: [*distinct].index(id(tensor)) for e, tensor in tensors.items()}
+        of = tuple(numbers.get(e, ABSENT) for e in range(n_experts))
+        return cls(tuple(distinct.values()), of if distinct else ())
+
     @property
-    def layout(self) -> "Layout":
-        """The shapes, without the values."""
-        return Layout(tuple(tuple(tensor.shape) for tensor in self.tensors), self.of)
+    def layout(self) -> _Layout:
+        """The shapes, and which of them each expert uses, without the values."""
+        return tuple(tuple(tensor.shape) for tensor in self.tensors), self.of
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Shapes of tensors, and which of them each expert uses."""
-
-    shapes: tuple[tuple[int, ...], ...] = ()
-    of: tuple[int, ...] = ()
-
-    def shape_of(self, expert: int) -> tuple[int, ...] | None:
-        """The shape of an expert's tensor; None if it has none."""
-        if not self.of or self.of[expert] == ABSENT:
-            return None
-        return self.shapes[self.of[expert]]
+    def tensor_of(self, expert: int) -> torch.Tensor | None:
+        """The tensor of an expert; None if it has none."""
+        place = self.of[expert] if self.of else ABSENT
+        return None if place == ABSENT else self.tensors[place]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +75,11 @@ class Projection:
     """(rank, in) each."""
     bias: Shared = field(default_factory=Shared)
     """(out,) each."""
+
+    @property
+    def parts(self) -> dict[str, Shared]:
+        """The parts by name."""
+        return {name: getattr(self, name) for name in PARTS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,60 +100,48 @@ class Composition:
         return gate | {"up": self.up, "down": self.down}
 
     @property
-    def plan(self) -> "Plan":
-        """The layouts of all parts."""
+    def parts(self) -> dict[tuple[str, str], Shared]:
+        """The parts of all projections, by the names of projection and part."""
         return {
-            name: {part: getattr(projection, part).layout for part in PARTS}
+            (name, part): shared
             for name, projection in self.projections.items()
+            for part, shared in projection.parts.items()
         }
 
+    @property
+    def plan(self) -> dict[tuple[str, str], _Layout]:
+        """The layouts of all parts."""
+        return {names: shared.layout for names, shared in self.parts.items()}
 
-Plan = Mapping[str, Mapping[str, Layout]]
-"""The layout of the tensors of each projection and part."""
+    @property
+    def n_parameters(self) -> int:
+        """Numbers stored for the experts of a layer."""
+        return sum(t.numel() for part in self.parts.values() for t in part.tensors)
 
-
-def n_parameters(plan: Plan) -> int:
-    """Numbers stored for the experts of a layer."""
-    return sum(
-        math.prod(shape)
-        for parts in plan.values()
-        for layout in parts.values()
-        for shape in layout.shapes
-    )
-
-
-def flops_of(plan: Plan, expert: int) -> int:
-    """Operations of an expert for one token: 2 for each entry of its matrices."""
-    shapes = [
-        layout.shape_of(expert)
-        for parts in plan.values()
-        for part, layout in parts.items()
-        if part != "bias"
-    ]
-    return sum(2 * math.prod(shape) for shape in shapes if shape is not None)
+    def flops_of(self, expert: int) -> int:
+        """Operations of an expert for one token: 2 for each entry of its matrices."""
+        tensors = [part.tensor_of(expert) for part in self.parts.values()]
+        return sum(2 * t.numel() for t in tensors if t is not None and t.dim() == 2)
 
 
 # --- the module -------------------------------------------------------------------
 
 
 class ComposedProjection(nn.Module):
-    """One projection of all experts of a layer, from the parts of a plan."""
+    """One projection of all experts of a layer."""
 
-    def __init__(self, parts: Mapping[str, Layout], like: torch.Tensor) -> None:
-        """Allocate tensors of the type and device of `like`, without values."""
+    @torch.no_grad()
+    def __init__(self, projection: Projection, like: torch.Tensor) -> None:
+        """Copy all tensors, in the type and on the device of `like`."""
         super().__init__()
-        self.of = {part: layout.of for part, layout in parts.items()}
-        for part, layout in parts.items():
-            tensors = [nn.Parameter(like.new_empty(shape)) for shape in layout.shapes]
-            setattr(self, part, nn.ParameterList(tensors))
+        self.of = {name: part.of for name, part in projection.parts.items()}
+        for name, part in projection.parts.items():
+            tensors = [like.new_empty(t.shape).copy_(t) for t in part.tensors]
+            setattr(self, name, nn.ParameterList(map(nn.Parameter, tensors)))
 
-    def part(self, part: str, expert: int) -> torch.Tensor | None:
+    def part(self, name: str, expert: int) -> torch.Tensor | None:
         """A tensor of an expert; None if it has none."""
-        indices = self.of[part]
-        if not indices or indices[expert] == ABSENT:
-            return None
-        tensor: torch.Tensor = getattr(self, part)[indices[expert]]
-        return tensor
+        return Shared(getattr(self, name), self.of[name]).tensor_of(expert)
 
     def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor | None:
         """The projection of x (n, in), (n, out); None for an expert without parts."""
@@ -175,17 +167,17 @@ class ComposedExperts(nn.Module):
     heapr_composed = True
     """The mark by which other code knows them."""
 
-    def __init__(self, module: Any, plan: Plan) -> None:
-        """Allocate the tensors of `plan` in place of the weights of `module`."""
+    def __init__(self, module: Any, composition: Composition) -> None:
+        """Copy the tensors of `composition` in place of the weights of `module`."""
         super().__init__()
         like = module.down_proj
-        self.plan, self.n_experts = plan, len(like)
+        self.n_experts = len(like)
         # Not a submodule, so that its own submodules keep their names.
         self.__dict__["family"] = without_weights(module)
         for name, child in self.family.named_children():
             self.add_module(name, child)
-        for name, parts in plan.items():
-            self.add_module(f"composed_{name}", ComposedProjection(parts, like))
+        for name, projection in composition.projections.items():
+            self.add_module(f"composed_{name}", ComposedProjection(projection, like))
 
     def forward(
         self,
@@ -213,19 +205,6 @@ class ComposedExperts(nn.Module):
 
     def _projected(self, name: str, x: torch.Tensor, expert: int) -> Any:
         return self.get_submodule(f"composed_{name}")(x, expert)
-
-    @torch.no_grad()
-    def fill(self, composition: Composition) -> "ComposedExperts":
-        """Copy the values of `composition`, of the same plan; returns itself."""
-        for name, source in composition.projections.items():
-            target = self.get_submodule(f"composed_{name}")
-            for part in PARTS:
-                pairs = zip(
-                    getattr(target, part), getattr(source, part).tensors, strict=True
-                )
-                for parameter, value in pairs:
-                    parameter.copy_(value)
-        return self
 
 
 def _fused(family: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

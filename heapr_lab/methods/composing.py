@@ -1,4 +1,4 @@
-"""Experts in place of a model's own, made of shared matrices: in a context, or a copy.
+"""Experts in place of a model's own: in a context, in a copy, or in a checkpoint.
 
 Merged experts, experts of low rank, a common base with differences, and constants are
 all `Composition`s; with `kept`, experts are dropped with their rows of the router, too.
@@ -6,40 +6,36 @@ all `Composition`s; with `kept`, experts are dropped with their rows of the rout
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
+from heapr_lab.checkpoints.provenance import MANIFEST_FILE
+from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.composed_experts import (
     ComposedExperts,
     Composition,
-    Plan,
     Projection,
     Shared,
 )
-from heapr_lab.methods.dropping import KeptExperts, dropping
+from heapr_lab.methods.expert_axes import COUNTS, KeptExperts, dropping
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.models.modes import copied
+from heapr_lab.storage import files
 
 Compositions = Mapping[int, Composition]
 """The experts that each layer gets in place of its own."""
+LOADED = "load it with stream=False to replace experts"
+"""What is advised where the weights of a model are on disk."""
 _REMEDY = "drop or replace experts of the dense model"
-
-
-def refuse_streamed(model: nn.Module) -> None:
-    """Check, before any text is read, that experts can be replaced.
-
-    Raises:
-        SpecError: the model is streamed.
-    """
-    backend_of(model).require_loaded(
-        remedy="load it with stream=False to replace experts"
-    )
 
 
 def composition_of(layer: ExpertsLayer) -> Composition:
@@ -47,26 +43,23 @@ def composition_of(layer: ExpertsLayer) -> Composition:
     return dense_composition([layer.expert(e) for e in range(layer.n_experts)])
 
 
-def dense_composition(
-    matrices: list[dict[str, torch.Tensor]], of: tuple[int, ...] = ()
-) -> Composition:
-    """Experts that are dense matrices.
+def dense_composition(experts: Sequence[Mapping[str, torch.Tensor]]) -> Composition:
+    """Experts that are dense matrices, as `ExpertsLayer.expert` returns them.
 
-    Args:
-        matrices: what `ExpertsLayer.expert` returns for each different expert.
-        of: for each expert the index among them; by default each has its own.
+    What several of them have, as the same object, is stored once.
     """
-    index = of or tuple(range(len(matrices)))
 
-    def projection(name: str) -> Projection:
-        def shared(key: str) -> Shared:
-            there = key in matrices[0]
-            return Shared(tuple(m[key] for m in matrices), index) if there else Shared()
+    def shared(name: str) -> Shared:
+        tensors = {e: m[name] for e, m in enumerate(experts) if name in m}
+        return Shared.some(tensors, len(experts))
 
-        return Projection(dense=shared(name), bias=shared(f"{name}_bias"))
-
-    gate = projection("gate") if "gate" in matrices[0] else None
-    return Composition(projection("up"), projection("down"), gate)
+    return Composition(
+        **{
+            name: Projection(shared(name), bias=shared(f"{name}_bias"))
+            for name in ("gate", "up", "down")
+            if name in experts[0]
+        }
+    )
 
 
 @contextlib.contextmanager
@@ -104,7 +97,7 @@ def composed(
         SpecError: as `composing`.
         LayoutError: as `composing`.
     """
-    refuse_streamed(model)
+    backend_of(model).require_loaded(remedy=LOADED)
     refuse_disturbed(model, remedy=_REMEDY)
     experts = [layer.module for layer in find_experts(model)]
     dense = {id(tensor): tensor for module in experts for tensor in module.parameters()}
@@ -133,7 +126,7 @@ def _made(
     Raises:
         SpecError: a composition is for another model, or the model is streamed.
     """
-    refuse_streamed(model)
+    backend_of(model).require_loaded(remedy=LOADED)
     layers = {layer.layer: layer for layer in find_experts(model)}
     unknown = sorted(set(compositions) - set(layers))
     if unknown:
@@ -151,10 +144,9 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
     Raises:
         SpecError: it is for another number of experts, or has another gate.
     """
-    plan = composition.plan
-    _check(layer, plan)
-    if not _is_stock(layer, composition):
-        return ComposedExperts(layer.module, plan).fill(composition)
+    _check(layer, composition)
+    if composition.plan != composition_of(layer).plan:
+        return ComposedExperts(layer.module, composition)
     module: nn.Module = copy.deepcopy(layer.module)
     twin = ExpertsLayer(layer.layer, layer.name, module)
     for expert in range(layer.n_experts):
@@ -165,22 +157,111 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
     return module
 
 
-def _check(layer: ExpertsLayer, plan: Plan) -> None:
-    """Check that a plan is for as many experts as the layer has, gated as they are.
+def _check(layer: ExpertsLayer, composition: Composition) -> None:
+    """Check that it is for as many experts as the layer has, gated as they are.
 
     Raises:
         SpecError: it is not.
     """
     expected = ["down", "gate", "up"] if layer.gated else ["down", "up"]
-    numbers = {len(x.of) for parts in plan.values() for x in parts.values() if x.of}
-    if sorted(plan) != expected or numbers != {layer.n_experts}:
+    names = sorted(composition.projections)
+    numbers = {len(part.of) for part in composition.parts.values() if part.of}
+    if names != expected or numbers != {layer.n_experts}:
         raise SpecError(
             f"layer {layer.layer} has new experts for {sorted(numbers)} with the "
-            f"projections {', '.join(sorted(plan))}; expected {layer.n_experts} "
+            f"projections {', '.join(names)}; expected {layer.n_experts} "
             f"experts with {', '.join(expected)}"
         )
 
 
-def _is_stock(layer: ExpertsLayer, composition: Composition) -> bool:
-    """Whether each expert has its own dense matrices, of the family's shapes."""
-    return composition.plan == composition_of(layer).plan
+# --- checkpoints ------------------------------------------------------------------
+
+
+def save_ordinary(
+    small: Any,
+    folder: Path | str,
+    facts: Mapping[str, Any],
+    *,
+    tokenizer: Any = None,
+    base: str | None = None,
+) -> Path:
+    """Write `small`, which was made of a dense model, with a manifest.
+
+    Transformers and engines load it as any model of its family. Weights are in the type
+    of the dense model's files, if these are on this machine.
+
+    Args:
+        small: a model with fewer experts, or other weights, after `renumber`.
+        folder: a new folder.
+        facts: plain data for the manifest, with the name of the `method`.
+        tokenizer: the tokenizer to save; by default that of the dense model.
+        base: name of the dense model; by default where it was loaded from.
+
+    Returns:
+        `folder`.
+
+    Raises:
+        SpecError: the family's configuration cannot express the experts, or `folder` is
+            not empty or not writable.
+        CacheError: the files changed while they were written.
+    """
+    if not _expresses(small.config, small):
+        raise SpecError(
+            f"{facts['method']} leaves experts that no configuration of "
+            f"{type(small).__name__} can express. Expected dense experts, equally many "
+            "in each layer: measure the model with apply, or materialise it"
+        )
+    base = base or small.config._name_or_path
+    small = in_dtype(small, stored_dtype(small))
+    with new_folder(Path(folder)) as partial:
+        small.save_pretrained(partial)
+        manifest = {
+            **facts,
+            "base_model": Path(base).name if Path(base).is_dir() else base,
+            "tokenizer": save_tokenizer(partial, tokenizer, base=base),
+            "sha256": checksums_in(partial),
+        }
+        files.write_json(partial / MANIFEST_FILE, manifest)
+    return Path(folder)
+
+
+def renumber(small: Any, *, like: nn.Module) -> None:
+    """Set the number of experts in the configuration and the modules of `small`.
+
+    Nothing changes where the family's configuration cannot express it. It may have
+    several names for the number, and the model one of its own, for router losses.
+
+    Args:
+        small: a copy of `like` with fewer experts, or other weights.
+        like: the dense model.
+    """
+    layers = find_experts(like)
+    modules: list[Any] = [small.get_submodule(layer.name) for layer in layers]
+    before = {layer.n_experts for layer in layers}
+    after = {len(m.down_proj) for m in modules if not isinstance(m, ComposedExperts)}
+    if len(before) != 1 or len(after) != 1 or before == after:
+        return
+    config = copy.deepcopy(small.config)
+    _set_counts(config, *before, *after)
+    if _expresses(config, small):
+        _set_counts(small.config, *before, *after)
+        for module in small.modules():
+            for name in COUNTS:
+                if vars(module).get(name) in before:
+                    setattr(module, name, *after)
+
+
+def _set_counts(config: Any, before: int, after: int) -> None:
+    plain = config.get_text_config()
+    for name, value in plain.to_dict().items():
+        if "experts" in name and type(value) is int and value == before:
+            setattr(plain, name, after)
+
+
+def _expresses(config: Any, model: nn.Module) -> bool:
+    """Whether `config` is that of a model with the shapes of `model`."""
+    shapes = [
+        {name: tuple(tensor.shape) for name, tensor in each.state_dict().items()}
+        for each in (skeleton_of(config), model)
+    ]
+    return shapes[0] == shapes[1]

@@ -12,11 +12,15 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.methods.composed_experts import flops_of, n_parameters
-from heapr_lab.methods.composing import Compositions, composed, composing
-from heapr_lab.methods.dropping import KeptExperts
-from heapr_lab.methods.ordinary import renumber, save_ordinary
-from heapr_lab.models.architecture import LayerShape, expert_shares
+from heapr_lab.methods.composing import (
+    Compositions,
+    composed,
+    composing,
+    renumber,
+    save_ordinary,
+)
+from heapr_lab.methods.expert_axes import KeptExperts
+from heapr_lab.models.architecture import Architecture, LayerShape, expert_shares
 from heapr_lab.models.experts import describe
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
@@ -181,15 +185,8 @@ class AtomCompression(Compression):
     def savings(self, model: nn.Module) -> Savings:
         """Sizes, counted with the calibration text's routing, if it was measured."""
         dense, tokens = describe(model), self.made.tokens
-        after = dense.parameters(self.keep)
-        return Savings(
-            (dense.n_parameters, after),
-            _bytes(dense.bytes_per_parameter, dense.n_parameters, after),
-            (
-                dense.routed_flops_per_token(None, tokens),
-                dense.routed_flops_per_token(self.keep, tokens),
-            ),
-        )
+        flops = [dense.routed_flops_per_token(k, tokens) for k in (None, self.keep)]
+        return _savings(dense, dense.parameters(self.keep), *flops)
 
     def _write(self, small: nn.Module, folder: Path, **names: Any) -> Path:
         return save_pruned(small, folder, facts=self.made.facts, **names)
@@ -245,9 +242,8 @@ class ExpertComposition(Compression):
     def _stored(self, layer: int) -> int:
         """Numbers stored for the atoms of a layer, without output biases."""
         if layer in self.compositions:
-            plan = self.compositions[layer].plan
-            down = {k: layout for k, layout in plan["down"].items() if k != "bias"}
-            return n_parameters({**plan, "down": down})
+            new = self.compositions[layer]
+            return new.n_parameters - sum(b.numel() for b in new.down.bias.tensors)
         shape = self.shapes[layer]
         n_experts = shape.n_experts if self.kept is None else len(self.kept[layer])
         return n_experts * shape.d_inter * shape.atom_parameters
@@ -263,11 +259,7 @@ class ExpertComposition(Compression):
         with self.apply(model):
             after = sum(parameter.numel() for parameter in model.parameters())
         before = dense.routed_flops_per_token(None, tokens)
-        return Savings(
-            (dense.n_parameters, after),
-            _bytes(dense.bytes_per_parameter, dense.n_parameters, after),
-            (before, self._routed_flops(tokens)),
-        )
+        return _savings(dense, after, before, self._routed_flops(tokens))
 
     def _routed_flops(self, tokens: pd.DataFrame | None) -> float:
         """Operations of the routed experts for a mean token."""
@@ -276,13 +268,16 @@ class ExpertComposition(Compression):
             if layer not in self.compositions:
                 total += shape.top_k * shape.d_inter * shape.atom_flops
                 continue
-            plan, routing = self.compositions[layer].plan, shares[layer]
+            new, routing = self.compositions[layer], shares[layer]
             n_experts = len(routing) if self.kept is None else len(self.kept[layer])
-            flops = [flops_of(plan, expert) for expert in range(n_experts)]
+            flops = [new.flops_of(expert) for expert in range(n_experts)]
             mean = np.mean(flops) if self.kept is not None else routing @ flops
             total += shape.top_k * float(mean)
         return total
 
 
-def _bytes(size: float, before: int, after: int) -> tuple[int, int]:
-    return round(before * size), round(after * size)
+def _savings(dense: Architecture, after: int, *flops: float) -> Savings:
+    """The savings of a model that is left with `after` parameters of the same size."""
+    before, size = dense.n_parameters, dense.bytes_per_parameter
+    sizes = round(before * size), round(after * size)
+    return Savings((before, after), sizes, (flops[0], flops[1]))

@@ -13,12 +13,11 @@ import torch
 
 from heapr_lab.methods.composed_experts import Composition, Shared
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.gradients import WeightGradients, visit_gradients
+from heapr_lab.methods.gradients import WeightGradients, summed
 from heapr_lab.methods.low_rank import (
     MOMENTS,
     Moments,
     composition,
-    compression_of,
     factored,
     matrices,
     ranks_of,
@@ -32,21 +31,10 @@ Stacks = dict[str, torch.Tensor]
 """A value of every weight of a layer by projection, (E, out, in) each."""
 
 
-def squared_gradients(request: Request) -> dict[int, Stacks]:
-    """The sum over windows of the squared gradient of a window's loss, by layer."""
-    sums: dict[int, Stacks] = {}
-
-    def add(grads: WeightGradients) -> None:
-        stacks = grads.layer.apart(grads.up_rows, axis=1) | {"down": grads.down}
-        squares = {
-            name: g.to(accumulating_dtype(g)).square() for name, g in stacks.items()
-        }
-        before = sums.get(grads.layer.layer, dict.fromkeys(squares, 0))
-        sums[grads.layer.layer] = {k: before[k] + new for k, new in squares.items()}
-
-    calibration = request.calibration
-    visit_gradients(request.model, calibration, add, progress=request.progress)
-    return sums
+def _squares(grads: WeightGradients) -> Stacks:
+    """The squared gradient of every weight of a layer."""
+    stacks = grads.layer.apart(grads.up_rows, axis=1) | {"down": grads.down}
+    return {n: g.to(accumulating_dtype(g)).square() for n, g in stacks.items()}
 
 
 def base_of(
@@ -66,14 +54,14 @@ def base_of(
 def _d2_moe(request: Request) -> ExpertComposition:
     """A compression with the same ranks for all differences of a layer."""
     if not request.ratio:
-        return compression_of(request)
+        return request.composed({})
     ranks = {}
-    for k, shape in request.measured.architecture.layers.items():
+    for k, shape in request.shapes.items():
         base = shape.n_matrices * shape.d_inter * shape.d_expert
         ranks[k] = ranks_of(shape, request.ratio, layer=k, shared=base)
     moments = request.measured.collected(MOMENTS, request.progress)
     fisher = request.measured.once(
-        "squared gradients", lambda: squared_gradients(request)
+        "squared gradients", lambda: summed(request, _squares)
     )
     compositions = {
         moe.layer: _composed(
@@ -81,7 +69,7 @@ def _d2_moe(request: Request) -> ExpertComposition:
         )
         for moe in find_experts(request.model)
     }
-    return compression_of(request, compositions)
+    return request.composed(compositions)
 
 
 def _composed(

@@ -10,23 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.dropping import dropping
-from heapr_lab.methods.evolution import (
-    BUDGET,
-    Rejection,
-    apportioned,
-    check_budget,
-    judging_windows,
-    ranked,
-)
-from heapr_lab.methods.expert_axes import find_expert_axes
-from heapr_lab.methods.experts import dropping_of
+from heapr_lab.methods.expert_axes import dropping, find_expert_axes
+from heapr_lab.methods.experts import apportioned, dropping_of, ranked
 from heapr_lab.methods.method import Method, Request
+from heapr_lab.models.likelihood import final_states, iter_log_probs
+from heapr_lab.models.modes import evaluating
 
+BUDGET = {"population": 8, "generations": 4, "most_windows": 8}
+"""Options of a search: candidates at a time, rounds, and windows to judge them on."""
+_LEAST = 5
+"""Fewest candidates."""
+_TOKENS_AT_ONCE = 4096
 _SEARCH = {"survivors": 4, "most_moves": 1, "largest_move": 2}
 """Options: plans that survive, and of a new plan, how often experts are moved between
 two layers, and how many at most."""
@@ -37,13 +37,66 @@ Plan = tuple[int, ...]
 """How many experts each layer loses."""
 
 
+def check_budget(request: Request) -> None:
+    """Check that there are candidates enough.
+
+    Raises:
+        SpecError: there are not.
+    """
+    whole_number(request.options["population"], name="population", least=_LEAST)
+
+
+def judging_windows(request: Request) -> torch.Tensor:
+    """At most `most_windows` of the windows, the same in whatever order they come."""
+    prints = request.calibration.window_fingerprints()
+    order = sorted(range(len(prints)), key=prints.__getitem__)
+    return request.calibration.ids[order[: request.options["most_windows"]]]
+
+
+def at_once(ids: torch.Tensor) -> int:
+    """Windows in a batch."""
+    return max(1, _TOKENS_AT_ONCE // ids.shape[1])
+
+
+class Rejection:
+    """1 − Σ min(p, q) for a mean token: p of the dense model, q of the current one.
+
+    So often a draft of the smaller model would be rejected in speculative decoding.
+    """
+
+    def __init__(self, model: nn.Module, ids: torch.Tensor) -> None:
+        """Run the dense model; only its final states (tokens, d_model) are kept."""
+        self._model, self._ids = model, ids
+        self._dense = self._states()
+
+    def _states(self) -> list[torch.Tensor]:
+        with evaluating(self._model):
+            return [
+                final_states(self._model, part)[:, :-1]
+                for part in self._ids.split(at_once(self._ids))
+            ]
+
+    def __call__(self) -> float:
+        """The share for the current model, which must have the dense model's head."""
+        accepted = 0.0
+        with evaluating(self._model):
+            for dense, states in zip(self._dense, self._states(), strict=True):
+                for log_p, log_q in zip(
+                    iter_log_probs(self._model, dense),
+                    iter_log_probs(self._model, states),
+                    strict=True,
+                ):
+                    accepted += float(torch.minimum(log_p, log_q).double().exp().sum())
+        return 1 - accepted / self._ids[:, 1:].numel()
+
+
 def budget(request: Request) -> tuple[int, tuple[int, ...]]:
     """⌊ratio · E⌋ of the E experts of the model, and the most that each layer can lose.
 
     Raises:
         SpecError: layers cannot lose so many.
     """
-    shapes = request.measured.architecture.layers.values()
+    shapes = request.shapes.values()
     n_experts = sum(shape.n_experts for shape in shapes)
     most = tuple(shape.n_experts - shape.top_k for shape in shapes)
     total = int(request.ratio * n_experts)

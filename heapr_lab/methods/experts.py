@@ -4,7 +4,8 @@
 least as many are kept as a token is routed to.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -48,12 +49,32 @@ def n_dropped(shape: LayerShape, ratio: Fraction, *, layer: int) -> int:
     return number
 
 
+def apportioned(
+    weights: Sequence[float], total: int, most: Sequence[int]
+) -> tuple[int, ...]:
+    """`total` units, shared in proportion to `weights` by the largest remainders.
+
+    Each share is at most that of `most`, whose sum is at least `total`.
+
+    Example:
+        >>> apportioned([1.0, 2.0, 1.0], 5, [4, 2, 4])
+        (2, 2, 1)
+    """
+    shares = total * (np.asarray(weights, dtype=float) / (sum(weights) or 1.0))
+    units = np.minimum(shares.astype(int), most)
+    order = np.argsort(units - shares, kind="stable")
+    for place in itertools.chain(order, itertools.cycle(range(len(units)))):
+        if units.sum() == total:
+            break
+        units[place] += units[place] < most[place]
+    return tuple(units.tolist())
+
+
 def dropping_of(
     request: Request, kept: Mapping[int, tuple[int, ...]]
 ) -> ExpertComposition:
     """The compression that keeps the experts of `kept`."""
-    shapes = request.measured.architecture.layers
-    return ExpertComposition(request.made, {}, shapes, kept)
+    return request.composed({}, kept)
 
 
 def _by(scores: Scores) -> Callable[[Request], ExpertComposition]:
@@ -61,17 +82,45 @@ def _by(scores: Scores) -> Callable[[Request], ExpertComposition]:
 
     def rule(request: Request) -> ExpertComposition:
         find_expert_axes(request.model)  # refused before any text is read
-        layers = request.measured.architecture.layers
+        layers = request.shapes
         numbers = {k: n_dropped(s, request.ratio, layer=k) for k, s in layers.items()}
         frame = request.measured.experts(request.progress)
-        values = scores(frame, request)
-        kept = {}
-        for layer, number in numbers.items():
-            in_layer = values[frame["layer"].to_numpy() == layer]
-            kept[layer] = tuple(np.flatnonzero(~lowest(in_layer, number)).tolist())
+        values = by_layer(frame, scores(frame, request))
+        kept = {
+            k: tuple(np.flatnonzero(~lowest(values[k], number)).tolist())
+            for k, number in numbers.items()
+        }
         return dropping_of(request, kept)
 
     return rule
+
+
+def by_layer(frame: pd.DataFrame, values: np.ndarray) -> dict[int, np.ndarray]:
+    """The values of the rows of `frame`, (E,) for each layer."""
+    layers = frame["layer"].to_numpy()
+    return {int(k): values[layers == k] for k in np.unique(layers)}
+
+
+def lowest_of(
+    scores: Mapping[int, np.ndarray], ratio: Fraction, scope: str
+) -> dict[int, np.ndarray]:
+    """Which are the lowest ⌊ratio · n⌋ of each n scores that are ranked together.
+
+    Args:
+        scores: those of each layer, (E,) or (E, I).
+        ratio: the share.
+        scope: `expert`, `layer` or `global`: what is ranked together.
+    """
+    tables = list(scores.values())
+    groups = {
+        "expert": [row for table in tables for row in table],
+        "layer": [table.ravel() for table in tables],
+        "global": [np.concatenate([table.ravel() for table in tables])],
+    }
+    masks = [lowest(group, int(ratio * len(group))) for group in groups[scope]]
+    ends = np.cumsum([table.size for table in tables])[:-1]
+    pairs = zip(scores.items(), np.split(np.concatenate(masks), ends), strict=True)
+    return {layer: mask.reshape(table.shape) for (layer, table), mask in pairs}
 
 
 def _column(name: str) -> Scores:
@@ -100,6 +149,13 @@ def means(frame: pd.DataFrame, name: str) -> np.ndarray:
 def reap_scores(frame: pd.DataFrame) -> np.ndarray:
     """The mean of p · ‖f‖ over the tokens routed to each expert, (rows of `frame`,)."""
     return means(frame, "sum_p_norm")
+
+
+def ranked(request: Request) -> dict[int, tuple[int, ...]]:
+    """The experts of each layer from the lowest REAP score to the highest."""
+    frame = request.measured.experts(request.progress)
+    scores = by_layer(frame, reap_scores(frame))
+    return {k: tuple(np.argsort(s, kind="stable").tolist()) for k, s in scores.items()}
 
 
 def super_experts(frame: pd.DataFrame, *, n_layers: int) -> np.ndarray:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import CoverageError, HeaprLabError
+from heapr_lab.methods.method import Request
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
@@ -84,6 +85,21 @@ def visit_gradients(
             for visitor in visitors:
                 visitor.end(number)
             report(number + 1, calibration.n_sequences)
+
+
+def summed(
+    request: Request, of: Callable[[WeightGradients], dict[str, torch.Tensor]]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """What `of` makes of the gradients of a window and layer, summed over windows."""
+    sums: dict[int, dict[str, torch.Tensor]] = {}
+
+    def add(grads: WeightGradients) -> None:
+        new, layer = of(grads), grads.layer.layer
+        before = sums.get(layer, dict.fromkeys(new, 0))
+        sums[layer] = {name: before[name] + value for name, value in new.items()}
+
+    visit_gradients(request.model, request.calibration, add, progress=request.progress)
+    return {layer: sums[layer] for layer in sorted(sums)}
 
 
 class _Unseen:

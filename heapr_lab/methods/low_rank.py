@@ -21,7 +21,7 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Collector, activations
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
-from heapr_lab.methods.composing import Compositions, composition_of
+from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
@@ -62,9 +62,9 @@ class Moments:
     @property
     def most_routed(self) -> list[int]:
         """The experts by their tokens, the most first; if equal, by their weights."""
-        pairs = zip(self.tokens.tolist(), self.weights.tolist(), strict=True)
-        keys = list(pairs)
-        return sorted(range(len(keys)), key=lambda expert: keys[expert], reverse=True)
+        tokens, weights = self.tokens.tolist(), self.weights.tolist()
+        experts = range(len(tokens))
+        return sorted(experts, key=lambda e: (tokens[e], weights[e]), reverse=True)
 
 
 def _moments_of_layer(
@@ -79,16 +79,14 @@ def _moments(
     layer: ExpertsLayer, calls: ExpertCalls, expert: int
 ) -> tuple[torch.Tensor, ...]:
     """The fields of `Moments` for one expert."""
-    tokens, slots = (calls.top_k_index == expert).nonzero(as_tuple=True)
-    x = calls.hidden_states[tokens]
+    x, p = calls.routed(expert)
     h = activations(layer, expert, x)
     size = h.abs()
     share = (
         (size > _OUTLIER * size.mean()).double().mean() if len(h) else x.new_zeros(())
     )
-    weight = calls.top_k_weights[tokens, slots].double().sum()
-    count = torch.tensor(float(len(tokens)), dtype=torch.float64)
-    return count, weight.cpu(), share.double().cpu(), _second(x), _second(h)
+    count = torch.tensor(float(len(x)), dtype=torch.float64)
+    return count, p.double().sum().cpu(), share.double().cpu(), _second(x), _second(h)
 
 
 def _second(x: torch.Tensor) -> torch.Tensor:
@@ -187,19 +185,12 @@ def composition(
 ) -> Composition:
     """The experts of a layer with other matrices and their own biases."""
     dense = composition_of(layer).projections
-    biased = {
-        name: dataclasses.replace(projection, bias=dense[name].bias)
-        for name, projection in projections.items()
-    }
-    return Composition(biased["up"], biased["down"], biased.get("gate"))
-
-
-def compression_of(
-    request: Request, compositions: Compositions | None = None
-) -> ExpertComposition:
-    """The compression with those experts; by default none, the dense model."""
-    layers = request.measured.architecture.layers
-    return ExpertComposition(request.made, compositions or {}, layers)
+    return Composition(
+        **{
+            name: dataclasses.replace(projection, bias=dense[name].bias)
+            for name, projection in projections.items()
+        }
+    )
 
 
 # --- the control ------------------------------------------------------------------
@@ -208,9 +199,8 @@ def compression_of(
 def _svd(request: Request) -> ExpertComposition:
     """The same ranks for all experts of a layer."""
     if not request.ratio:
-        return compression_of(request)
-    shapes = request.measured.architecture.layers
-    ranks = {k: ranks_of(shape, request.ratio, layer=k) for k, shape in shapes.items()}
+        return request.composed({})
+    ranks = {k: ranks_of(s, request.ratio, layer=k) for k, s in request.shapes.items()}
     moments: Mapping[int, Moments] = {}
     if request.options["whiten"]:
         moments = request.measured.collected(MOMENTS, request.progress)
@@ -218,7 +208,7 @@ def _svd(request: Request) -> ExpertComposition:
         layer.layer: _all_truncated(layer, ranks[layer.layer], moments.get(layer.layer))
         for layer in find_experts(request.model)
     }
-    return compression_of(request, compositions)
+    return request.composed(compositions)
 
 
 def _all_truncated(

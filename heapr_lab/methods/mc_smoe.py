@@ -51,7 +51,7 @@ def _dominant_of(request: Request, frame: pd.DataFrame) -> dict[int, list[int]]:
     Raises:
         SpecError: there would be fewer than layers.
     """
-    layers = request.measured.architecture.layers
+    layers = request.shapes
     sizes = {k: shape.d_inter * shape.atom_parameters for k, shape in layers.items()}
     sums = by_dominance(frame)["layer"].map(sizes).cumsum().to_numpy()
     budget = math.ceil((1 - request.ratio) * int(sums[-1]))

@@ -1,4 +1,4 @@
-"""What methods that merge experts have in common: features, groups and averages.
+"""What methods that merge experts have in common, and HC-SMoE with its control.
 
 The experts of a group are replaced by one. The router stays as it is, so each expert of
 the group is that one, whose matrices are stored once.
@@ -14,6 +14,7 @@ from fractions import Fraction
 import numpy as np
 import pandas as pd
 import torch
+from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.optimize import linear_sum_assignment
 from torch import nn
 
@@ -22,7 +23,7 @@ from heapr_lab.methods.collectors import Collector, activations, expert_output
 from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import expert_axis
-from heapr_lab.methods.method import Request
+from heapr_lab.methods.method import Method, Request
 from heapr_lab.methods.naee import routed_anew
 from heapr_lab.models.architecture import LayerShape, expert_shares
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -159,7 +160,7 @@ def ranked(request: Request) -> pd.DataFrame:
     tokens, and `norm`, Σ w² of the expert.
     """
     frame = request.measured.experts(request.progress)
-    shares = expert_shares(frame, request.measured.architecture.layers)
+    shares = expert_shares(frame, request.shapes)
     norms = [
         sum(squares.double().sum(1).cpu() for squares in layer.squared_norms().values())
         for layer in find_experts(request.model)
@@ -204,12 +205,12 @@ def merged(
     for layer in find_experts(request.model):
         partition = groups[layer.layer]
         if len(partition) < layer.n_experts:
-            matrices = [merge_group(layer, group, merge) for group in partition]
-            place = {expert: i for i, group in enumerate(partition) for expert in group}
-            index = tuple(place[expert] for expert in range(layer.n_experts))
-            compositions[layer.layer] = dense_composition(matrices, index)
-    shapes = request.measured.architecture.layers
-    return ExpertComposition(request.made, compositions, shapes)
+            new: dict[int, Matrices] = {}
+            for group in partition:
+                new |= dict.fromkeys(group, merge_group(layer, group, merge))
+            experts = [new[expert] for expert in range(layer.n_experts)]
+            compositions[layer.layer] = dense_composition(experts)
+    return request.composed(compositions)
 
 
 def merge_group(layer: ExpertsLayer, group: Sequence[int], merge: Merge) -> Matrices:
@@ -277,3 +278,93 @@ def _permuted(name: str, tensor: torch.Tensor, order: torch.Tensor) -> torch.Ten
     if name == "down_bias":
         return tensor
     return tensor[:, order] if name == "down" else tensor[order]
+
+
+# --- HC-SMoE ----------------------------------------------------------------------
+
+
+def average_linkage(features: torch.Tensor, number: int) -> Groups:
+    """`number` groups of the rows of `features`, joined by their mean distance.
+
+    Beginning with single rows, the two groups are joined between whose rows the mean
+    Euclidean distance is least.
+
+    Shapes: features (E, F).
+
+    Example:
+        >>> rows = torch.tensor([[0.0], [5.0], [1.0], [7.0]])
+        >>> average_linkage(rows, 2)
+        [[0, 2], [1, 3]]
+    """
+    if number == len(features):
+        return [[expert] for expert in range(number)]
+    tree = linkage(features.double().numpy(), method="average")
+    return groups_of(cut_tree(tree, n_clusters=number)[:, 0].tolist())
+
+
+def _hc_smoe(request: Request) -> ExpertComposition:
+    """Each layer's experts are joined by their mean outputs on all of its tokens."""
+    outputs = request.measured.collected(MEAN_OUTPUTS, request.progress)
+    groups = {
+        layer: average_linkage(outputs[layer].plain, n_groups(shape, request.ratio))
+        for layer, shape in request.shapes.items()
+    }
+    return merged_by_frequency(request, groups)
+
+
+HC_SMOE = Method(
+    "hc-smoe",
+    "HC-SMoE: experts of near mean outputs become one, by average linkage",
+    "Chen et al. 2024, HC-SMoE, arXiv:2410.08589",
+    "merging",
+    _hc_smoe,
+    deviations=(
+        NOT_TRAINED,
+        "Average linkage, as in the paper; the authors' scripts misspell the option, "
+        "and run k-means.",
+        "Frequencies count the experts that a token is routed to, whatever their "
+        "number; the authors' code counts the best two.",
+        NEVER_ROUTED,
+    ),
+    collectors=(MEAN_OUTPUTS,),
+)
+
+
+# --- the control ------------------------------------------------------------------
+
+
+def drawn(n_experts: int, number: int, rng: np.random.Generator) -> Groups:
+    """`number` groups of experts: so many begin one each, the others join any of them.
+
+    Example:
+        >>> sorted(map(len, drawn(4, 3, np.random.default_rng(0))))
+        [1, 1, 2]
+    """
+    labels = rng.permutation(n_experts)
+    joining = labels >= number
+    labels[joining] = rng.integers(number, size=joining.sum())
+    return groups_of(labels.tolist())
+
+
+def _random_groups(request: Request) -> ExpertComposition:
+    """Groups that `seed` draws, as many in each layer as other methods make."""
+    rng, layers = np.random.default_rng(request.seed), request.measured.architecture
+    groups = {
+        layer: drawn(shape.n_experts, n_groups(shape, request.ratio), rng)
+        for layer, shape in layers.layers.items()
+    }
+    return merged_by_frequency(request, groups)
+
+
+RANDOM_GROUPS = Method(
+    "random-groups",
+    "control of merging: experts in groups drawn at random become one",
+    "a control of this project",
+    "merging",
+    _random_groups,
+    deviations=(
+        NOT_TRAINED,
+        "Groups are merged as those of hc-smoe are, so that the difference between the "
+        "two is what its groups are worth.",
+    ),
+)

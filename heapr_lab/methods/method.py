@@ -2,21 +2,32 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.methods.collectors import Collector, Measurements
-from heapr_lab.methods.composing import refuse_streamed
-from heapr_lab.methods.compression import Compression, Made
+from heapr_lab.methods.composing import LOADED, Compositions
+from heapr_lab.methods.compression import (
+    AtomCompression,
+    Compression,
+    ExpertComposition,
+    Made,
+)
+from heapr_lab.methods.expert_axes import KeptExperts
+from heapr_lab.models.architecture import LayerShape
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.progress import Progress
+from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import exact_ratio
+from heapr_lab.pruning.surgery import ReplacedDownProj
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -45,11 +56,44 @@ class Request:
     """The model, the calibration windows, and what is measured with them."""
     progress: Progress | None = None
 
+    def choice(self, name: str, values: Iterable[str]) -> str:
+        """The value of an option that has only some.
+
+        Raises:
+            SpecError: it is another one.
+        """
+        value: str = self.options[name]
+        if value not in values:
+            raise SpecError(f"{name} is {value!r}, expected one of {', '.join(values)}")
+        return value
+
     @property
     def made(self) -> Made:
         """The record of the request and of what is measured by now."""
         routed = self.measured.routed
         return Made(self.method, float(self.ratio), self.seed, self.options, routed)
+
+    @property
+    def shapes(self) -> Mapping[int, LayerShape]:
+        """The sizes of the dense model's layers."""
+        return self.measured.architecture.layers
+
+    def composed(
+        self, compositions: Compositions, kept: KeptExperts | None = None
+    ) -> ExpertComposition:
+        """The compression with these experts in place of layers' own, or fewer."""
+        return ExpertComposition(self.made, compositions, self.shapes, kept)
+
+    def keeping(
+        self,
+        keep: KeepMask | Mapping[int, np.ndarray],
+        down_projs: ReplacedDownProj | None = None,
+    ) -> AtomCompression:
+        """The compression that keeps the atoms of a mask, or of arrays by layer."""
+        sizes = {layer: shape.atom_parameters for layer, shape in self.shapes.items()}
+        if not isinstance(keep, KeepMask):
+            keep = KeepMask(keep, self.made.to_dict())
+        return AtomCompression(self.made, keep, sizes, down_projs)
 
     @property
     def model(self) -> nn.Module:
@@ -149,7 +193,7 @@ class Method:
         seed = whole_number(seed, name="seed", least=0)
         complete = self.completed(options)
         if self.compresses in _REPLACING:
-            refuse_streamed(model)
+            backend_of(model).require_loaded(remedy=LOADED)
         measured = shared or Measurements(model, calibration)
         measured.check(model, calibration)
         measured.expect(self.collectors)

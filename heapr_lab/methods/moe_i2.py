@@ -7,35 +7,27 @@ the experts that are left.
 Shapes: D d_expert, I d_inter; a unit is one singular value, of D + I parameters.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 import numpy as np
 import torch
+from scipy.optimize import differential_evolution
+from torch import nn
 
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.dropping import dropping
-from heapr_lab.methods.evolution import (
-    BUDGET,
-    apportioned,
-    check_budget,
-    evolved,
-    judging_windows,
-    loss,
-    random_keys,
-    ranked,
-)
-from heapr_lab.methods.expert_axes import find_expert_axes
-from heapr_lab.methods.experts import reap_scores
+from heapr_lab.methods.evoesap import BUDGET, at_once, check_budget, judging_windows
+from heapr_lab.methods.expert_axes import dropping, find_expert_axes
+from heapr_lab.methods.experts import apportioned, by_layer, ranked, reap_scores
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.methods.naee import LayerLoss, Subset, positions
+from heapr_lab.methods.naee import LayerLoss, Subset, kept_of_layers
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
-from heapr_lab.models.modes import evaluating
-from heapr_lab.refinement.expert_calls import iter_expert_calls
 
 _BY_DROPPING = Fraction(1, 2)
 """Share of the ratio that is removed as whole experts."""
@@ -44,9 +36,14 @@ Order = Mapping[int, tuple[int, ...]]
 """The experts of each layer, from the lowest REAP score."""
 
 
+def loss(model: nn.Module, ids: torch.Tensor) -> float:
+    """The mean loss of each predicted token, in nats."""
+    return evaluate_perplexity(model, ids, batch_size=at_once(ids)).nll
+
+
 def rises(request: Request, order: Order, ids: torch.Tensor) -> np.ndarray:
     """How much the loss rises when one layer loses half of what it may, (layers,)."""
-    shapes, model = request.measured.architecture.layers, request.model
+    shapes, model = request.shapes, request.model
     dense, rise = loss(model, ids), []
     for layer, experts in order.items():
         spare = shapes[layer].n_experts - shapes[layer].top_k
@@ -59,7 +56,7 @@ def rises(request: Request, order: Order, ids: torch.Tensor) -> np.ndarray:
 
 def _numbers(request: Request, order: Order) -> dict[int, int]:
     """How many experts each layer loses: the more, the less the loss rises."""
-    shapes = request.measured.architecture.layers
+    shapes = request.shapes
     total = int(request.ratio * _BY_DROPPING * sum(map(len, order.values())))
     if not total:
         return dict.fromkeys(order, 0)
@@ -76,33 +73,39 @@ def best_of_layer(
     n_gone: int,
     cost: Callable[[Subset], float],
 ) -> Subset:
-    """The experts that a layer keeps: the best of the sets that evolution tried."""
+    """The experts that a layer keeps: the best of the sets that evolution tried.
+
+    A set is decoded from a key in [0, 1] of each expert. Each is judged once. The first
+    keys are those of the order, the others of the first generation are drawn evenly.
+    """
+    remembered, n_experts = functools.cache(cost), len(order)
 
     def decode(keys: np.ndarray) -> Subset:
         places = np.argsort(keys, kind="stable")[n_gone:]
         return tuple(sorted(order[place] for place in places))
 
-    first = np.linspace(0, 1, len(order))
-    return evolved(request, decode, cost, random_keys(request, first))
+    rng = np.random.default_rng(request.seed)
+    others = rng.random((request.options["population"] - 1, n_experts))
+    optimum = differential_evolution(
+        lambda keys: remembered(decode(keys)),
+        [(0.0, 1.0)] * n_experts,
+        init=np.concatenate([np.linspace(0, 1, n_experts)[None], others]),
+        maxiter=request.options["generations"],
+        polish=False,
+        tol=0.0,
+        rng=request.seed,
+    )
+    return decode(optimum.x)
 
 
 def _kept(request: Request, order: Order) -> dict[int, Subset]:
     """The experts that each layer keeps, by the change of its output."""
-    axes = {axis.layer.layer: axis for axis in find_expert_axes(request.model)}
     numbers = _numbers(request, order)
-    kept = {k: tuple(range(len(experts))) for k, experts in order.items()}
-    if not any(numbers.values()):
-        return kept
-    for layer, calls in iter_expert_calls(request.model, request.calibration.ids):
-        number = layer.layer
-        if numbers[number]:
-            with evaluating(request.model):
-                some = calls.of(positions(request, layer.n_experts))
-                cost = LayerLoss(axes[number], some)
-                kept[number] = best_of_layer(
-                    request, order[number], numbers[number], cost
-                )
-    return kept
+
+    def choose(k: int, loss: LayerLoss) -> Subset:
+        return best_of_layer(request, order[k], numbers[k], loss)
+
+    return kept_of_layers(request, numbers, choose)
 
 
 # --- low rank ---------------------------------------------------------------------
@@ -156,8 +159,8 @@ def low_rank(
         bias = Shared.own([p.bias.tensors[e] for e in kept]) if p.bias.of else Shared()
         return Projection(left=Shared.own(left), right=Shared.own(right), bias=bias)
 
-    projections = {name: projection(name, p) for name, p in dense.projections.items()}
-    return Composition(projections["up"], projections["down"], projections.get("gate"))
+    parts = dense.projections.items()
+    return Composition(**{name: projection(name, p) for name, p in parts})
 
 
 def _svd(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -168,7 +171,7 @@ def _svd(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _units(request: Request, kept: Mapping[int, Subset]) -> dict[int, int]:
     """The singular values that each layer may keep, in proportion to its experts."""
-    shapes = request.measured.architecture.layers
+    shapes = request.shapes
     sizes = {k: s.d_inter * s.atom_parameters for k, s in shapes.items()}
     left = {k: len(kept[k]) * size for k, size in sizes.items()}
     dense = sum(s.n_experts * sizes[k] for k, s in shapes.items())
@@ -188,19 +191,18 @@ def _moe_i2(request: Request) -> ExpertComposition:
     """
     check_budget(request)
     find_expert_axes(request.model)  # refused before any text is read
-    shapes = request.measured.architecture.layers
     if not request.ratio:
-        return ExpertComposition(request.made, {}, shapes)
+        return request.composed({})
     frame = request.measured.experts(request.progress)
-    scores, layers = reap_scores(frame), frame["layer"].to_numpy()
+    scores = by_layer(frame, reap_scores(frame))
     kept = _kept(request, ranked(request))
     units = _units(request, kept)
     compositions = {
-        k: low_rank(layer, kept[k], scores[layers == k], units[k])
+        k: low_rank(layer, kept[k], scores[k], units[k])
         for layer in find_experts(request.model)
         for k in (layer.layer,)
     }
-    return ExpertComposition(request.made, compositions, shapes, kept)
+    return request.composed(compositions, kept)
 
 
 MOE_I2 = Method(

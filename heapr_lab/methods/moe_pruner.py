@@ -138,9 +138,9 @@ def _sparse(
     def projection(p: Projection, sums: torch.Tensor) -> Projection:
         return replace(p, dense=Shared.own([*tensors(p.dense, sums)]))
 
-    x, h = squares
-    gate = dense.gate and projection(dense.gate, x)
-    return Composition(projection(dense.up, x), projection(dense.down, h), gate)
+    sums = {"gate": squares[0], "up": squares[0], "down": squares[1]}
+    parts = dense.projections.items()
+    return Composition(**{name: projection(p, sums[name]) for name, p in parts})
 
 
 def _moe_pruner(request: Request) -> SparseWeights:
@@ -149,11 +149,7 @@ def _moe_pruner(request: Request) -> SparseWeights:
     Raises:
         SpecError: there is no such pattern, or it removes another share.
     """
-    pattern, shapes = request.options["pattern"], request.measured.architecture.layers
-    if pattern not in PATTERNS:
-        raise SpecError(
-            f"pattern is {pattern!r}, expected one of {', '.join(PATTERNS)}"
-        )
+    pattern, shapes = request.choice("pattern", PATTERNS), request.shapes
     if not request.ratio:
         return SparseWeights(request.made, {}, shapes)
     if PATTERNS[pattern] and request.ratio != Fraction(1, 2):

@@ -8,20 +8,19 @@ Shapes: E n_experts; a matrix is (out, in), U is (out, rank), V is (rank, in).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.composed_experts import ABSENT, Composition, Projection, Shared
+from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
     MOMENTS,
     Moments,
     composition,
-    compression_of,
     damped,
     matrices,
     truncated,
@@ -125,29 +124,6 @@ def sizes_of(budget: Fraction, n_experts: int, out: int, into: int) -> Sizes:
     return Sizes(experts, lefts, min(full, int(room // (lefts * out + into))))
 
 
-def _layer_sizes(
-    layer: ExpertsLayer, budget: Fraction
-) -> Iterator[tuple[str, Sizes, Fraction]]:
-    """The name and the sizes of each projection, and the budget left after it.
-
-    Raises:
-        SpecError: not even one rank fits.
-    """
-    left, names = budget, names_of(layer)
-    for i, name in enumerate(names):
-        ends = (layer.d_expert, layer.d_inter)
-        out, into = ends if name == "down" else ends[::-1]
-        sizes = sizes_of(left / (len(names) - i), layer.n_experts, out, into)
-        if sizes.decomposed and not sizes.rank:
-            raise SpecError(
-                f"the experts of layer {layer.layer} have room for {int(budget)} "
-                "numbers, expected at least one rank for each projection: choose a "
-                "lower ratio"
-            )
-        left -= sizes.numbers(layer.n_experts, out, into)
-        yield name, sizes, left
-
-
 # --- what is stored ---------------------------------------------------------------
 
 
@@ -162,21 +138,21 @@ def shared_right(
         order: the experts, those with the most tokens first; the first stay dense.
         sizes: how many are dense, of what rank V is, and how many U there are.
     """
-    dense, low = (
-        order[: len(order) - sizes.decomposed],
-        order[len(order) - sizes.decomposed :],
-    )
+    n_experts, dtype = len(order), stack.dtype
+    n_dense = n_experts - sizes.decomposed
+    dense, low = order[:n_dense], order[n_dense:]
     if not low:
         return Projection(dense=Shared.own([*stack]))
     _, rows = truncated(stack[low[0]], sizes.rank, moment[low[0]])
     right = torch.linalg.qr(rows.mT).Q.mT  # of full rank, even if the matrix is not
     lefts, inner = _fitted(stack[[*low]], moment[[*low]], right)
     nearest = _nearest(lefts, inner, sizes.lefts)
-    n_experts, dtype = len(order), stack.dtype
+    kept, common = [*lefts[: sizes.lefts].to(dtype)], right.to(dtype)
+    places = zip(low, nearest, strict=True)
     return Projection(
-        dense=_placed([stack[e] for e in dense], dense, range(len(dense)), n_experts),
-        left=_placed([*lefts[: sizes.lefts].to(dtype)], low, nearest, n_experts),
-        right=_placed([right.to(dtype)], low, [0] * len(low), n_experts),
+        dense=Shared.some({e: stack[e] for e in dense}, n_experts),
+        left=Shared.some({e: kept[place] for e, place in places}, n_experts),
+        right=Shared.some(dict.fromkeys(low, common), n_experts),
     )
 
 
@@ -199,21 +175,6 @@ def _nearest(lefts: torch.Tensor, inner: torch.Tensor, n_kept: int) -> list[int]
     return places
 
 
-def _placed(
-    tensors: Sequence[torch.Tensor],
-    experts: Sequence[int],
-    index: Sequence[int],
-    n_experts: int,
-) -> Shared:
-    """Tensors of some experts only."""
-    if not tensors:
-        return Shared()
-    places = [ABSENT] * n_experts
-    for expert, number in zip(experts, index, strict=True):
-        places[expert] = number
-    return Shared(tuple(tensors), tuple(places))
-
-
 # --- the method -------------------------------------------------------------------
 
 
@@ -221,8 +182,8 @@ def _moe_svd(request: Request) -> ExpertComposition:
     """The least sensitive layers decomposed, within one budget."""
     most = _most(request)
     if not request.ratio:
-        return compression_of(request)
-    shapes = request.measured.architecture.layers
+        return request.composed({})
+    shapes = request.shapes
     layers = {layer.layer: layer for layer in find_experts(request.model)}
     moments = request.measured.collected(MOMENTS, request.progress)
     scores = {k: sensitivity(layer, moments[k]) for k, layer in layers.items()}
@@ -231,7 +192,7 @@ def _moe_svd(request: Request) -> ExpertComposition:
     for number in numbers:
         budget = left + _budget(shapes[number], ratio)
         compositions[number], left = _composed(layers[number], moments[number], budget)
-    return compression_of(request, compositions)
+    return request.composed(compositions)
 
 
 def _most(request: Request) -> Fraction:
@@ -255,12 +216,24 @@ def _budget(shape: LayerShape, ratio: Fraction) -> Fraction:
 def _composed(
     layer: ExpertsLayer, moments: Moments, budget: Fraction
 ) -> tuple[Composition, Fraction]:
-    """The experts of a layer, and what is left of the budget."""
-    projections, left, order = {}, budget, moments.most_routed
-    for name, sizes, remaining in _layer_sizes(layer, budget):
+    """The experts of a layer, and what is left of the budget.
+
+    Raises:
+        SpecError: not even one rank fits.
+    """
+    projections, left, names = {}, budget, names_of(layer)
+    for i, name in enumerate(names):
         stack = matrices(layer, name)
-        projections[name] = shared_right(stack, moments.of(name), order, sizes)
-        left = remaining
+        sizes = sizes_of(left / (len(names) - i), *stack.shape)
+        if sizes.decomposed and not sizes.rank:
+            raise SpecError(
+                f"the experts of layer {layer.layer} have room for {int(budget)} "
+                "numbers, expected at least one rank for each projection: choose a "
+                "lower ratio"
+            )
+        left -= sizes.numbers(*stack.shape)
+        right = shared_right(stack, moments.of(name), moments.most_routed, sizes)
+        projections[name] = right
     return composition(layer, projections), left
 
 

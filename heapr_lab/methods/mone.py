@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import LayoutError
 from heapr_lab.methods.collectors import Collector, routed_outputs
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition
+from heapr_lab.methods.experts import lowest_of
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import normalises
-from heapr_lab.pruning.ranking import lowest
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
 SCORES = ("product", "variance", "routing")
@@ -85,41 +85,22 @@ def with_constants(
 
     Shapes: gone bool (E,); values (E, D).
     """
-    experts = composition_of(layer)
+    dense, n_experts = composition_of(layer).projections, len(gone)
     kept = np.flatnonzero(~gone).tolist()
-    of = [kept.index(e) if e in kept else -1 for e in range(len(gone))]
 
     def narrowed(part: Shared) -> Shared:
-        return (
-            Shared(tuple(part.tensors[e] for e in kept), tuple(of)) if part.of else part
-        )
+        tensors = {e: part.tensors[e] for e in kept if part.of}
+        return Shared.some(tensors, n_experts)
 
-    def narrow(p: Projection) -> Projection:
-        return Projection(narrowed(p.dense), bias=narrowed(p.bias))
-
-    outputs = {
-        e: values[e].to(experts.down.dense.tensors[0])
-        if gone[e]
-        else experts.down.bias.tensors[e]
-        for e in range(len(gone))
-        if gone[e] or experts.down.bias.of
+    new = {
+        name: Projection(narrowed(p.dense), bias=narrowed(p.bias))
+        for name, p in dense.items()
     }
-    places = {e: i for i, e in enumerate(outputs)}
-    bias = Shared(
-        tuple(outputs.values()), tuple(places.get(e, -1) for e in range(len(gone)))
-    )
-    down = Projection(narrowed(experts.down.dense), bias=bias)
-    return Composition(narrow(experts.up), down, experts.gate and narrow(experts.gate))
-
-
-def _gone(request: Request, scores: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Which experts of each layer are replaced: those of the lowest scores."""
-    if request.options["scope"] == "layer":
-        return {k: lowest(s, int(request.ratio * len(s))) for k, s in scores.items()}
-    every = np.concatenate([*scores.values()])
-    mask = lowest(every, int(request.ratio * len(every)))
-    ends = np.cumsum([len(row) for row in scores.values()])[:-1]
-    return dict(zip(scores, np.split(mask, ends), strict=True))
+    constants = {e: values[e].to(layer.down) for e in np.flatnonzero(gone).tolist()}
+    biases = {e: dense["down"].bias.tensor_of(e) for e in kept} | constants
+    outputs = {e: b for e, b in sorted(biases.items()) if b is not None}
+    down = Projection(new["down"].dense, bias=Shared.some(outputs, n_experts))
+    return Composition(**new | {"down": down})
 
 
 def _mone(request: Request) -> ExpertComposition:
@@ -129,12 +110,7 @@ def _mone(request: Request) -> ExpertComposition:
         SpecError: an option is invalid.
         LayoutError: an expert's output is normalised, which a constant is not.
     """
-    for name, values in (("score", SCORES), ("scope", SCOPES)):
-        if request.options[name] not in values:
-            raise SpecError(
-                f"{name} is {request.options[name]!r}, expected one of "
-                f"{', '.join(values)}"
-            )
+    score, scope = request.choice("score", SCORES), request.choice("scope", SCOPES)
     layers = find_experts(request.model)
     for layer in layers:
         if normalises(layer.module):
@@ -143,14 +119,14 @@ def _mone(request: Request) -> ExpertComposition:
                 "be replaced by its mean: use reap, which drops experts"
             )
     moments = request.measured.collected(OUTPUT_MOMENTS, request.progress)
-    scores = {k: stats.scores(request.options["score"]) for k, stats in moments.items()}
-    gone = _gone(request, scores)
+    scores = {k: stats.scores(score) for k, stats in moments.items()}
+    gone = lowest_of(scores, request.ratio, scope)
     made = {
         layer.layer: with_constants(layer, gone[layer.layer], moments[layer.layer].mean)
         for layer in layers
         if gone[layer.layer].any()
     }
-    return ExpertComposition(request.made, made, request.measured.architecture.layers)
+    return request.composed(made)
 
 
 MONE = Method(

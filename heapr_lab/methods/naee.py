@@ -11,7 +11,7 @@ Shapes: T tokens, E n_experts, K experts of each token, D d_expert.
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from heapr_lab.methods.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.methods.experts import dropping_of, n_dropped
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import Progress
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 
 _MOST_PRODUCTS = 2**25
@@ -101,8 +102,6 @@ def best_subset(loss: LayerLoss, n_experts: int, n_gone: int, *, most: int) -> S
 
     Else experts go one after the other, each the one whose loss is least.
     """
-    if not n_gone:
-        return tuple(range(n_experts))
     if math.comb(n_experts, n_gone) <= most:
         return min(
             itertools.combinations(range(n_experts), n_experts - n_gone), key=loss
@@ -113,6 +112,37 @@ def best_subset(loss: LayerLoss, n_experts: int, n_gone: int, *, most: int) -> S
     return kept
 
 
+def kept_of_layers(
+    request: Request,
+    n_gone: Mapping[int, int],
+    choose: Callable[[int, LayerLoss], Subset],
+    progress: Progress | None = None,
+) -> dict[int, Subset]:
+    """The experts that each layer keeps: all, or what `choose` makes of its loss.
+
+    Args:
+        request: with the option `most_tokens`.
+        n_gone: how many experts each layer loses.
+        choose: takes the number of a layer that loses some, and its loss.
+        progress: called with (decoder layers done, decoder layers in all).
+
+    Raises:
+        LayoutError: tokens cannot be routed to fewer experts.
+    """
+    axes = {axis.layer.layer: axis for axis in find_expert_axes(request.model)}
+    kept = {k: tuple(range(shape.n_experts)) for k, shape in request.shapes.items()}
+    if not any(n_gone.values()):
+        return kept
+    ids = request.calibration.ids
+    for layer, calls in iter_expert_calls(request.model, ids, progress=progress):
+        number = layer.layer
+        if n_gone[number]:
+            with evaluating(request.model):
+                some = calls.of(positions(request, layer.n_experts))
+                kept[number] = choose(number, LayerLoss(axes[number], some))
+    return kept
+
+
 def _naee(request: Request) -> ExpertComposition:
     """The subset of each layer's experts that changes its output least.
 
@@ -120,26 +150,14 @@ def _naee(request: Request) -> ExpertComposition:
         SpecError: too few experts would be left.
         LayoutError: tokens cannot be routed to fewer experts.
     """
-    axes = {axis.layer.layer: axis for axis in find_expert_axes(request.model)}
-    layers = request.measured.architecture.layers
-    gone = {k: n_dropped(s, request.ratio, layer=k) for k, s in layers.items()}
-    kept = {k: tuple(range(shape.n_experts)) for k, shape in layers.items()}
-    if any(gone.values()):
-        ids = request.calibration.ids
-        for layer, calls in iter_expert_calls(
-            request.model, ids, progress=request.progress
-        ):
-            number = layer.layer
-            some = positions(request, layer.n_experts)
-            with evaluating(request.model):
-                loss = LayerLoss(axes[number], calls.of(some))
-                kept[number] = best_subset(
-                    loss,
-                    layer.n_experts,
-                    gone[number],
-                    most=request.options["most_subsets"],
-                )
-    return dropping_of(request, kept)
+    shapes, most = request.shapes, request.options["most_subsets"]
+    find_expert_axes(request.model)  # refused before the ratio is
+    gone = {k: n_dropped(s, request.ratio, layer=k) for k, s in shapes.items()}
+
+    def choose(k: int, loss: LayerLoss) -> Subset:
+        return best_subset(loss, shapes[k].n_experts, gone[k], most=most)
+
+    return dropping_of(request, kept_of_layers(request, gone, choose, request.progress))
 
 
 def positions(request: Request, n_experts: int) -> torch.Tensor:

@@ -118,8 +118,7 @@ def _atoms(layer: ExpertsLayer) -> list[torch.Tensor]:
 def _ream(request: Request) -> ExpertComposition:
     """The salient experts of each layer stay, and are merged with those near them."""
     find_expert_axes(request.model)  # refused before any text is read
-    shapes = request.measured.architecture.layers
-    numbers = {k: _n_kept(request, layer=k, shape=shape) for k, shape in shapes.items()}
+    numbers = {k: _n_kept(request, layer=k, shape=s) for k, s in request.shapes.items()}
     batches, near = _batches(request), _similarities(request)
     norms = request.measured.collected(GATED_NORMS, request.progress)
     kept, compositions = {}, {}
@@ -134,7 +133,7 @@ def _ream(request: Request) -> ExpertComposition:
             merge = _by_saliency(scores, components(_atoms(layer)))
             matrices = [merge_group(layer, group, merge) for group in groups]
             compositions[k] = dense_composition(matrices)
-    return ExpertComposition(request.made, compositions, shapes, kept)
+    return request.composed(compositions, kept)
 
 
 def _n_kept(request: Request, *, layer: int, shape: LayerShape) -> int:

@@ -10,10 +10,9 @@ from heapr_lab.methods.camera import CAMERA
 from heapr_lab.methods.d2_moe import D2_MOE
 from heapr_lab.methods.evoesap import EVOESAP
 from heapr_lab.methods.experts import EXPERTS
-from heapr_lab.methods.hc_smoe import HC_SMOE, RANDOM_GROUPS
-from heapr_lab.methods.intdim import INTDIM
 from heapr_lab.methods.low_rank import SVD
 from heapr_lab.methods.mc_smoe import MC_SMOE
+from heapr_lab.methods.merging import HC_SMOE, RANDOM_GROUPS
 from heapr_lab.methods.method import Method
 from heapr_lab.methods.moe_i2 import MOE_I2
 from heapr_lab.methods.moe_pruner import MOE_PRUNER
@@ -28,7 +27,6 @@ GROUP = "heapr_lab.methods"
 """The entry-point group of plug-ins; each entry is a `Method`."""
 _OURS = (
     *ATOMS,
-    *INTDIM,
     CAMERA,
     TENP,
     *EXPERTS,
@@ -68,18 +66,6 @@ def found() -> Mapping[str, Method]:
         methods[method.name] = method
         made_by[method.name] = _place(entry)
     return MappingProxyType(methods)
-
-
-def find(name: str) -> Method:
-    """The method with that name.
-
-    Raises:
-        SpecError: there is none.
-    """
-    methods = found()
-    if name not in methods:
-        raise SpecError(f"unknown method {name!r}; choose one of {', '.join(methods)}")
-    return methods[name]
 
 
 def _place(entry: EntryPoint) -> str:

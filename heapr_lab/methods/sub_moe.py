@@ -53,7 +53,7 @@ def _sub_moe(request: Request) -> ExpertComposition:
     cosines = request.measured.collected(OUTPUT_COSINES, request.progress)
     rng, groups = np.random.default_rng(request.seed), {}
     order = ranked(request).groupby("layer")["expert"].agg(list)
-    for layer, shape in request.measured.architecture.layers.items():
+    for layer, shape in request.shapes.items():
         experts = order[layer]  # so that the numbers of experts do not matter
         near = cosines[layer][np.ix_(experts, experts)]
         clusters = k_means(near, n_groups(shape, request.ratio), rng)

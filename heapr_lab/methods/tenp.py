@@ -15,13 +15,11 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.atoms import compression_of
 from heapr_lab.methods.collectors import Collector, activations
 from heapr_lab.methods.compression import AtomCompression
-from heapr_lab.methods.evolution import apportioned
+from heapr_lab.methods.experts import apportioned, lowest_of
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
@@ -47,15 +45,14 @@ def _scores(
     down = layer.down[expert].double()
     importance, projections, n_tokens = down.new_zeros(()), down.new_zeros(()), 0
     for part in calls.batches():
-        tokens, slots = (part.top_k_index == expert).nonzero(as_tuple=True)
-        x, p = part.hidden_states[tokens], part.top_k_weights[tokens, slots]
+        x, p = part.routed(expert)
         h = activations(layer, expert, x).double()
         y = h @ down.mT
         norms = y.norm(dim=1)
         turned = 1 - torch.cosine_similarity(x.double(), y, dim=1)
         importance = importance + (p * norms * turned).sum()
         along = h * (y @ down) / norms.clamp_min(torch.finfo(y.dtype).tiny)[:, None]
-        projections, n_tokens = projections + along.sum(0), n_tokens + len(tokens)
+        projections, n_tokens = projections + along.sum(0), n_tokens + len(x)
     return importance, projections / max(n_tokens, 1)
 
 
@@ -96,12 +93,8 @@ def _tenp(request: Request) -> AtomCompression:
     n_atoms = sum(atoms.size for _, atoms in scores.values())
     left = sum(int(mask.sum()) * scores[k][1].shape[1] for k, mask in narrow.items())
     share = request.ratio * n_atoms / left
-    keep = {}
-    for layer, (_, atoms) in scores.items():
-        gone = int(share * atoms.shape[1])
-        keep[layer] = np.stack([~lowest(row, gone) for row in atoms])
-        keep[layer][~narrow[layer]] = True
-    return compression_of(request, KeepMask(keep, request.made.to_dict()))
+    gone = lowest_of({k: atoms for k, (_, atoms) in scores.items()}, share, "expert")
+    return request.keeping({k: ~(gone[k] & narrow[k][:, None]) for k in gone})
 
 
 TENP = Method(

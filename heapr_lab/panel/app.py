@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.named import check_there, dense_of, folder_of, names
 from heapr_lab.models.paper_models import hub_id
-from heapr_lab.storage.cache import cached_folders
-from heapr_lab.workbench.settings import profile_of
+from heapr_lab.storage.paths import cached_folders
 
 if TYPE_CHECKING:
     from voila.app import Voila
@@ -46,9 +44,10 @@ _AGAIN = """\
 This model is open in another page. This page loads it again, which takes the memory of
 its files once more, {size} (twice that where bfloat16 is computed in float32):
 close the pages that you do not need."""
-_SLOW = "rfc3987_syntax"
-"""It compiles a grammar for 1.5 s when it is imported, to check addresses that have
-letters of other alphabets; those who import it go on without it."""
+_SLOW = ("rfc3987_syntax", "chardet")
+"""The first compiles a grammar for 1.5 s when it is imported, to check addresses that
+have letters of other alphabets, the second compiles many expressions, to guess how
+bytes are encoded; those who import them go on without them."""
 
 
 def panel_source(
@@ -71,7 +70,10 @@ def panel_source(
     if source.endswith(".parquet"):
         shown = _of_table(Path(source))
     else:
-        profile_of(source, profile)
+        if profile is not None:
+            from heapr_lab.workbench.settings import profile_of
+
+            profile_of(source, profile)
         options = f"profile={profile!r}, device={device!r}, dtype={dtype!r}"
         shown = f"{_of_model(source)!r}, {options}"
     lines = [
@@ -87,6 +89,8 @@ def panel_source(
 def _of_table(path: Path) -> str:
     if not path.is_file():
         raise SpecError(f"there is no table {path}; make one with `heapr-lab score`")
+    from heapr_lab.importance.table import ImportanceTable
+
     ImportanceTable.read(path)
     return repr(str(path.absolute()))
 
@@ -125,7 +129,8 @@ def serve(
         raise SpecError(
             "the app needs Voilà, which is not installed: pip install -e '.[app]'"
         )
-    sys.modules.setdefault(_SLOW, None)  # type: ignore[arg-type]
+    for name in _SLOW:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     import nbformat
     from tornado.ioloop import IOLoop
 
@@ -192,16 +197,16 @@ def _server(notebook: Path, source: str, *, port: int, token: str) -> "Voila":
 
 def _prepare(source: str, page: Any, notebook: Any, cwd: str) -> None:  # noqa: ARG001
     """Let a page end its kernel, and say what it needs if the model is open already."""
-    from nbformat.v4 import new_markdown_cell
-
-    from heapr_lab.panel.answer import compact
-
     page.xsrf_token  # noqa: B018 (sets the cookie that the page sends when it closes)
     kernels = page.kernel_manager
     others = map(kernels.get_kernel, kernels.list_kernel_ids())
     if all(kernel.shutting_down for kernel in others):
         return
     if size := _bytes_of(source):
+        from nbformat.v4 import new_markdown_cell
+
+        from heapr_lab.panel.answer import compact
+
         said = _AGAIN.format(size=compact(size, "B"))
         notebook.cells.append(new_markdown_cell(said))
 

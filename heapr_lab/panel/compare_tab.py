@@ -36,16 +36,8 @@ from heapr_lab.storage import files
 _NOTHING_YET = (
     "Nothing pinned yet. Pin saves the current selection; Run methods adds others."
 )
-_SET_BY_CONTROLS = (
-    "ratio",
-    "estimator",
-    "scope",
-    "granularity",
-    "structure",
-    "multiple",
-    "of",
-    "min_atoms",
-)
+_NO_CONTROL = ("protect_unrouted", "estimator_options")
+"""The settings of a selection that have no control."""
 _REDUCED = {
     "parameter": "parameters",
     "bytes": "bytes",
@@ -318,9 +310,8 @@ class CompareTab(ipw.VBox):
 
 def _settings(selection: Selection) -> dict[str, Any]:
     """The settings of a selection that have a control, as a row of a table."""
-    row = {name: getattr(selection, name) for name in _SET_BY_CONTROLS}
-    excluded = ", ".join(map(str, selection.exclude_layers))
-    return row | {"exclude_layers": excluded}
+    row = {k: v for k, v in selection.to_dict().items() if k not in _NO_CONTROL}
+    return row | {"exclude_layers": ", ".join(map(str, selection.exclude_layers))}
 
 
 def _next_label(pins: list[Pin]) -> str:

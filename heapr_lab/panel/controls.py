@@ -20,8 +20,7 @@ from heapr_lab.pruning.options import (
     read_ratio,
 )
 from heapr_lab.pruning.selection import default_multiple
-from heapr_lab.recipes.presets import DEFAULT, METHODS
-from heapr_lab.recipes.weights import WeightRecipe
+from heapr_lab.recipes.weights import DEFAULT, METHODS, WeightRecipe
 
 _LAST_STEP: Final = 99
 _BUDGETS = {name: key for key, name in BUDGETS.items()}

@@ -9,6 +9,7 @@ import pandas as pd
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.panel.answer import cautions_html, judged_on_own
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report
 from heapr_lab.panel.looks import (
@@ -21,7 +22,6 @@ from heapr_lab.panel.looks import (
     status,
     table_html,
 )
-from heapr_lab.panel.notes import cautions_html, judged_on_own
 from heapr_lab.panel.pictures import drawn_png, figure_points
 from heapr_lab.panel.session import PruningSession, setting_text
 from heapr_lab.panel.sweep import NO_MODEL, SweepSection, differences

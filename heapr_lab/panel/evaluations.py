@@ -1,21 +1,32 @@
 """What an evaluation measures of one model, and its progress. No torch until then."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
+from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.progress import Parts, Progress, StartPart, TimeLeft, time_left_text
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage.hashing import digest
+from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
+from heapr_lab.workbench.settings import CONTINUATION
 
 if TYPE_CHECKING:
     from heapr_lab.recipes.making import PruningResult
     from heapr_lab.text.calibration import CalibrationSet
+    from heapr_lab.workbench.settings import Profile
     from heapr_lab.workbench.workbench import Workbench
 
-TASK_WINDOWS = 32
-"""Windows that a task counts as until it was measured, for the time left."""
+_WITH_GRADIENTS = 3
+"""Forward passes that one with gradients takes as long as."""
+_SAMPLE = 20
+"""Items whose text is counted, to know how long a task is."""
+_OTHER_TASK = 32
+"""Windows that a task counts as until it was measured, if its items are not here."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,47 @@ def edit_of(made: "PruningResult | None") -> tuple[KeepMask | None, Any]:
         return None, None
     compensation = made.compensation
     return made.keep, None if compensation is None else compensation.down_projs
+
+
+def seconds_of_scoring(table: ImportanceTable, profile: "Profile") -> float | None:
+    """Seconds a test window takes, by the pass that measured a table, if it says."""
+    origin = table.metadata.get("provenance") or {}
+    drawn, seconds = origin.get("calibration") or {}, origin.get("seconds")
+    n_windows = drawn.get("n_sequences", 0) - origin.get("resumed_at", 0)
+    if not seconds or n_windows < 1 or "seq_len" not in drawn:
+        return None
+    longer = profile.seq_len / drawn["seq_len"]
+    return float(seconds / n_windows * longer / _WITH_GRADIENTS)
+
+
+def windows_of_task(task: str, bench: "Workbench") -> int:
+    """The tokens of the items of a task in windows, by the text of some of them.
+
+    What an item has beside question and choices is counted, too.
+    """
+    from heapr_lab.text.tokenization import tokenise
+
+    n_items = bench.profile.items_of(task)
+    items = _items(task, n_items)
+    if items is None:
+        return _OTHER_TASK
+    some = items.head(_SAMPLE).to_numpy()
+    n_tokens = len(tokenise(" ".join(map(str, some.flat)), bench.tokenizer))
+    return math.ceil(n_tokens * n_items / len(some) / bench.profile.seq_len)
+
+
+def _items(task: str, n_items: int) -> pd.DataFrame | None:
+    """The items of a task, a row for each; None if only the harness knows them."""
+    from heapr_lab.tasks.harness import continuation_items
+    from heapr_lab.tasks.paper_tasks import local_items
+    from heapr_lab.text.corpora import load_corpus
+
+    name, _, corpus = task.partition(":")
+    if name == CONTINUATION:
+        text = load_corpus(corpus or DEFAULT_CORPUS, split="test")
+        return continuation_items(text, n_items=n_items)
+    path = local_items(task)
+    return None if path is None else pd.read_parquet(path)
 
 
 class Clock:

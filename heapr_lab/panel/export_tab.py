@@ -17,11 +17,10 @@ from heapr_lab.panel.looks import (
     slider,
     status,
 )
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import Chosen, PruningSession
 from heapr_lab.panel.session_file import path_of
-from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
-from heapr_lab.recipes.weights import WEIGHTS, WeightRecipe
+from heapr_lab.recipes.weights import WEIGHTS
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
@@ -79,10 +78,10 @@ class ExportTab(ipw.VBox):
         self.folder.observe(self.job.check, names="value")
         self.refresh()
 
-    def _asked(self) -> tuple[Selection, WeightRecipe, str]:
-        """The selection, how its weights are made, and the folder."""
+    def _asked(self) -> tuple[Chosen, str]:
+        """What is chosen, with healing, and the folder."""
         recipe = replace(self.session.recipe, heal=self.heal.value)
-        return self.session.selection, recipe, self.folder.value
+        return Chosen(self.session.selection, recipe), self.folder.value
 
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write."""
@@ -128,12 +127,10 @@ class ExportTab(ipw.VBox):
             n_sequences=calibration.n_sequences or bench.profile.n_sequences,
             seq_len=calibration.seq_len or bench.profile.seq_len,
         )
-        selection, recipe, folder = self._asked()
-        return python_of_model(bench.opening, counted, selection, recipe, folder=folder)
+        chosen, folder = self._asked()
+        return python_of_model(bench.opening, counted, *chosen, folder=folder)
 
-    def _export(
-        self, report: Report, selection: Selection, recipe: WeightRecipe, name: str
-    ) -> str:
+    def _export(self, report: Report, chosen: Chosen, name: str) -> str:
         from heapr_lab.checkpoints.folder import check_new
         from heapr_lab.recipes import export
 
@@ -141,9 +138,9 @@ class ExportTab(ipw.VBox):
         assert bench is not None  # without one the button is off
         check_new(folder)
         table, part = self.session.table, parts_of(report)
-        made = self.session.made(selection, recipe, part=part)
-        if recipe.chooses:  # which has measured on its own windows
-            calibration = recipe.calibration(self.session.calibration)
+        made = self.session.made(*chosen, part=part)
+        if chosen.recipe.chooses:  # which has measured on its own windows
+            calibration = chosen.recipe.calibration(self.session.calibration)
             table = bench.fitted(calibration).table()
         facts = export.facts_of(table, made, source=bench.source)
         text = export.text_of_heads(bench, made.keep, self.session.calibration)

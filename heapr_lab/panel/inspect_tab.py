@@ -27,11 +27,9 @@ from heapr_lab.panel.passage_html import (
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import PruningSession, named
+from heapr_lab.panel.session import Chosen, PruningSession, named
 from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.options import Selection
-from heapr_lab.recipes.weights import WeightRecipe
 
 if TYPE_CHECKING:
     from heapr_lab.inspection.passages import Passage
@@ -70,10 +68,9 @@ def _place_text(place: Iterable[int]) -> str:
     return ", ".join(f"{name} {number}" for name, number in pairs)
 
 
-def _said(keep: KeepMask, selection: Selection, recipe: WeightRecipe) -> str:
+def _said(keep: KeepMask, chosen: Chosen) -> str:
     """The pruned share, and the settings, as text."""
-    removed = f"{keep.achieved_ratio:.1%} of the atoms removed"
-    return f"{removed} ({named(selection, recipe)})"
+    return f"{keep.achieved_ratio:.1%} of the atoms removed ({named(*chosen)})"
 
 
 def _box(name: str, numbers: Collection[int]) -> NumberBox:
@@ -240,17 +237,12 @@ class InspectTab(ipw.VBox):
     # --- what the buttons start ---------------------------------------------------
 
     def _generated(
-        self,
-        report: Report,
-        selection: Selection,
-        recipe: WeightRecipe,
-        text: str,
-        n_tokens: int,
+        self, report: Report, chosen: Chosen, text: str, n_tokens: int
     ) -> str:
         from heapr_lab.inspection.passages import continue_text
 
         bench, prompt = self._bench, self._passage(text, room=n_tokens)
-        keep, down_projs, pruned = self._made(selection, recipe, report)
+        keep, down_projs, pruned = self._made(chosen, report)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
             return continue_text(
@@ -270,13 +262,11 @@ class InspectTab(ipw.VBox):
         view = continuations_html(prompt.text, *frames, pruned=pruned)
         return left_out_html(prompt.n_left_out, "beginning") + view
 
-    def _compared(
-        self, report: Report, selection: Selection, recipe: WeightRecipe, text: str
-    ) -> str:
+    def _compared(self, report: Report, chosen: Chosen, text: str) -> str:
         from heapr_lab.inspection.passages import token_losses
 
         passage = self._passage(text)
-        keep, down_projs, pruned = self._made(selection, recipe, report)
+        keep, down_projs, pruned = self._made(chosen, report)
         report(0, 2, "dense")
         self.losses = token_losses(
             self._bench.model,
@@ -288,20 +278,12 @@ class InspectTab(ipw.VBox):
         view = losses_html(self.losses, pruned=pruned)
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _routed(
-        self,
-        report: Report,
-        selection: Selection,
-        recipe: WeightRecipe,
-        text: str,
-        *token: int,
-    ) -> str:
-        from heapr_lab.inspection.activations import atoms_of_token
-        from heapr_lab.inspection.routing import routing
+    def _routed(self, report: Report, chosen: Chosen, text: str, *token: int) -> str:
+        from heapr_lab.inspection.activations import atoms_of_token, routing
 
         place = dict(zip(("layer", "position"), token, strict=True))
         model = self._bench.model
-        passage, keep, pruned = self._masked(selection, recipe, text)
+        passage, keep, pruned = self._masked(chosen, text)
         report(0, 2, "atoms")
         self.atoms = atoms_of_token(model, passage, **place)
         report(1, 2, "experts")
@@ -310,13 +292,11 @@ class InspectTab(ipw.VBox):
         view = routing_html(self.routes, self.atoms, keep=keep, pruned=pruned, **place)
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _contexts(
-        self, report: Report, selection: Selection, recipe: WeightRecipe, *numbers: int
-    ) -> str:
+    def _contexts(self, report: Report, chosen: Chosen, *numbers: int) -> str:
         from heapr_lab.inspection.activations import atoms_at_tokens, top_contexts
 
         bench, (layer, expert, atom) = self._bench, numbers
-        keep, pruned = self._pruned(selection, recipe)
+        keep, pruned = self._pruned(chosen)
         kept = keep.by_layer(layer)
         report(0, 1, "reading the corpus")
         windows = bench.calibration_set(self.session.calibration)
@@ -357,24 +337,18 @@ class InspectTab(ipw.VBox):
             bench.model, bench.tokenizer, text=text, room=room, most=_LONGEST
         )
 
-    def _made(
-        self, selection: Selection, recipe: WeightRecipe, report: Report
-    ) -> tuple[KeepMask, Any, str]:
+    def _made(self, chosen: Chosen, report: Report) -> tuple[KeepMask, Any, str]:
         """The mask, the new W_down, if any, and both as text."""
-        made = self.session.made(selection, recipe, part=parts_of(report))
+        made = self.session.made(*chosen, part=parts_of(report))
         keep, down_projs = edit_of(made)
         assert keep is not None  # which only the dense model has not
-        return keep, down_projs, _said(keep, selection, recipe)
+        return keep, down_projs, _said(keep, chosen)
 
-    def _masked(
-        self, selection: Selection, recipe: WeightRecipe, text: str
-    ) -> "tuple[Passage, KeepMask, str]":
+    def _masked(self, chosen: Chosen, text: str) -> "tuple[Passage, KeepMask, str]":
         """The tokens of a text, the mask of a selection, and both as text."""
-        return self._passage(text), *self._pruned(selection, recipe)
+        return self._passage(text), *self._pruned(chosen)
 
-    def _pruned(
-        self, selection: Selection, recipe: WeightRecipe
-    ) -> tuple[KeepMask, str]:
+    def _pruned(self, chosen: Chosen) -> tuple[KeepMask, str]:
         """The mask of a selection, and both as text."""
-        keep = self.session.keep_of(selection, recipe)
-        return keep, f"{_said(keep, selection, recipe)}, masked, not compensated"
+        keep = self.session.keep_of(*chosen)
+        return keep, f"{_said(keep, chosen)}, masked, not compensated"

@@ -5,6 +5,7 @@ files, so that the table is found again without the model. Importing this, and f
 the table, needs no torch.
 """
 
+import contextlib
 import platform
 import threading
 from collections.abc import Iterator
@@ -21,12 +22,12 @@ from heapr_lab.models.named import LAB, local_folder, names
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.options import Selection
-from heapr_lab.storage.cache import cache_path, cached_folders
+from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
+from heapr_lab.storage.paths import cached_folders
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
 from heapr_lab.text.corpora import source_key
-from heapr_lab.workbench.opening import Opening
-from heapr_lab.workbench.settings import Profile, profile_of
+from heapr_lab.workbench.settings import Opening, Profile, profile_of
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
@@ -154,12 +155,10 @@ class LoadingWorkbench:
     ) -> ImportanceTable:
         """As `Workbench.importance`, without the model if the table is known."""
         known = None if self._loaded else self._find(calibration)
-        if known is None or find_estimator(estimator).extra_pass:
-            return self.load().importance(calibration, estimator=estimator)
-        try:
-            return ImportanceTable.read(_table_path(known))
-        except CacheError:
-            return self.load().importance(calibration, estimator=estimator)
+        if known is not None and not find_estimator(estimator).extra_pass:
+            with contextlib.suppress(CacheError):
+                return ImportanceTable.read(_table_path(known))
+        return self.load().importance(calibration, estimator=estimator)
 
     def _find(self, calibration: Calibration | None) -> Known | None:
         asked = calibration or Calibration()

@@ -63,7 +63,7 @@ _STYLE = (
     "display:inline-block;padding:0 6px;border-width:1px;border-radius:8px;"
     "font-size:smaller;font-weight:normal;border-style:solid"
 )
-_NAMES: Final = """
+_SCRIPT: Final = """
 function render({ model, el }) {
   let panel = null, waiting;
   const set = () => {
@@ -81,6 +81,8 @@ function render({ model, el }) {
     if (!panel) { waiting = setTimeout(begin, 100); return; }
     set();
     observer.observe(panel, { childList: true, subtree: true });
+    model.set("seen", true);
+    model.save_changes();
   };
   begin();
   return () => { clearTimeout(waiting); observer.disconnect(); };
@@ -90,16 +92,18 @@ export default { render };
 logger = logging.getLogger(__name__)
 
 
-class AccessibleNames(anywidget.AnyWidget):
+class InPage(anywidget.AnyWidget):
     """Names pictures, and handles by the labels of their sliders, in its panel.
 
     They have none in ipywidgets; a screen reader says them.
     """
 
-    _esm = _NAMES
+    _esm = _SCRIPT
 
     pictures = traitlets.Dict().tag(sync=True)
     """The name of each picture, by a CSS selector."""
+    seen = traitlets.Bool(False).tag(sync=True)
+    """Whether the panel stands in a page."""
 
 
 def panel_style() -> ipw.HTML:
@@ -126,7 +130,7 @@ def mark_stale(widget: ipw.DOMWidget, stale: bool) -> None:
 
 
 def picture(kind: str, **layout: str) -> ipw.Image:
-    """A chart, whose name is set by `AccessibleNames` for its class, heapr-`kind`."""
+    """A chart, whose name is set by `InPage` for its class, heapr-`kind`."""
     image = ipw.Image(format="png", layout=layout)
     image.add_class(PICTURE)
     image.add_class(f"heapr-{kind}")

@@ -15,6 +15,9 @@ from heapr_lab.panel.answer import (
     Row,
     answers,
     answers_html,
+    cautions,
+    cautions_html,
+    header_html,
     layers_frame,
     numbers_html,
     numbers_of,
@@ -30,7 +33,7 @@ from heapr_lab.panel.jobs import Job, Report, jobs_in, take_turns
 from heapr_lab.panel.loading import session_of
 from heapr_lab.panel.looks import (
     PANEL,
-    AccessibleNames,
+    InPage,
     beside,
     failure,
     folded,
@@ -40,12 +43,11 @@ from heapr_lab.panel.looks import (
     status,
     table_html,
 )
-from heapr_lab.panel.notes import cautions, cautions_html, header_html
 from heapr_lab.panel.pictures import ChoicePicture
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
 from heapr_lab.panel.session_bar import LastSession, SessionBar
 from heapr_lab.panel.session_file import read_session
-from heapr_lab.panel.static_copy import StaticCopy, copy_bundle
+from heapr_lab.panel.static_copy import StaticCopy
 from heapr_lab.panel.sweep import SEARCH, search_ratio
 from heapr_lab.pruning.options import Selection
 from heapr_lab.tasks.paper_tasks import available_tasks
@@ -62,6 +64,8 @@ _CAPTION = (
     "scores, of atoms or of whole experts, with the pruned ones in front; dashed, the "
     "highest pruned score."
 )
+_LATEST = 5.0
+"""Seconds after which the model is loaded, whether the panel is seen or not."""
 
 _NAMES = {
     ".heapr-choice": _CAPTION,
@@ -85,6 +89,7 @@ class Explorer(ipw.VBox):
         cautions: what may be overlooked in the selection.
         copy: what a saved notebook shows without a kernel.
         help: the glossary.
+        in_page: what runs in the page.
     """
 
     def __init__(
@@ -117,10 +122,11 @@ class Explorer(ipw.VBox):
         )
         self.last = LastSession(self.files)
         self.help = HelpSection()
+        self.in_page = InPage(pictures=_NAMES, layout={"display": "none"})
         super().__init__(
             [
                 panel_style(),
-                AccessibleNames(pictures=_NAMES, layout={"display": "none"}),
+                self.in_page,
                 self.copy.hides,
                 self.header,
                 self.last,
@@ -192,7 +198,18 @@ class Explorer(ipw.VBox):
         self.copy.show(self)
         self.last.follow()
         if self.session.workbench is not None:
-            threading.Thread(target=self.get_ready, daemon=True).start()
+            self._load_behind()
+
+    def _load_behind(self) -> None:
+        """Load the model once the first picture is seen, which that would hold up."""
+        seen = threading.Event()
+        self.in_page.observe(lambda _: seen.set(), names="seen")
+
+        def load() -> None:
+            seen.wait(_LATEST)
+            self.get_ready()
+
+        threading.Thread(target=load, daemon=True).start()
 
     def get_ready(self) -> None:
         """Load the model behind the first picture, and time one window."""
@@ -211,21 +228,14 @@ class Explorer(ipw.VBox):
             job.error.value = failure(error)
         if not job.running:
             job.text.value = ""
-        self.evaluation.foresee()
+        self.evaluation.follow()
 
-    def _copied(self) -> dict[str, str]:
+    def _copied(self) -> tuple[str, list[str | memoryview], str]:
         """The picture and the numbers as they are, and all evaluated points."""
-        return copy_bundle(
-            f"{self._drawn}; weights: {self.session.recipe.text}",
-            views=[
-                self.error.value,
-                self.answers.value,
-                bytes(self.picture.value),
-                self.numbers.value,
-                self.evaluation.results.value,
-            ],
-            text=numbers_text(self._numbers),
-        )
+        title = f"{self._drawn}; weights: {self.session.recipe.text}"
+        parts = (self.error, self.answers, self.picture, self.numbers)
+        views = [part.value for part in (*parts, self.evaluation.results)]
+        return title, views, numbers_text(self._numbers)
 
     def refresh(self) -> None:
         """Apply the controls: select, count and draw."""

@@ -386,8 +386,9 @@ def _image(ax: Axes, colors: np.ndarray, layers: tuple[int, ...]) -> Any:
 
 def _settle(figure: Figure) -> FigureCanvasAgg:
     """Lay out the figure, and fix the layout."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    canvas, engine = FigureCanvasAgg(figure), figure.get_layout_engine()
+    assert engine is not None  # which the figure was made with
+    engine.execute(figure)
     figure.set_layout_engine("none")
     return canvas
 

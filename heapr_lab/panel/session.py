@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +21,13 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.evaluations import TASK_WINDOWS, Clock, Part, measured_of
+from heapr_lab.panel.evaluations import (
+    Clock,
+    Part,
+    measured_of,
+    seconds_of_scoring,
+    windows_of_task,
+)
 from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -35,6 +41,13 @@ if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
 
 _SHOWN = ("ratio", "scope", "granularity", "structure")
+
+
+class Chosen(NamedTuple):
+    """What a job begins with, and keeps: a selection, and how weights are made."""
+
+    selection: Selection
+    recipe: WeightRecipe
 
 
 class NotKnownError(SpecError):
@@ -135,8 +148,11 @@ class PruningSession:
         """Mean losses of single windows, by selection, weights and hash of the text."""
         self.texts: dict[str, str] = {}
         """Hash of the text, or items, that the points of a corpus or task are of."""
-        self.seconds_a_window: float | None = None
-        """Seconds a window in the last evaluation that was not read from the cache."""
+        self.seconds_a_window = (
+            None if workbench is None else seconds_of_scoring(table, workbench.profile)
+        )
+        """Seconds a window in the last evaluation that was not read from the cache;
+        before there is one, what is expected of the pass that measured the table."""
         self.seconds: dict[str, float] = {}
         """Seconds that a task, or making the weights of a recipe, took last."""
         self._selection = Selection(0.25)
@@ -149,6 +165,10 @@ class PruningSession:
         """Masks that were chosen with the weights."""
         # For the selection that is shown, each is computed once.
         last = functools.lru_cache(maxsize=2)
+        bench: Any = workbench
+        self._windows_of_task = functools.cache(
+            lambda task: windows_of_task(task, bench)
+        )
         self._ranked = last(functools.partial(select, table))
         self._last_savings = last(self.savings_of)
         self._last_score = last(functools.partial(summed_scores, table))
@@ -194,13 +214,13 @@ class PruningSession:
             raise self._rejected
         return self.recipe.asked(self._selection)
 
-    def settings(self) -> tuple[Selection, WeightRecipe]:
-        """What a job begins with, and keeps: the selection, and how weights are made.
+    def settings(self) -> tuple[Chosen]:
+        """The settings of a job on what is chosen.
 
         Raises:
             SpecError: as `selection`.
         """
-        return self.selection, self.recipe
+        return (Chosen(self.selection, self.recipe),)
 
     def reject(self, why: Exception) -> None:
         """Have no selection until the next `choose`: the settings are infeasible.
@@ -421,7 +441,8 @@ class PruningSession:
         bench = self.workbench
         assert bench is not None  # or there is nothing to measure
         if is_task:
-            return Part(bench, dataset, None, self._counted(dataset, TASK_WINDOWS))
+            guess = self._windows_of_task(dataset)
+            return Part(bench, dataset, None, self._counted(dataset, guess))
         text = bench.test_windows(dataset)
         return Part(bench, dataset, text, text.n_sequences)
 

@@ -79,15 +79,17 @@ class SessionBar(ipw.VBox):
         self.save_button = button(
             "Save session",
             "write selection, calibration, pins, evaluations and text",
-            self._press_save,
+            lambda _: self._tried(self._save, "Saved to {}"),
         )
         self.open_button = button(
             "Open session",
             "show one that was saved with the same model and calibration",
-            self._press_open,
+            lambda _: self._tried(self._open, "Opened {}"),
         )
         back = "go back to the previous session, or file; once more comes back here"
-        self.undo_button = button("Undo", back, self._press_undo)
+        self.undo_button = button(
+            "Undo", back, lambda _: self._tried(self._undo, "Undone")
+        )
         self.undo_button.layout.display = "none"
         self.message = ipw.HTML(status(""))
         row = self.file, self.save_button, self.open_button, self.undo_button
@@ -234,9 +236,6 @@ class SessionBar(ipw.VBox):
     def _path(self) -> Path:
         return path_of(self.file.value)
 
-    def _press_save(self, _button: ipw.Button) -> None:
-        self._tried(self._save, f"Saved to {self.file.value}")
-
     def _save(self) -> None:
         path, saved = self._path, self.saved()
         self._write(path, lambda: write_session(path, saved))
@@ -249,15 +248,11 @@ class SessionBar(ipw.VBox):
             back = functools.partial(path.write_bytes, before)
             self._offer_undo(lambda: self._write(path, back))
 
-    def _press_open(self, _button: ipw.Button) -> None:
-        opened = f"Opened {self.file.value}"
-        self._tried(lambda: self.replace(read_session(self._path)), opened)
+    def _open(self) -> None:
+        self.replace(read_session(self._path))
 
     def _offer_undo(self, undo: Callable[[], object]) -> None:
         self._undo, self.undo_button.layout.display = undo, None
-
-    def _press_undo(self, _button: ipw.Button) -> None:
-        self._tried(self._undo, "Undone")
 
     def _tried(self, work: Callable[[], object], done: str) -> None:
         try:
@@ -265,7 +260,7 @@ class SessionBar(ipw.VBox):
         except (HeaprLabError, OSError) as error:
             self.message.value = failure(error)
         else:
-            self.message.value = status(done)
+            self.message.value = status(done.format(self.file.value))
 
 
 def _measured_for(session: PruningSession) -> str:

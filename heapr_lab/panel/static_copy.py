@@ -9,7 +9,7 @@ style in the page, and the copy is seen.
 import html
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import ipywidgets as ipw
@@ -32,13 +32,16 @@ class StaticCopy:
         hides: the style that hides the copy; a child of the panel.
     """
 
-    def __init__(self, bundle: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(
+        self, copied: Callable[[], tuple[str, Sequence[str | memoryview], str]]
+    ) -> None:
         """Nothing is displayed yet.
 
         Args:
-            bundle: what to show now, as `copy_bundle` makes it.
+            copied: what to show now, in a line; HTML, or pictures as PNG, from top to
+                bottom, of which empty ones are left out; and the numbers as plain text.
         """
-        self._bundle = bundle
+        self._copied = copied
         self._name = uuid.uuid4().hex
         self._shown = self._stale = False
         self._soon = Debounced(self.update)
@@ -50,7 +53,7 @@ class StaticCopy:
         """Display `panel`, and the copy below it."""
         widget = panel._repr_mimebundle_() | {"text/plain": _WIDGET}
         display(widget, raw=True)
-        display(self._named(), raw=True, display_id=self._name)
+        display(self._media(), raw=True, display_id=self._name)
         self._shown = True
         shell = get_ipython()
         if shell is not None:
@@ -68,28 +71,18 @@ class StaticCopy:
         with self._publishing:  # or an older copy could follow a newer one
             if self._stale:
                 self._stale = False
-                display(self._named(), raw=True, display_id=self._name, update=True)
+                display(self._media(), raw=True, display_id=self._name, update=True)
 
-    def _named(self) -> dict[str, str]:
-        """The bundle, its HTML in an element of the class that the panel hides."""
-        bundle = dict(self._bundle())
-        names = f"{CLASS} {CLASS}-{self._name}"
-        bundle["text/html"] = f'<div class="{names}">{bundle["text/html"]}</div>'
-        return bundle
-
-
-def copy_bundle(
-    title: str, *, views: Sequence[str | bytes], text: str
-) -> dict[str, str]:
-    """A copy by media type: HTML, which holds its pictures, and plain text.
-
-    Args:
-        title: what is shown, in a line.
-        views: HTML, or pictures as PNG, from top to bottom; empty ones are left out.
-        text: the same numbers as plain text.
-    """
-    shown = [image_html(v, title) if isinstance(v, bytes) else v for v in views if v]
-    heading = f"<p><b>{html.escape(title)}</b></p>"
-    body = "".join([heading, *shown, f"<p><small>{_NOTE}</small></p>"])
-    plain = "\n".join(part for part in (title, text, _NOTE) if part)
-    return {"text/html": body, "text/plain": plain}
+    def _media(self) -> dict[str, str]:
+        """The copy by media type: HTML of the class that the panel hides, and text."""
+        title, views, text = self._copied()
+        shown = [
+            view if isinstance(view, str) else image_html(bytes(view), title)
+            for view in views
+            if view
+        ]
+        heading, note = f"<p><b>{html.escape(title)}</b></p>", f"<small>{_NOTE}</small>"
+        body = "".join([heading, *shown, f"<p>{note}</p>"])
+        page = f'<div class="{CLASS} {CLASS}-{self._name}">{body}</div>'
+        plain = "\n".join(part for part in (title, text, _NOTE) if part)
+        return {"text/html": page, "text/plain": plain}

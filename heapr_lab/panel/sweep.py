@@ -29,7 +29,7 @@ SEARCH = "Find the ratio"
 """The button that searches."""
 _HIGHEST = 95
 """The largest per cent that is tried."""
-_AFTER_ONE = "how long is known after one evaluation"
+_NOT_YET = "how long is known once the model is loaded and was evaluated"
 
 
 def read_ratios(text: str) -> tuple[float, ...]:
@@ -98,7 +98,7 @@ class Sweep:
     def seconds(self, session: PruningSession) -> float | None:
         """How long the missing ones take, if nothing is cached; None if not known."""
         missing, each = self.missing(session), session.seconds_a_window
-        if each is None or not missing:
+        if each is None or not missing or not session.is_ready:
             return None
         n_windows = session.n_windows(self.corpora, self.tasks) + sum(
             session.n_windows(part.corpora, part.tasks, part.selection, self.recipe)
@@ -336,5 +336,5 @@ def _planned(sweep: Sweep, session: PruningSession) -> str:
     if not missing:
         return f"All {total} are measured on {names}."
     seconds = sweep.seconds(session)
-    known = _AFTER_ONE if seconds is None else f"about {duration(seconds)}"
+    known = _NOT_YET if seconds is None else f"about {duration(seconds)}"
     return f"{missing} of {total} are left to be measured on {names}: {known}."

@@ -19,10 +19,8 @@ from heapr_lab.panel.passage_html import (
     step_style,
     visible,
 )
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import Chosen, PruningSession
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.options import Selection
-from heapr_lab.recipes.weights import WeightRecipe
 
 if TYPE_CHECKING:
     from heapr_lab.inspection.attribution import Attribution
@@ -65,8 +63,8 @@ class WhySection(ipw.VBox):
             text: the text that is inspected.
             layer: the layer of the chosen token.
             position: the position of the chosen token.
-            masked: the tokens of a text, the mask of a selection, and both as text;
-                called with the selection, the recipe of its weights, and the text.
+            masked: the tokens of a text, the mask of what is chosen, and both as text;
+                called with these two.
         """
         self.session = session
         self._masked = masked
@@ -91,13 +89,11 @@ class WhySection(ipw.VBox):
 
     # --- what the buttons start ---------------------------------------------------
 
-    def _attributed(
-        self, report: Report, selection: Selection, recipe: WeightRecipe, text: str
-    ) -> str:
+    def _attributed(self, report: Report, chosen: Chosen, text: str) -> str:
         from heapr_lab.inspection.attribution import attribute_loss
         from heapr_lab.inspection.passages import token_losses
 
-        passage, keep, pruned = self._masked(selection, recipe, text)
+        passage, keep, pruned = self._masked(chosen, text)
         report(0, 3, "first order")
         attribution = attribute_loss(self._model, keep, passage.ids)
         report(1, 3, "the change itself")
@@ -117,17 +113,10 @@ class WhySection(ipw.VBox):
         )
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _explained(
-        self,
-        report: Report,
-        selection: Selection,
-        recipe: WeightRecipe,
-        text: str,
-        *token: int,
-    ) -> str:
+    def _explained(self, report: Report, chosen: Chosen, text: str, *token: int) -> str:
         from heapr_lab.inspection.attribution import attribute_token
 
-        passage, keep, pruned = self._masked(selection, recipe, text)
+        passage, keep, pruned = self._masked(chosen, text)
         report(0, 1, "atoms")
         place = dict(zip(("layer", "position"), token, strict=True))
         self.atoms = attribute_token(self._model, keep, passage.ids, **place)

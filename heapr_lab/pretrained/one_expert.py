@@ -29,7 +29,7 @@ from heapr_lab.models.folders import (
 from heapr_lab.models.safetensors_headers import INDEX, Stored, read_headers
 from heapr_lab.storage.cache import cached_folder
 from heapr_lab.storage.files import write_json
-from heapr_lab.streaming.weights_on_disk import check_whole, find_tensors
+from heapr_lab.streaming.file_reader import check_whole, find_tensors
 
 VERSION = 1
 """Increased whenever the files of a converted model change."""

@@ -8,7 +8,7 @@ from typing import Any
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.opening import Opening
+from heapr_lab.workbench.settings import Opening
 
 _IMPORTED = {"Fraction": "fractions", "Decimal": "decimal"}
 """Types of ratios that need an import, and their modules."""

@@ -5,42 +5,42 @@ was loaded, and perplexities are measured with the weights that are written.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from heapr_lab.checkpoints.mtp_head import whole_heads
-from heapr_lab.checkpoints.save import (
-    packing_of,
-    prune_folder,
-    save_pruned,
-    structure_of,
-)
-from heapr_lab.checkpoints.stored_type import round_experts, stored_dtype
+from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
+from heapr_lab.checkpoints.stored_type import packing_of, round_experts, stored_dtype
 from heapr_lab.checkpoints.uniform import stock_config
-from heapr_lab.errors import CorpusError
+from heapr_lab.errors import CacheError, CorpusError, HeaprLabError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.folders import read_config, skeleton_of
-from heapr_lab.models.sources import (
-    Source,
-    dtype_name,
-    weights_bytes,
-)
+from heapr_lab.models.sources import Source, dtype_name, source_of, weights_bytes
 from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.recipes.making import (
-    PruningResult,
-    pruned_model,
-    records,
-)
-from heapr_lab.recipes.reloading import Check, reload_check
+from heapr_lab.recipes.making import PruningResult, pruned_model, records
+from heapr_lab.streaming.opening import free_memory, load_like
+from heapr_lab.streaming.sizes import gigabytes
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
 from heapr_lab.workbench.workbench import Workbench
+
+_MOST_APART, _MOST_IN_HALF = 5e-5, 0.01
+"""Nats per token by which losses may differ, as kernels round differently."""
+_N_WINDOWS = 4
+"""Held-out windows on which both are compared."""
+_SHARE = 0.8
+"""The share of the free memory that a second copy of the model may take."""
+
+Check = Callable[[Path], dict[str, str]]
 
 # --- facts about a checkpoint --------------------------------------------------------
 
@@ -209,7 +209,11 @@ def slice_checkpoint(
     """
     check = None
     if bench is not None and corpora:
-        change = {name: perplexity_change(bench, keep, name) for name in corpora}
+        texts = {name: bench.test_windows(name) for name in corpora}
+        change = {
+            name: [bench.perplexity(mask, text).value for mask in (None, keep)]
+            for name, text in texts.items()
+        }
         facts = facts | {"perplexity": change}
         with masking(bench.model, keep):
             check = _check(bench, bench.model, corpora, part)
@@ -276,33 +280,6 @@ def write_checkpoint(
     )
 
 
-def _check(
-    bench: Workbench, pruned: Any, corpora: Sequence[str], part: StartPart
-) -> Check:
-    """What loads the folder again, if there is held-out text to compare on."""
-    if not corpora:
-        return lambda _folder: {"reloaded": "not checked: no corpus to compare on"}
-    corpus = corpora[0]
-    part(f"loss on {corpus}, to compare with that of the files", "step")(0, 1)
-    windows = bench.test_windows(corpus)
-    check = reload_check(pruned, windows, like=bench.model, corpus=corpus)
-
-    def reported(folder: Path) -> dict[str, str]:
-        part("loading the files again", "step")(0, 1)
-        return check(folder)
-
-    return reported
-
-
-def perplexity_change(
-    bench: Workbench, keep: KeepMask, corpus: str
-) -> tuple[float, float]:
-    """Perplexity on the test split of `corpus`, dense and masked."""
-    windows = bench.test_windows(corpus)
-    dense, pruned = (bench.perplexity(mask, windows).value for mask in (None, keep))
-    return dense, pruned
-
-
 def _perplexities(
     bench: Workbench, pruned: Any, corpus: str, part: StartPart
 ) -> tuple[float, float]:
@@ -314,3 +291,76 @@ def _perplexities(
         pruned, windows.ids, progress=part(name("as written"), "window")
     )
     return dense.value, after.value
+
+
+# --- the files, loaded again ------------------------------------------------------
+
+
+def _check(
+    bench: Workbench, pruned: Any, corpora: Sequence[str], part: StartPart
+) -> Check:
+    """A check of the folder that a pruned model is written to.
+
+    It is made while the weights are those that are written: the loss is measured now.
+
+    Args:
+        bench: the dense model, in whose dtype and on whose devices files are loaded.
+        pruned: the model in memory, with its experts rounded as in the files, or the
+            dense one within `masking`.
+        corpora: of the first one's held-out text the first four windows are used.
+        part: takes the progress of each part.
+
+    Returns:
+        A function of the folder that returns the fact `reloaded`. It raises
+        CacheError if the folder cannot be loaded, or its loss is another.
+    """
+    if not corpora:
+        return lambda _folder: {"reloaded": "not checked: no corpus to compare on"}
+    corpus, like = corpora[0], bench.model
+    part(f"loss on {corpus}, to compare with that of the files", "step")(0, 1)
+    ids = bench.test_windows(corpus).ids[:_N_WINDOWS]
+    expected = evaluate_perplexity(pruned, ids).nll
+
+    def check(folder: Path) -> dict[str, str]:
+        part("loading the files again", "step")(0, 1)
+        why = _too_large(pruned, like)
+        if why is not None:
+            return {"reloaded": f"not checked: {why}"}
+        change = _loss_of(folder, like, ids) - expected
+        if not abs(change) <= _most_apart(like):  # which NaN is not, either
+            raise CacheError(
+                f"the written checkpoint was loaded again, and its loss on {len(ids)} "
+                f"windows of {corpus} is {expected + change:.6f} nats per token in "
+                f"place of {expected:.6f}: nothing is kept; write it again"
+            )
+        return {"reloaded": f"Δ nll = {change:z.4f} on {len(ids)} windows of {corpus}"}
+
+    return check
+
+
+def _most_apart(like: Any) -> float:
+    source = source_of(like)
+    # Dequantised weights outside the experts are rounded in the files.
+    rounded = source is not None and source.dequantised_from is not None
+    in_half = rounded or like.dtype.itemsize < torch.float32.itemsize
+    return _MOST_IN_HALF if in_half else _MOST_APART
+
+
+def _loss_of(folder: Path, like: Any, ids: torch.Tensor) -> float:
+    try:
+        return evaluate_perplexity(load_like(folder, like), ids).nll
+    except HeaprLabError as error:
+        raise CacheError(
+            f"the checkpoint was written, and cannot be loaded again: {error}"
+        ) from error
+
+
+def _too_large(pruned: Any, like: Any) -> str | None:
+    """Why a second copy does not fit beside `pruned`; None if it does."""
+    if not backend_of(pruned).runs_whole:
+        return None
+    needed = pruned.num_parameters() * like.dtype.itemsize
+    free = free_memory(like.device.type)
+    if needed <= _SHARE * free:
+        return None
+    return f"a second copy of {gigabytes(needed)} does not fit in {gigabytes(free)}"

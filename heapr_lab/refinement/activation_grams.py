@@ -1,16 +1,20 @@
 """Second moments of the routed activations, for closed-form compensation.
 
 They take one forward pass without gradients. The sums are those of the dense model, so
-that the same ones serve for every mask and every ratio.
+that the same ones serve for every mask and every ratio. Those of a streamed model, and
+its new weights, are kept as the states of its passes are: in memory up to the budget of
+the model, in files beyond it, which are removed with the objects here.
 
 Shapes: E n_experts, I d_inter, F = E · I features of a layer, n routed rows of a call.
 Letters: h atom activation, p routing weight; the features of a token are p · h for the
 experts that it is routed to, and 0 for all others.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +24,11 @@ from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
 from heapr_lab.models.identity import refuse_autocast
-from heapr_lab.models.likelihood import check_fits, final_states
-from heapr_lab.models.modes import evaluating
+from heapr_lab.models.likelihood import check_fits
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.progress import Progress
-from heapr_lab.streaming.layerwise import LayerByLayer, walk_over
+from heapr_lab.refinement.expert_calls import Walk
+from heapr_lab.streaming.sweep_store import SweepStore, store_beside
 from heapr_lab.text.calibration import CalibrationSet
 
 SPANS = ("expert", "layer")
@@ -34,6 +38,7 @@ _LARGEST_LAYER = 4096
 _AT_ONCE = 4 * 2**30
 """Bytes of sums that are in memory at once."""
 _TOKENS_AT_ONCE = 4096
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -65,20 +70,20 @@ class LayerGrams:
 
 
 class _Collector:
-    """Sums one layer's products during forwards."""
+    """Sums one layer's products during forwards, of which `n_fit` are to be fitted."""
 
-    def __init__(self, layer: ExpertsLayer, span: str) -> None:
-        self.n_experts, self.d_inter = layer.n_experts, layer.d_inter
-        self.span = span
-        self.part = FIT
-        self.calls = 0
+    def __init__(
+        self, layer: ExpertsLayer, *, span: str, n_fit: int, n_forwards: int
+    ) -> None:
+        self.layer, self.span = layer, span
+        self.n_fit, self.n_forwards, self.calls = n_fit, n_forwards, 0
         n_blocks, size = sizes_of(layer, span)
         # On the device, to avoid waiting for transfers; moved once, at the end.
         wide = torch.float32 if layer.device.type == "mps" else torch.float64
         self.sums = torch.zeros(
             2, n_blocks, size, size, dtype=wide, device=layer.device
         )
-        self.tokens = torch.zeros(2, self.n_experts, dtype=torch.long)
+        self.tokens = torch.zeros(2, layer.n_experts, dtype=torch.long)
 
     def observe(
         self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
@@ -86,31 +91,33 @@ class _Collector:
         """Add the products of one forward."""
         wide = torch.promote_types(h.dtype, torch.float32)
         features = (h.detach().to(wide) * p.detach().to(wide)[:, None]).split(tokens)
+        part = FIT if self.calls < self.n_fit else HELD_OUT
         self.calls += 1
-        self.tokens[self.part] += torch.tensor(tokens)
-        into = self.sums[self.part]
+        self.tokens[part] += torch.tensor(tokens)
+        into = self.sums[part]
         if self.span == "expert":
             for expert, phi in enumerate(features):
                 if len(phi):
                     into[expert] += phi.T @ phi
             return
-        blocks = into[0].view(2 * (self.n_experts, self.d_inter))  # (E, I, E, I)
+        sizes = self.layer.n_experts, self.layer.d_inter
+        blocks = into[0].view(2 * sizes)  # (E, I, E, I)
         for a, b, ours, theirs in _pairs(features, rows.split(tokens)):
             product = ours.T @ theirs
             blocks[a, :, b] += product
             if a != b:
                 blocks[b, :, a] += product.T
 
-    def finished(self, layer: ExpertsLayer, calls: int) -> LayerGrams:
-        """The sums of all `calls` forwards.
+    def finished(self) -> LayerGrams:
+        """The sums of all forwards.
 
         Raises:
             CoverageError: the layer did not take part in all of them.
         """
-        if self.calls != calls:
+        if self.calls != self.n_forwards:
             raise CoverageError(
-                f"layer {layer.layer} took part in {self.calls} of {calls} forwards, "
-                "expected all"
+                f"layer {self.layer.layer} took part in {self.calls} of "
+                f"{self.n_forwards} forwards, expected all"
             )
         # Where solves are fastest, but for devices without float64.
         wide = (
@@ -193,49 +200,6 @@ def _groups(layers: Sequence[ExpertsLayer], span: str) -> list[list[ExpertsLayer
     return groups
 
 
-def collect_grams(
-    model: nn.Module,
-    calibration: CalibrationSet,
-    *,
-    span: str = "expert",
-    layers: list[ExpertsLayer] | None = None,
-    progress: Progress | None = None,
-) -> dict[int, LayerGrams]:
-    """Sum the products of routed activations over `calibration`, by layer.
-
-    Every fourth window is summed separately, as held-out tokens. The sums of all layers
-    are in memory at once; `iter_grams` needs memory for one layer only.
-
-    Args:
-        model: any transformers causal language model with fused experts.
-        calibration: at least two windows.
-        span: which features are multiplied, see `LayerGrams`.
-        layers: those to measure; by default all.
-        progress: called after each batch with (windows done, total windows).
-
-    Raises:
-        SpecError: there is only one window, no such span, or autocast is on.
-        CoverageError: a layer did not take part in a forward.
-    """
-    chosen = find_experts(model) if layers is None else layers
-    _check(model, calibration)
-    collectors = [_Collector(layer, span) for layer in chosen]
-    done = 0
-    with evaluating(model), observed(chosen, collectors):
-        for part, ids in _batches(calibration):
-            for collector in collectors:
-                collector.part = part
-            final_states(model, ids)
-            done += len(ids)
-            if progress is not None:
-                progress(done, calibration.n_sequences)
-    calls = len(list(_batches(calibration)))
-    return {
-        layer.layer: collector.finished(layer, calls)
-        for layer, collector in zip(chosen, collectors, strict=True)
-    }
-
-
 def iter_grams(
     model: nn.Module,
     calibration: CalibrationSet,
@@ -243,65 +207,41 @@ def iter_grams(
     span: str,
     progress: Progress | None = None,
 ) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
-    """The sums of one layer after the other, as `collect_grams` computes them.
+    """The products of routed activations, summed over `calibration`, layer by layer.
 
-    If the sums of all layers fit into 4 GiB, they come from one forward pass. Else
-    layers are run one by one, keeping the inputs of each: again the arithmetic of one
-    forward pass, with the sums of one layer at a time. If the layers of a model cannot
-    be run separately, each group of layers that fits takes a forward pass, and a
-    warning is logged.
+    Every fourth window is summed separately, as held-out tokens. If the sums of all
+    layers fit into 4 GiB, they come from one forward pass. Else layers are run one by
+    one, keeping the inputs of each: again the arithmetic of one forward pass, with the
+    sums of one layer at a time. If the layers of a model cannot be run separately, each
+    group of layers that fits takes a forward pass, and a warning is logged.
 
-    Arguments and errors are those of `collect_grams`; progress is always reported in
-    windows of one pass.
+    Args:
+        model: any transformers causal language model with fused experts.
+        calibration: at least two windows.
+        span: which features are multiplied, see `LayerGrams`.
+        progress: called with (windows done, windows in all), of one pass.
 
     Raises:
+        SpecError: there is only one window, no such span, or autocast is on.
+        CoverageError: a layer did not take part in a forward.
         LayoutError: the model is streamed, and its layers cannot be run one by one.
     """
-    layers = find_experts(model)
     _check(model, calibration)
-    groups = _groups(layers, span)
-    if len(groups) > 1 or not backend_of(model).runs_whole:
-        batches = [ids for _, ids in _batches(calibration)]
-        walk = walk_over(model, batches, n_passes=len(groups))
-        if walk is not None:
-            yield from _stepped(model, calibration, walk, layers, span, progress)
-            return
-    for number, group in enumerate(groups):
+    groups = _groups(find_experts(model), span)
+    size = max(1, _TOKENS_AT_ONCE // calibration.seq_len)
+    fit, held_out = (windows.ids.split(size) for windows in calibration.split())
+    batches = [*fit, *held_out]
+    watch = functools.partial(
+        _Collector, span=span, n_fit=len(fit), n_forwards=len(batches)
+    )
 
-        def report(done: int, total: int, number: int = number) -> None:
-            if progress is not None:
-                progress((number * total + done) // len(groups), total)
-
-        grams = collect_grams(
-            model, calibration, span=span, layers=group, progress=report
-        )
-        yield from ((layer, grams[layer.layer]) for layer in group)
-
-
-def _stepped(
-    model: nn.Module,
-    calibration: CalibrationSet,
-    walk: LayerByLayer,
-    layers: Sequence[ExpertsLayer],
-    span: str,
-    progress: Progress | None,
-) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
-    """The sums of each layer, computed by running its inputs through it."""
-    with_experts = {layer.layer: layer for layer in layers}
-    parts = [part for part, _ in _batches(calibration)]
-    for number, run in walk.layers():
-        watched = [with_experts[number]] if number in with_experts else []
-        collectors = [_Collector(layer, span) for layer in watched]
-        with evaluating(model), observed(watched, collectors):
-            for part in parts:
-                for collector in collectors:
-                    collector.part = part
-                next(run)
+    def report(done: int, of: int) -> None:
         if progress is not None:
-            total = calibration.n_sequences
-            progress((number + 1) * total // walk.n_layers, total)
-        while collectors:  # those of the layer before are dropped here
-            yield watched[0], collectors.pop().finished(watched[0], len(parts))
+            progress(done * calibration.n_sequences // of, calibration.n_sequences)
+
+    walk = Walk(model, batches, watch, observed, report)
+    at_once = len(groups) == 1 and backend_of(model).runs_whole
+    yield from walk.whole(groups) if at_once else walk.by_layer(groups)
 
 
 def _check(model: nn.Module, calibration: CalibrationSet) -> None:
@@ -320,10 +260,68 @@ def _check(model: nn.Module, calibration: CalibrationSet) -> None:
         )
 
 
-def _batches(calibration: CalibrationSet) -> Iterator[tuple[int, torch.Tensor]]:
-    """Batches of windows: the part that they belong to, and their ids."""
-    size = max(1, _TOKENS_AT_ONCE // calibration.seq_len)
-    for part, windows in zip((FIT, HELD_OUT), calibration.split(), strict=True):
-        ids: Any
-        for ids in windows.ids.split(size):
-            yield part, ids
+# --- layers of a streamed model ---------------------------------------------------
+
+
+class StoredLayers(Mapping[int, torch.Tensor]):
+    """A tensor by layer, of which the last one that was asked for is in memory."""
+
+    def __init__(self, store: SweepStore, kind: str) -> None:
+        """Nothing is kept yet; what is, leaves the store with this object."""
+        self._store, self._stem = store, f"{kind}-{next(_numbers)}-"
+        self._numbers: list[int] = []
+        self._last: Mapping[int, torch.Tensor] = {}
+        weakref.finalize(self, store.drop, self._stem)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if number not in self._numbers:
+            raise KeyError(number)
+        last = self._last
+        if number not in last:
+            self._last = {}  # before the next one is read
+            last = self._last = {number: self._store.get(f"{self._stem}{number}")[""]}
+        return last[number]
+
+    def __setitem__(self, number: int, tensor: torch.Tensor) -> None:
+        self._store.put(f"{self._stem}{number}", {"": tensor})
+        self._last = {}
+        if number not in self._numbers:
+            self._numbers.append(number)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+ByLayer = dict[int, torch.Tensor] | StoredLayers
+"""Tensors by layer, to which those of further layers can be added."""
+
+
+def by_layer(store: SweepStore | None, kind: str) -> ByLayer:
+    """A place for a tensor of each layer: `sums`, or new `down` projections."""
+    return {} if store is None else StoredLayers(store, kind)
+
+
+def layer_store(
+    model: nn.Module, layers: Sequence[ExpertsLayer], *, span: str | None
+) -> SweepStore | None:
+    """Where the layers of a streamed model are kept; None if it is in memory.
+
+    Args:
+        model: any model.
+        layers: all of its layers.
+        span: the span of the sums that will be kept; None for new weights alone.
+
+    Raises:
+        SpecError: there is no room for what will be kept.
+    """
+    store = store_beside(model)
+    if store is None:
+        return None
+    n_downs = sum(layer.module.down_proj.nbytes for layer in layers)
+    n_sums = sum(bytes_of_sums(layer, span) for layer in layers) if span else 0
+    what = "the sums and new weights" if span else "the new weights"
+    store.check_room(n_sums + n_downs, what=f"{what} of all layers")
+    return store

@@ -4,8 +4,9 @@ One of them serves any number of selections: only masks and solves are new.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 
 from heapr_lab.importance.collect import collect_statistics
@@ -18,9 +19,11 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.activation_grams import (
     LayerGrams,
+    by_layer,
     default_span,
     fits_in_memory,
     iter_grams,
+    layer_store,
 )
 from heapr_lab.refinement.compensation import (
     Compensation,
@@ -29,12 +32,9 @@ from heapr_lab.refinement.compensation import (
     compensation_of,
 )
 from heapr_lab.refinement.elimination import with_elimination
-from heapr_lab.refinement.stored_layers import (
-    StoredSums,
-    layer_store,
-    new_downs,
-)
 from heapr_lab.text.calibration import CalibrationSet
+
+Summed = tuple[ExpertsLayer, LayerGrams]
 
 
 class CalibratedModel:
@@ -43,7 +43,7 @@ class CalibratedModel:
     Attributes:
         model: the dense model.
         windows: the calibration windows.
-        sums: the sums of every layer, and the solvers made of them.
+        span: that of the sums, which are of every layer.
     """
 
     def __init__(
@@ -66,14 +66,31 @@ class CalibratedModel:
             LayoutError: weights are offloaded, or not finite.
         """
         self.model, self.windows = model, windows
-        self.sums = LayerSums(model, find_experts(model), windows)
+        self._layers = find_experts(model)
+        self.span = default_span(self._layers)
+        check_layers(self._layers, self.span)
+        self._store = layer_store(model, self._layers, span=self.span)
+        fits = self._store is None and fits_in_memory(self._layers, self.span)
+        self._sums, self._fits = by_layer(self._store, "sums"), fits
+        self._tokens: dict[int, torch.Tensor] = {}
+        self._solvers: dict[str, list[LayerSolver]] = {}
         self._measure = measure or functools.partial(collect_statistics, model)
-        self._tables: dict[str, ImportanceTable] = {}
+        self._table: ImportanceTable | None = None
+        self._eliminated: ImportanceTable | None = None
 
     @property
     def n_passes(self) -> int:
         """Passes of `compensated` for an estimator that takes an extra one."""
-        return 2 if self.sums.at_once else 3
+        return 2 if self.at_once else 3
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one pass gives the sums for every use.
+
+        What is beyond the budget of a streamed model is in files. Where the sums of all
+        layers of another one do not fit into memory together, each use takes a pass.
+        """
+        return self._store is not None or self._fits
 
     def table(
         self, estimator: str = "heapr", progress: Progress | None = None
@@ -83,19 +100,15 @@ class CalibratedModel:
         `progress` is called with windows: twice as many where it takes a second pass.
         """
         eliminated = find_estimator(estimator).extra_pass
-        name = estimator if eliminated else ""
-        if name not in self._tables:
-            parts = Parts((1 + eliminated) * self.windows.n_sequences, progress)
-            self._tables[name] = self._made(estimator, parts)
-        return self._tables[name]
-
-    def _made(self, estimator: str, progress: Parts) -> ImportanceTable:
-        if not find_estimator(estimator).extra_pass:
-            return self._measure(self.windows, progress=progress)
-        table = self.table(progress=progress)
-        progress.end(self.windows.n_sequences)
-        grams = self.sums.grams(progress)
-        return with_elimination(table, grams)
+        parts = Parts((1 + eliminated) * self.windows.n_sequences, progress)
+        if self._table is None:
+            self._table = self._measure(self.windows, progress=parts)
+        if not eliminated:
+            return self._table
+        parts.end(self.windows.n_sequences)
+        if self._eliminated is None:
+            self._eliminated = with_elimination(self._table, self._grams(parts))
+        return self._eliminated
 
     def keep(self, selection: Selection, progress: Progress | None = None) -> KeepMask:
         """The mask of a selection.
@@ -125,81 +138,49 @@ class CalibratedModel:
         parts = Parts(self.n_passes * self.windows.n_sequences, progress)
         keep = self.keep(selection, parts)
         parts.end((self.n_passes - 1) * self.windows.n_sequences)
-        solvers = self.sums.solvers(span or self.sums.span, parts)
-        down_projs = new_downs(self.sums.store)
+        solvers = self.solvers(span or self.span, parts)
+        down_projs = by_layer(self._store, "down")
         return keep, compensation_of(solvers, keep, down_projs=down_projs)
 
-
-class LayerSums:
-    """The sums of every layer, and the solvers made of them, for each span.
-
-    What is beyond the budget of a streamed model is in files. Where the sums of all
-    layers of another one do not fit into memory together, each use takes a pass.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[ExpertsLayer],
-        calibration: CalibrationSet,
-    ) -> None:
-        """Nothing is run yet.
-
-        Args:
-            model: the dense model.
-            layers: all of its layers.
-            calibration: the windows, of which every fourth is held out.
-
-        Raises:
-            SpecError: the model is streamed, and there is no room for all sums.
-        """
-        self.span = default_span(layers)
-        check_layers(layers, self.span)
-        self._model, self._calibration = model, calibration
-        self.store = layer_store(model, layers, span=self.span)
-        """Where they are kept, if the model is streamed."""
-        self._kept: Iterable[tuple[ExpertsLayer, LayerGrams]] | None = None
-        self._solvers: dict[str, list[LayerSolver]] = {}
-        self._fits = self.store is None and fits_in_memory(layers, self.span)
-
-    @property
-    def at_once(self) -> bool:
-        """Whether one pass serves every use."""
-        return self.store is not None or self._fits
-
-    def grams(
-        self, progress: Progress | None = None
-    ) -> Iterator[tuple[ExpertsLayer, LayerGrams]]:
+    def _grams(self, progress: Progress | None) -> Iterator[Summed]:
         """The sums of each layer, in order, for the default span.
 
         `progress` is called with (windows done, windows in all) of a pass.
         """
-        if self._kept is not None:
-            return iter(self._kept)
-        grams = iter_grams(
-            self._model, self._calibration, span=self.span, progress=progress
-        )
-        if self.store is not None:
-            self._kept = StoredSums(self.store, grams)
-        elif self._fits:
-            self._kept = list(grams)
-        else:
-            return grams
-        return iter(self._kept)
+        if not self._tokens:
+            grams = iter_grams(
+                self.model, self.windows, span=self.span, progress=progress
+            )
+            if not self.at_once:
+                return grams
+            tokens = {}
+            for layer, sums in grams:
+                self._sums[layer.layer] = sums.sums
+                tokens[layer.layer] = sums.tokens
+                del sums  # before those of the next layer
+            self._tokens = tokens
+        return map(self._read, self._layers)
+
+    def _read(self, layer: ExpertsLayer) -> Summed:
+        sums = self._sums[layer.layer].to(layer.device)
+        return layer, LayerGrams(self.span, sums, self._tokens[layer.layer])
 
     def solvers(
         self, span: str, progress: Progress | None = None
     ) -> Iterator[LayerSolver]:
-        """The solver of each layer, in order; `progress` as in `grams`."""
+        """The solver of each layer, in order.
+
+        `progress` is called with (windows done, windows in all) of a pass.
+        """
         if span in self._solvers:
             return iter(self._solvers[span])
-        solvers = map(functools.partial(_solver, span), self.grams(progress))
+        solvers = map(functools.partial(_solver, span), self._grams(progress))
         if not self._fits:
             return solvers
         self._solvers[span] = list(solvers)
         return iter(self._solvers[span])
 
 
-def _solver(span: str, pair: tuple[ExpertsLayer, LayerGrams]) -> LayerSolver:
+def _solver(span: str, pair: Summed) -> LayerSolver:
     layer, grams = pair
     return LayerSolver(layer, grams if span == grams.span else grams.within_experts())

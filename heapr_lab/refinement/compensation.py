@@ -45,12 +45,14 @@ from heapr_lab.pruning.surgery import keeps_of, masking, prune
 from heapr_lab.refinement.activation_grams import (
     FIT,
     HELD_OUT,
+    ByLayer,
     LayerGrams,
+    by_layer,
     default_span,
     iter_grams,
+    layer_store,
 )
 from heapr_lab.refinement.normal_equations import Columns, Normal, at_once, scarcity
-from heapr_lab.refinement.stored_layers import NewDowns, layer_store, new_downs
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -185,7 +187,7 @@ def fit_compensation(
         itertools.starmap(LayerSolver, grams),
         keep,
         ridge=ridge,
-        down_projs=new_downs(store),
+        down_projs=by_layer(store, "down"),
     )
     parts.end(n_windows)
     if not judged:
@@ -262,7 +264,7 @@ def compensation_of(
     keep: KeepMask,
     *,
     ridge: float | None = None,
-    down_projs: NewDowns | None = None,
+    down_projs: ByLayer | None = None,
 ) -> Compensation:
     """The compensation of a mask by the solvers of all layers.
 

@@ -153,7 +153,7 @@ def fit_compression(
     fit, *judges = calibration.three_parts()
     fitted = fitted or CalibratedModel(model, fit)
     n_fit = fitted.n_passes * fit.n_sequences
-    sizes = [n_fit, *[0 if fitted.sums.at_once else n_fit] * (len(COMPENSATED) - 1)]
+    sizes = [n_fit, *[0 if fitted.at_once else n_fit] * (len(COMPENSATED) - 1)]
     n_judged = [windows.n_sequences for windows in judges]
     n_losses = (1 + len(COMPENSATED)) * sum(n_judged) + n_judged[-1]
     parts = Parts(sum(sizes) + n_losses, progress)

@@ -7,10 +7,12 @@ Shapes: T tokens of all windows, K experts of each, D d_expert.
 """
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from heapr_lab.progress import Progress, no_report
 from heapr_lab.streaming.layerwise import walk_over
 
 _TOKENS_AT_ONCE = 4096
+Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -43,34 +46,91 @@ class ExpertCalls:
         fields = self.hidden_states, self.top_k_index, self.top_k_weights, self.output
         return ExpertCalls(*(field[tokens] for field in fields))
 
+    def routed(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs (n, D) of the tokens routed to an expert, and p (n,)."""
+        tokens, slots = (self.top_k_index == expert).nonzero(as_tuple=True)
+        return self.hidden_states[tokens], self.top_k_weights[tokens, slots]
+
     def batches(self) -> "Iterator[ExpertCalls]":
         """The calls of 4096 tokens at a time, in order."""
         for start in range(0, len(self.output), _TOKENS_AT_ONCE):
             yield self.of(slice(start, start + _TOKENS_AT_ONCE))
 
 
-class _Recorder:
-    """Keeps every call of one layer's experts."""
+class Watcher(Protocol[Result]):
+    """Sees every forward of one layer's experts, and keeps something of it."""
 
-    def __init__(self, layer: ExpertsLayer) -> None:
-        self._layer = layer
+    def finished(self) -> Result:
+        """What it kept of all forwards."""
+
+
+@dataclass(frozen=True)
+class Walk(Generic[Result]):
+    """Batches that go through the layers of a model, and what watches them."""
+
+    model: nn.Module
+    batches: Sequence[torch.Tensor]
+    """Token ids, each (B, L)."""
+    watch: Callable[[ExpertsLayer], Watcher[Result]]
+    """Makes the watcher of a layer."""
+    watching: Callable[[list[ExpertsLayer], list[Any]], AbstractContextManager[None]]
+    """A context in which layers are seen by their watchers."""
+    report: Progress
+    """Called with the work done, and all of it."""
+
+    def by_layer(
+        self, groups: Sequence[list[ExpertsLayer]]
+    ) -> Iterator[tuple[ExpertsLayer, Result]]:
+        """What the watcher of each layer kept; layers are run one by one.
+
+        If the layers of a model cannot be run separately, it is `whole`, and a warning
+        is logged.
+        """
+        layers = {layer.layer: layer for group in groups for layer in group}
+        walk = walk_over(self.model, self.batches, n_passes=len(groups))
+        if walk is None:
+            yield from self.whole(groups)
+            return
+        for number, run in walk.layers():
+            there = [layers[number]] if number in layers else []
+            watchers = [self.watch(layer) for layer in there]
+            with evaluating(self.model), self.watching(there, watchers):
+                for _ in run:
+                    pass
+            self.report(number + 1, walk.n_layers)
+            while watchers:  # what is finished is dropped before the next layer is run
+                yield there[0], watchers.pop().finished()
+
+    def whole(
+        self, groups: Sequence[list[ExpertsLayer]]
+    ) -> Iterator[tuple[ExpertsLayer, Result]]:
+        """The same, by a forward pass of the model for each group of layers."""
+        done, total = 0, len(groups) * sum(map(len, self.batches))
+        for group in groups:
+            watchers = [self.watch(layer) for layer in group]
+            with evaluating(self.model), self.watching(group, watchers):
+                for ids in self.batches:
+                    final_states(self.model, ids)
+                    done += len(ids)
+                    self.report(done, total)
+            for layer, watcher in zip(group, watchers, strict=True):
+                yield layer, watcher.finished()
+
+
+class _Recorder:
+    """Keeps every call of one layer's experts, on `n_tokens` tokens."""
+
+    def __init__(self, layer: ExpertsLayer, n_tokens: int) -> None:
+        self._layer, self._n_tokens = layer, n_tokens
         self._parts: list[list[torch.Tensor]] = []
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        hook = self._layer.module.register_forward_hook(self._keep, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _keep(self, module: Any, args: Any, options: Any, output: Any) -> None:
+    def keep(self, module: Any, args: Any, options: Any, output: Any) -> None:
         # Families differ in the names of the arguments, not in their order.
         given = inspect.signature(type(module).forward).bind(module, *args, **options)
         _, *tensors = [*given.arguments.values(), output]
         self._parts.append([x.detach().reshape(-1, x.shape[-1]) for x in tensors])
 
-    def calls(self, n_tokens: int) -> ExpertCalls:
+    def finished(self) -> ExpertCalls:
         """All calls, in the order of the tokens.
 
         Raises:
@@ -78,9 +138,10 @@ class _Recorder:
         """
         fields = [torch.cat(pieces) for pieces in zip(*self._parts, strict=True)]
         seen = len(fields[0]) if fields else 0
-        if seen != n_tokens:
+        if seen != self._n_tokens:
             raise CoverageError(
-                f"{self._layer.name} was called with {seen} tokens, expected {n_tokens}"
+                f"{self._layer.name} was called with {seen} tokens, expected "
+                f"{self._n_tokens}"
             )
         return ExpertCalls(*fields)
 
@@ -96,44 +157,24 @@ def iter_expert_calls(
     Args:
         model: a causal language model of transformers.
         ids: token ids, (n windows, L).
-        progress: called with (decoder layers done, decoder layers in all).
+        progress: called with (decoder layers done, decoder layers in all), or with
+            windows where layers cannot be run separately.
 
     Raises:
         CoverageError: not every token went through a layer's experts once.
     """
-    layers = find_experts(model)
-    batches = list(ids.split(max(1, _TOKENS_AT_ONCE // ids.shape[1])))
-    report = progress or no_report
-    walk = walk_over(model, batches, n_passes=len(layers))
-    if walk is None:
-        yield from _one_by_one(model, batches, layers, report)
-        return
-    with_experts = {layer.layer: layer for layer in layers}
-    for number, run in walk.layers():
-        recorder = None
-        with contextlib.ExitStack() as contexts:
-            contexts.enter_context(evaluating(model))
-            if number in with_experts:
-                recorder = _Recorder(with_experts[number])
-                contexts.enter_context(recorder.recording())
-            for _ in run:
-                pass
-        report(number + 1, walk.n_layers)
-        if recorder is not None:
-            yield with_experts[number], recorder.calls(ids.numel())
+    batches = ids.split(max(1, _TOKENS_AT_ONCE // ids.shape[1]))
+    record = functools.partial(_Recorder, n_tokens=ids.numel())
+    walk = Walk(model, batches, record, _recording, progress or no_report)
+    yield from walk.by_layer([[layer] for layer in find_experts(model)])
 
 
-def _one_by_one(
-    model: nn.Module,
-    batches: Sequence[torch.Tensor],
-    layers: Sequence[ExpertsLayer],
-    report: Progress,
-) -> Iterator[tuple[ExpertsLayer, ExpertCalls]]:
-    """The calls of each layer, by a forward pass of the whole model."""
-    for number, layer in enumerate(layers):
-        recorder = _Recorder(layer)
-        with evaluating(model), recorder.recording():
-            for part in batches:
-                final_states(model, part)
-        report(number + 1, len(layers))
-        yield layer, recorder.calls(sum(part.numel() for part in batches))
+@contextlib.contextmanager
+def _recording(
+    layers: list[ExpertsLayer], recorders: list[_Recorder]
+) -> Iterator[None]:
+    with contextlib.ExitStack() as hooks:
+        for layer, recorder in zip(layers, recorders, strict=True):
+            hook = layer.module.register_forward_hook(recorder.keep, with_kwargs=True)
+            hooks.callback(hook.remove)
+        yield

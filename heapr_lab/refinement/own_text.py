@@ -1,4 +1,4 @@
-"""Windows of text that a model writes itself, to calibrate on besides a corpus.
+"""Text that a model writes: windows to calibrate on, and continuations of prompts.
 
 A corpus shows the model one kind of text, and atoms that only other kinds need look
 cheap. What the model writes when nothing is asked covers what it was trained on, needs
@@ -6,16 +6,23 @@ no data, and no label.
 
 Source: Liu et al., LLM-QAT (2023), section 3.1, where texts begin with a token drawn
 from the vocabulary, too.
+
+Shapes: B prompts of L tokens, N new tokens.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from heapr_lab.errors import SpecError, whole_number
-from heapr_lab.progress import Progress
-from heapr_lab.refinement.generation import continuations
-from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.models.backend import backend_of
+from heapr_lab.models.likelihood import check_fits, input_device
+from heapr_lab.models.modes import evaluating
+from heapr_lab.progress import Parts, Progress
+from heapr_lab.text.calibration import CalibrationSet, token_windows
 from heapr_lab.text.calibration_spec import OWN_TEXT, check_seed
 
 
@@ -87,3 +94,124 @@ def _openings(model: Any, tokenizer: Any, n: int, seed: int) -> torch.Tensor:
         )
     generator = torch.Generator().manual_seed(seed)
     return usual[torch.randint(len(usual), (n, 1), generator=generator)]
+
+
+# --- continuations ----------------------------------------------------------------
+
+
+class _Steps(StoppingCriteria):
+    """Reports each new token, and stops nothing."""
+
+    def __init__(self, report: Progress, n_prompt: int) -> None:
+        """Begin with prompts of `n_prompt` tokens."""
+        self._report, self._n_prompt = report, n_prompt
+
+    def __call__(
+        self,
+        input_ids: Any,
+        scores: Any,  # noqa: ARG002 (the interface of stopping criteria)
+        **_options: Any,
+    ) -> Any:
+        """Report the tokens written so far, of all texts of the batch."""
+        n_texts, n_tokens = input_ids.shape
+        self._report(n_texts * (n_tokens - self._n_prompt), 0)
+        return torch.zeros(n_texts, dtype=torch.bool, device=input_ids.device)
+
+
+def continuations(
+    model: Any,
+    prompts: torch.Tensor,
+    *,
+    n_new: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    to_the_end: bool = True,
+    batch_size: int = 16,
+    progress: Progress | None = None,
+) -> list[torch.Tensor]:
+    """What the model continues each prompt with.
+
+    The model's `generation_config` counts only for the tokens that end a text: its
+    penalties, cut-offs and the like would be no property of the weights.
+
+    Args:
+        model: a causal language model of transformers.
+        prompts: token ids, (B, L), of at least one token.
+        n_new: tokens of each continuation, fewer where the model ends its text.
+        temperature: divides the logits of the distribution that tokens are drawn from;
+            with 0 the most probable token is taken.
+        seed: seeds the draw; the random numbers of the process are left as they are.
+        to_the_end: whether a text may end; otherwise the tokens that end it are never
+            taken, and each continuation has `n_new` tokens.
+        batch_size: prompts at a time.
+        progress: called with (tokens done, B × N) at each step.
+
+    Returns:
+        The new tokens of each prompt, up to and with the token that ends the text.
+
+    Raises:
+        SpecError: the prompts are not windows of the model's tokens, a number is not
+            positive, or the model is streamed.
+    """
+    backend_of(model).require_loaded(
+        remedy="load it with stream=False (--no-stream) to write text, or calibrate "
+        "without text of its own, with own_text=0 (--own-text 0)",
+    )
+    whole_number(n_new, name="n_new")
+    windows = token_windows(prompts, least=1)
+    check_fits(model, windows)
+    ends, device = _ends(model), input_device(model)
+    settings = GenerationConfig(
+        max_new_tokens=n_new,
+        use_cache=True,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+        suppress_tokens=ends if ends and not to_the_end else None,
+    )
+    if temperature:
+        settings.update(do_sample=True, temperature=temperature, top_k=0, top_p=1.0)
+    parts = Parts(len(windows) * n_new, progress)
+    rows: list[torch.Tensor] = []
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        evaluating(model),
+        _settings(model, settings),
+    ):
+        torch.manual_seed(seed)
+        for batch in windows.split(whole_number(batch_size, name="batch_size")):
+            ids = batch.to(device)
+            sequences = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                stopping_criteria=StoppingCriteriaList([_Steps(parts, ids.shape[1])]),
+            )
+            rows += [_until(row[ids.shape[1] :].cpu(), ends) for row in sequences]
+            parts(len(ids) * n_new, 0)
+            parts.end(len(ids) * n_new)
+    return rows
+
+
+@contextlib.contextmanager
+def _settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """The model with these settings alone; arguments of `generate` only add to its."""
+    before = model.generation_config
+    model.generation_config = settings
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def _ends(model: Any) -> list[int]:
+    """The tokens that end a text."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return []
+    return [ends] if isinstance(ends, int) else list(ends)
+
+
+def _until(tokens: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    """`tokens` up to and with the first of `ends`; what follows is padding."""
+    is_end = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype))
+    at = is_end.nonzero()
+    return tokens[: int(at[0, 0]) + 1] if len(at) else tokens

@@ -153,11 +153,6 @@ def cached_folder(
     return folder
 
 
-def cached_folders(kind: str, name: str) -> Iterator[Path]:
-    """The folders of that name that `cached_folder` made before, whatever their key."""
-    return (cache_dir() / kind).glob(f"*/{name}")
-
-
 def _make(folder: Path, make: Callable[[Path], None]) -> None:
     """Write a new folder under a temporary name; the lock on it is held."""
     for left in folder.parent.glob(".partial-*"):  # of processes that were killed

@@ -1,6 +1,7 @@
 """The folders of the project, and the folder of the cache."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -11,6 +12,11 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "heapr_lab"
+
+
+def cached_folders(kind: str, name: str) -> Iterator[Path]:
+    """Folders of that name that `cached_folder` made before, whatever their key."""
+    return (cache_dir() / kind).glob(f"*/{name}")
 
 
 def project_dir() -> Path:

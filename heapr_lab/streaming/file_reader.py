@@ -1,4 +1,4 @@
-"""Weights of streamed models from the files of a checkpoint.
+"""The tensors in a checkpoint's files: what they become, and how they are read.
 
 Tensors are read through transformers' own conversions, so that a part has the weights
 that `from_pretrained` would give it, or none.
@@ -9,31 +9,36 @@ import functools
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers.core_model_loading import (
+    WeightConverter,
     WeightRenaming,
     convert_and_load_state_dict_in_model,
+    rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError
-from heapr_lab.models.safetensors_headers import read_headers
-from heapr_lab.streaming.fp8 import BLOCK_OF_FP4, Fp8Quantizer, check_grid
-from heapr_lab.streaming.nvfp4 import BLOCK, Nvfp4Quantizer
-from heapr_lab.streaming.stream import put_tensor, tensor_of
-from heapr_lab.streaming.weights_on_disk import (
-    FoundTensor,
-    check_whole,
-    find_tensors,
-    made_of,
+from heapr_lab.models.ragged_experts import check_no_missing_weights
+from heapr_lab.models.safetensors_headers import Stored, StoredTensor, read_headers
+from heapr_lab.streaming.quantisation import (
+    BLOCK_OF_FP4,
+    BLOCK_OF_NVFP4,
+    Fp8Quantizer,
+    Nvfp4Quantizer,
+    check_grid,
 )
+from heapr_lab.streaming.stream import put_tensor, tensor_of
 
 _RAISED = re.compile(r"^\w+Error: (.*)$", re.MULTILINE)
 """What a conversion raised, in transformers' text of it."""
@@ -46,6 +51,122 @@ _TORCH = {
 """Types of weights that are not quantised."""
 _ADVICE = 2**20
 """Bytes to advise at once: of more the system reads only the first."""
+_COMPANIONS = re.compile(
+    r"(_scale_inv|activation_scale|_scales|weight_scale(_2)?|input_scale)\$?$"
+)
+"""Ends of the patterns of what comes with quantised weights, and only with them."""
+
+
+# --- what they become -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A tensor in a file, and the parameter of the model that it becomes."""
+
+    file: Path
+    name: str
+    tensor: StoredTensor
+    parameter: str
+    converter: Any
+    """The converter that joins it with other tensors, if there is one."""
+    part: int
+    """Its number among the joined tensors."""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name} ({self.tensor.dtype} {self.tensor.shape})"
+
+
+def find_tensors(
+    skeleton: Any, conversions: list[Any], stored: Stored
+) -> Iterator[FoundTensor]:
+    """The tensors in the files, with what they become when loaded into `skeleton`."""
+    known, prefix = skeleton.state_dict(), skeleton.base_model_prefix
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    owners: dict[Any, Any] = {p: c for c in converters for p in c.source_patterns}
+    for file, tensors in stored.items():
+        for name, tensor in tensors.items():
+            new, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            if new not in known and name in known:
+                new, pattern = rename_source_key(name, [], [], prefix, known)
+            owner = owners.get(pattern)
+            part = owner.source_patterns.index(pattern) if owner else 0
+            yield FoundTensor(file, name, tensor, new, owner, part)
+
+
+def check_whole(skeleton: Any, every: list[FoundTensor]) -> None:
+    """Check that the files have every tensor that transformers loads into the model.
+
+    Args:
+        skeleton: the model, which may be on the meta device.
+        every: the tensors in the files.
+
+    Raises:
+        LayoutError: a tensor is missing, has another shape, or is of a further layer.
+    """
+    known = skeleton.state_dict()
+    parts: dict[str, Counter[int]] = {}
+    for entry in every:
+        parts.setdefault(entry.parameter, Counter()).update([entry.part])
+    there = {
+        name
+        for entry in every
+        if _is_whole(entry, parts[entry.parameter], known)
+        for name in made_of(entry)
+    }
+    for pair in skeleton.all_tied_weights_keys.items():
+        if there & set(pair):
+            there |= set(pair)
+    keys = SimpleNamespace(
+        missing_keys=known.keys() - there,
+        unexpected_keys=parts.keys() - known.keys(),
+        mismatched_keys=set(),
+    )
+    try:
+        skeleton._adjust_missing_and_unexpected_keys(keys)
+        check_no_missing_weights(
+            skeleton,
+            missing=keys.missing_keys,
+            mismatched=[f.parameter for f in every if differs(f, known)],
+            unexpected=keys.unexpected_keys,
+        )
+    except ValueError as error:
+        raise LayoutError(f"{every[0].file.parent}: {error}") from error
+
+
+def made_of(entry: FoundTensor) -> Iterator[str]:
+    """The parameters that a tensor becomes: several where it is split."""
+    yield entry.parameter
+    if entry.converter is not None:
+        first, *others = entry.converter.target_patterns
+        yield from (entry.parameter.replace(first, other) for other in others)
+
+
+def _is_whole(
+    entry: FoundTensor, parts: Counter[int], known: dict[str, torch.Tensor]
+) -> bool:
+    """Whether the files have all that a tensor is joined with, each expert's once."""
+    if entry.converter is None:
+        return True
+    needed = _needed(entry.converter)
+    stacks = [type(op).__name__ for op in entry.converter.operations]
+    if "MergeModulelist" not in stacks or entry.parameter not in known:
+        return needed <= parts.keys()
+    return {parts[part] for part in needed} == {len(known[entry.parameter])}
+
+
+def _needed(converter: Any) -> set[int]:
+    """The parts without which a parameter is not whole."""
+    patterns = enumerate(converter.source_patterns)
+    return {number for number, name in patterns if not _COMPANIONS.search(name)}
+
+
+def differs(entry: FoundTensor, known: dict[str, torch.Tensor]) -> bool:
+    """Whether a tensor that is loaded unchanged differs from its parameter in shape."""
+    if entry.converter is not None or entry.parameter not in known:
+        return False
+    return tuple(known[entry.parameter].shape) != entry.tensor.shape
 
 
 def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
@@ -72,7 +193,7 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
         elif isinstance(quantizer, Fp8Quantizer):
             block = quantizer.quantization_config.weight_block_size
         elif isinstance(quantizer, Nvfp4Quantizer):
-            columns, block = 2 * columns, BLOCK
+            columns, block = 2 * columns, BLOCK_OF_NVFP4
         else:
             continue
         try:
@@ -94,6 +215,9 @@ def _scales_of(entry: FoundTensor) -> list[list[str]]:
         second = ("_scale_2", "_global_scale")[leaf == "weight_packed"]
         return [[f"{stem}.weight{end}"] for end in ("_scale", second)]
     return []
+
+
+# --- reading ----------------------------------------------------------------------
 
 
 class FileReader:
@@ -162,7 +286,7 @@ class FileReader:
 
         Weights in memory may be those of a file, which change when it is written to.
         """
-        now = {path: _state(path) if path.exists() else None for path in self._files}
+        now = {path: _state(path) for path in self._files}
         return hashlib.sha256(repr(sorted(now.items())).encode()).hexdigest()
 
     def tensors_of(self, names: Collection[str]) -> list[FoundTensor]:
@@ -205,7 +329,7 @@ class FileReader:
             HeaprLabError: one was replaced, written to or deleted.
         """
         for path in {entry.file for entry in tensors}:
-            now = _state(path) if path.exists() else None
+            now = _state(path)
             if now != self._files[path]:
                 what = "was deleted" if now is None else "has changed"
                 raise HeaprLabError(
@@ -276,7 +400,9 @@ def _without_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _state(path: Path) -> tuple[int, ...]:
-    """Which file it is, and what changes with any write to it."""
+def _state(path: Path) -> tuple[int, ...] | None:
+    """Which file it is, and what changes with any write to it; None if it is gone."""
+    if not path.exists():
+        return None
     now = path.stat()
     return now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns

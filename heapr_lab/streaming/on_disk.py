@@ -1,9 +1,12 @@
-"""The backend of models whose weights stay on disk."""
+"""The backend of models whose weights stay on disk.
+
+Those of a pruned one are sliced from the dense one when they are read.
+"""
 
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,9 @@ from heapr_lab.models.weights_hash import block_sums
 from heapr_lab.progress import Progress
 from heapr_lab.streaming.layerwise import swept_states
 from heapr_lab.streaming.shards import save_streamed
-from heapr_lab.streaming.sliced_stream import stream_slices, unchanged
-from heapr_lab.streaming.stream import Stream
-from heapr_lab.streaming.streamed_pass import streamed_pass, token_bytes
+from heapr_lab.streaming.stream import OUTSIDE, Stream, put_tensor, stream_of
 from heapr_lab.streaming.sweep_store import budget_of
+from heapr_lab.streaming.two_sweeps import streamed_pass, token_bytes
 
 
 class OnDisk:
@@ -137,7 +139,7 @@ class OnDisk:
             for module in new:
                 put(twin, module.name, module.empty(twin.get_submodule(module.name)))
         experts = {m.layer: (m.name, functools.partial(_tensors, m.made)) for m in new}
-        sliced: nn.Module = self.given(twin, model, experts, unchanged)
+        sliced: nn.Module = self.given(twin, model, experts, _unchanged)
         return sliced
 
     def given(
@@ -148,7 +150,17 @@ class OnDisk:
         change: Change,
     ) -> Any:
         """`new`, which is streamed, and reads what `model` reads."""
-        return on_disk(stream_slices(new, model, experts, change))
+        source = self.stream
+        new.eval()
+        if hasattr(model, "generation_config"):
+            new.generation_config = model.generation_config
+        if source.dequantised_from is None:  # names in files are those of `model`
+            new._weight_conversions = getattr(model, "_weight_conversions", None)
+        reader = SlicedReader(new, source, experts, change)
+        stream = Stream(new, reader, dtype=source.dtype, device=source.device)
+        stream.host_memory = source.host_memory
+        stream.dequantised_from, stream.stored = source.dequantised_from, source.stored
+        return on_disk(stream)
 
     def write(
         self,
@@ -168,5 +180,73 @@ def on_disk(stream: Stream) -> Any:
     return stream.model
 
 
+def _unchanged(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _tensors(make: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
     return dict(make().named_parameters(recurse=False))
+
+
+# --- slices -----------------------------------------------------------------------
+
+
+class SlicedReader:
+    """Gives a model the weights of a streamed one, but for its experts'."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Stream,
+        experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
+        change: Change,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            model: without weights.
+            source: the stream of the dense model, whose modules have the same names.
+            experts: by layer, the name of the module of its experts, and what makes
+                its tensors from the dense ones while these are in memory.
+            change: what the other tensors become, by their names.
+        """
+        self._model, self._source = model, source
+        self._experts, self._change = experts, change
+
+    def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor, which may have been changed, rounded as it is written."""
+        stream = stream_of(self._model)
+        assert stream is not None
+        if tensor.dtype != stream.dtype:
+            return tensor
+        rounded = tensor.to(stream.stored)
+        if stream.packing is not None:
+            rounded = stream.packing.rounded(name, rounded)
+        return rounded.to(tensor.dtype)
+
+    @property
+    def n_bytes_read(self) -> int:
+        """The bytes that the dense model has read."""
+        return self._source.n_bytes_read
+
+    @property
+    def state(self) -> str:
+        """The state of the dense model; what is sliced from it is fixed."""
+        return self._source.reader.state
+
+    def read(self, number: int, names: Collection[str]) -> None:
+        """Give the model the tensors of a part, and drop those of the dense model."""
+        if number != OUTSIDE:
+            self._source.fill(number)
+        dense = self._source.model.state_dict()
+        tensors = {n: self._change(n, dense[n]) for n in dense.keys() & names}
+        if number in self._experts:
+            stem, make = self._experts[number]
+            tensors |= {f"{stem}.{n}": self._rounded(n, t) for n, t in make().items()}
+        for name in names:
+            put_tensor(self._model, name, tensors[name])
+        if number != OUTSIDE:
+            self._source.drop()
+
+    def prepare(self, names: Collection[str]) -> None:
+        """The dense model reads its next part ahead by itself."""

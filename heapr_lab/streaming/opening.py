@@ -16,6 +16,7 @@ from heapr_lab.models.folders import (
     quantisation,
     read_config,
     read_generation,
+    read_weights,
     refuse_format,
 )
 from heapr_lab.models.loading import model_folder
@@ -24,8 +25,8 @@ from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer
 from heapr_lab.models.safetensors_headers import read_headers
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
-from heapr_lab.streaming.nvfp4 import with_our_classes
 from heapr_lab.streaming.on_disk import on_disk
+from heapr_lab.streaming.quantisation import with_our_classes
 from heapr_lab.streaming.sizes import shapes_in, size_of, sizes_of, why_streamed
 from heapr_lab.streaming.stream import Stream, stream_of
 
@@ -98,6 +99,25 @@ def open_stepping(
     return model
 
 
+def load_like(folder: Path, model: Any) -> Any:
+    """The model in `folder`, of the dtype of `model`, on its devices, streamed as it.
+
+    Raises:
+        SpecError: the files are damaged.
+        LayoutError: the model cannot be streamed.
+    """
+    stream = stream_of(model)
+    if stream is not None:
+        memory, place = stream.host_memory, stream.device
+        return open_stepping(
+            folder, dtype=stream.dtype, device=place, host_memory=memory
+        )
+    spread = len(getattr(model, "hf_device_map", {})) > 1
+    placement = "auto" if spread else None
+    loaded = read_weights(folder, dtype=model.dtype, device_map=placement)
+    return ready(loaded if spread else loaded.to(model.device))
+
+
 def _refuse_family(config: Any, name: str) -> None:
     """Check that the layers of a family can be read one at a time.
 
@@ -161,10 +181,12 @@ def _prepared(model: Any, config: Any, folder: Path) -> Any:
             damaged.
     """
     refuse_format(folder, config)
+    if quantisation(config) is None:
+        return None
     try:
         quantizer = _quantizer(config)
-        if quantizer is not None:
-            quantizer.preprocess_model(model, dtype=model.dtype)
+        quantizer.validate_environment()
+        quantizer.preprocess_model(model, dtype=model.dtype)
     except SpecError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -173,18 +195,12 @@ def _prepared(model: Any, config: Any, folder: Path) -> Any:
 
 
 def _quantizer(config: Any) -> Any:
-    """The quantizer of weights that are pruned or quantised; None if they are not."""
-    kind = quantisation(config)
-    if kind is None:
-        return None
+    """The quantizer of weights that are pruned or quantised."""
     section = config.quantization_config
     settings = dict(section if isinstance(section, dict) else section.to_dict())
-    if kind not in DEQUANTISED:
-        quantizer: Any = HeaprQuantizer(HeaprConfig.from_dict(settings))
-    else:
-        settings = with_our_classes(settings | {"dequantize": True})
-        chosen = AutoQuantizationConfig.from_dict(settings)
-        method = settings["quant_method"]
-        quantizer = AUTO_QUANTIZER_MAPPING[method](chosen, pre_quantized=True)
-    quantizer.validate_environment()
-    return quantizer
+    if quantisation(config) not in DEQUANTISED:
+        return HeaprQuantizer(HeaprConfig.from_dict(settings))
+    settings = with_our_classes(settings | {"dequantize": True})
+    chosen = AutoQuantizationConfig.from_dict(settings)
+    method = settings["quant_method"]
+    return AUTO_QUANTIZER_MAPPING[method](chosen, pre_quantized=True)

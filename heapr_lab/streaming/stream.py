@@ -33,15 +33,10 @@ _Instead = Callable[..., torch.Tensor]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Standing:
-    """What stands in for the decoder layers, and whether the embeddings run."""
-
-    layer: _Instead
-    embeds: bool
-
-
-_instead: ContextVar[_Standing | None] = ContextVar("instead", default=None)
+_instead: ContextVar[tuple[_Instead | None, bool]] = ContextVar(
+    "instead", default=(None, True)
+)
+"""What stands in for the decoder layers, if anything, and whether embeddings run."""
 
 
 @dataclass(eq=False)
@@ -120,19 +115,15 @@ class Stream:
         self.outside = [name for name in model.state_dict() if name not in inside]
         """The names of the tensors in no part."""
         self._resident: int | None = None
-        self._lock, self._held = threading.RLock(), 0
+        self.lock = threading.RLock()
+        """Held while a part runs, so that no other thread takes its weights away."""
         reader.read(OUTSIDE, self.outside)
         model.tie_weights()
         self._make_buffers()
-        left = [name for name in self.outside if tensor_of(model, name).is_meta]
-        if left:
-            raise LayoutError(f"{left[0]} was not read; this is a bug")
         for module in model.modules():
             module.__dict__[_STREAM] = self
         for number, part in self.parts.items():
             for module in part.modules:
-                module.register_forward_pre_hook(self._before(number))
-                module.register_forward_hook(self._after, always_call=True)
                 module.__dict__["forward"] = functools.partial(_forward, module, number)
                 for inner in module.modules():
                     inner.__dict__[_PART] = number
@@ -157,7 +148,7 @@ class Stream:
             HeaprLabError: the files changed since the model was opened.
             LayoutError: a weight was not read.
         """
-        with self._lock:
+        with self.lock:
             before = self._resident
             if before == number:
                 return
@@ -229,21 +220,6 @@ class Stream:
             for name in part.names:
                 self.fill(number)
                 yield name, measure(tensor_of(self.model, name))
-
-    def _before(self, number: int) -> Callable[..., None]:
-        def fill(module: nn.Module, _args: Any) -> None:
-            if _runs(module, self):
-                # No other thread takes the weights away while the part runs.
-                self._lock.acquire()
-                self._held += 1
-                self.fill(number)
-
-        return fill
-
-    def _after(self, _block: nn.Module, _args: Any, _output: Any) -> None:
-        if self._held and self._lock._is_owned():  # type: ignore[attr-defined]
-            self._held -= 1
-            self._lock.release()
 
     @torch.no_grad()
     def _make_buffers(self) -> None:
@@ -319,34 +295,28 @@ def replace_layers(layer: _Instead, *, embeds: bool = True) -> Iterator[None]:
             its output.
         embeds: whether the embeddings are read and run; else they give zeros.
     """
-    token = _instead.set(_Standing(layer, embeds))
+    token = _instead.set((layer, embeds))
     try:
         yield
     finally:
         _instead.reset(token)
 
 
-def _runs(module: nn.Module, stream: Stream) -> bool:
-    """Whether a module of a part is run here, so that its weights are needed."""
-    standing = _instead.get()
-    if standing is None:
-        return True
-    return standing.embeds and module is stream.embeddings
-
-
 def _forward(
     module: Any, number: int, inputs: torch.Tensor, /, *args: Any, **options: Any
 ) -> Any:
-    """The forward of a module of a part, or what stands in for it.
+    """The forward of a module of a part, which is read now, or what stands in for it.
 
     Where layers are not run, nothing depends on the head, so it gives zeros.
     """
-    stream, standing = stream_of(module), _instead.get()
+    stream, (layer, embeds) = stream_of(module), _instead.get()
     assert stream is not None
-    if standing is None or _runs(module, stream):
-        return type(module).forward(module, inputs, *args, **options)
+    if layer is None or (embeds and module is stream.embeddings):
+        with stream.lock:
+            stream.fill(number)
+            return type(module).forward(module, inputs, *args, **options)
     if module in stream.blocks:
-        return standing.layer(number, inputs, *args, **options)
+        return layer(number, inputs, *args, **options)
     shape = module.weight.shape  # (d_vocab, d_model) of both
     sizes = (
         (*inputs.shape, shape[1])

@@ -5,8 +5,10 @@ the gradient of the last states. Back, each layer runs again on its inputs, with
 gradients, and hands the gradient of its input to the layer before it: two forward
 passes and one backward pass, with one layer in memory, whose weights are read twice.
 
-What is kept in between (the output of every layer, the indices of its top-k, then the
-gradient and the moments) goes to a store, with which another process can go on.
+As many windows as there is room for go through both together, and are done then, as
+those of a pass in memory are. What is kept in between (the output of every layer, the
+indices of its top-k, then the gradient and the moments) goes to a store, with which
+another process can go on.
 
 Scores that are computed again may differ in the last bit, and then a top-k sends a
 token to another expert. So the second sweep takes the indices that the first one chose,
@@ -16,7 +18,7 @@ Shapes: B windows, L tokens in each; E n_experts, I d_inter.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -28,12 +30,96 @@ from heapr_lab.models.backend import GradientPass
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.hooks import Probe, counting
 from heapr_lab.models.likelihood import input_device
+from heapr_lab.progress import noted
 from heapr_lab.streaming.layerwise import LayerByLayer
-from heapr_lab.streaming.sweep_store import SweepStore
+from heapr_lab.streaming.sizes import EXTRA_STATES, state_bytes, state_of
+from heapr_lab.streaming.stream import Stream
+from heapr_lab.streaming.sweep_store import SweepStore, budget_of, opened
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _Choices = list[torch.Tensor]
 _TOKENS, _STATES, _CHOICE = "tokens", "states", "choice."
+
+
+def streamed_pass(
+    model: Any, stream: Stream, run: GradientPass
+) -> Generator[tuple[int, slice]]:
+    """Measure every window that is not done.
+
+    Yields the number of an MoE layer and the windows of which it has the gradients.
+
+    Raises:
+        SpecError: there is no room for one window.
+        CacheError: the state belongs to another pass, or is damaged.
+        HeaprLabError: a file cannot be written.
+    """
+    if run.done == len(run.ids):
+        return
+    folder = None if run.state is None else run.state.with_suffix(".sweeps")
+    key = {"pass": run.key, "batch_size": run.batch_size}
+    with opened(folder, key, budget=budget_of(stream)) as store:
+        size = _windows_at_once(model, stream, run, store)
+        while run.done < len(run.ids):
+            windows = slice(run.done, min(run.done + size, len(run.ids)))
+            store.begin(f"from-{windows.start}")
+            sweeps = TwoSweeps(model, stream, run, windows, store)
+            sweeps.forward()
+            yield from sweeps.backward()
+            run.finish(windows.stop, save=True)
+            store.drop("")
+
+
+def _windows_at_once(
+    model: Any, stream: Stream, run: GradientPass, store: SweepStore
+) -> int:
+    """How many windows go through both sweeps together.
+
+    Raises:
+        SpecError: there is no room for one.
+    """
+    store.begin("all")
+    if "windows" in store:  # the room for them is taken already
+        return int(store.get("windows")["at_once"])
+    n_groups = len(stream.blocks) + EXTRA_STATES
+    size = fitting_windows(
+        len(run.ids),
+        n_bytes=run.ids.shape[1] * token_bytes(model, stream.dtype) * n_groups,
+        batch_size=run.batch_size,
+        store=store,
+    )
+    store.put("windows", {"at_once": torch.tensor(size)})
+    return size
+
+
+def token_bytes(model: Any, dtype: torch.dtype) -> int:
+    """Bytes of what is kept of a token between two layers, at most."""
+    text = model.config.get_text_config()
+    return state_bytes(state_of(text.to_dict(), text.hidden_size), dtype.itemsize)
+
+
+def fitting_windows(
+    n_windows: int, *, n_bytes: int, batch_size: int, store: SweepStore
+) -> int:
+    """How many windows' states there is room for: whole batches where possible.
+
+    Args:
+        n_windows: the largest result.
+        n_bytes: of the states of one window.
+        batch_size: windows in a batch.
+        store: of the states, which is empty.
+
+    Raises:
+        SpecError: there is none for one window.
+    """
+    remedy = "take shorter windows (seq_len)"
+    store.check_room(n_bytes, what="the states of one window", remedy=remedy)
+    fit = sum(store.room) // n_bytes
+    if fit >= n_windows:
+        return n_windows
+    return max(fit // batch_size * batch_size, min(fit, batch_size))
+
+
+# --- the sweeps -------------------------------------------------------------------
 
 
 class TwoSweeps:
@@ -42,26 +128,25 @@ class TwoSweeps:
     def __init__(
         self,
         model: nn.Module,
+        stream: Stream,
         run: GradientPass,
         windows: slice,
         store: SweepStore,
-        *,
-        step: Callable[[int, int], None],
     ) -> None:
         """Nothing but the embeddings is run.
 
         Args:
             model: a streamed model, without gradients of its parameters.
+            stream: what reads its layers.
             run: the pass.
             windows: those of it that go through both sweeps here.
             store: for these windows, of which it may have a part.
-            step: called with the sweep, 1 or 2, and the layer after each batch.
 
         Raises:
             LayoutError: the layers cannot be run one by one.
         """
-        self._pass, self._store, self._step = run, store, step
-        self._device = input_device(model)
+        self._pass, self._store, self._stream = run, store, stream
+        self._device, self._n_steps = input_device(model), 0
         self.windows = [
             slice(start, min(start + run.batch_size, windows.stop))
             for start in range(windows.start, windows.stop, run.batch_size)
@@ -85,6 +170,20 @@ class TwoSweeps:
         self._walk.states = []
         for number in range(self._walk.n_layers):
             self._run(number)
+
+    def _step(self, sweep: int, number: int) -> None:
+        """Report that a batch went through a layer."""
+        run, n_layers = self._pass, self._walk.n_layers
+        noted(
+            run.progress,
+            f"sweep {sweep} of 2, layer {number + 1} of {n_layers}, "
+            f"{self._stream.n_bytes_read / 1e9:.1f} GB read",
+        )
+        self._n_steps += 1
+        first, stop = self.windows[0].start, self.windows[-1].stop
+        n_steps = 2 * n_layers * len(self.windows)
+        done = first + (stop - first) * self._n_steps // n_steps
+        run.progress(done, len(run.ids))
 
     def _run(self, number: int) -> None:
         """Run a layer, unless it has been run."""

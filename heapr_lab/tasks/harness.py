@@ -5,7 +5,11 @@ The seven tasks of the paper use the harness's stock definitions. Where
 otherwise the items come from the hub. The results name their source.
 
 `continuation_task` makes an ordinary task of any corpus: which of four continuations is
-the right one? Chance is 25 %, and no network is needed.
+the right one? Chance is 25 %, and no network is needed. A passage is a run of whole
+texts with enough words; an item takes 48 consecutive words of it as context and the
+next 12 as the right choice. The three wrong ones are the right ones of other passages.
+White space is kept, except that every choice begins with that of the right one, so that
+it does not give the answer away.
 
 The harness is imported when it is first needed, because this is slow.
 """
@@ -18,6 +22,8 @@ import json
 import logging
 import math
 import os
+import random
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -31,7 +37,6 @@ from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress
 from heapr_lab.storage.hashing import digest
-from heapr_lab.tasks.continuation import continuation_items
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS, local_items
 from heapr_lab.text.corpora import Corpus
 
@@ -44,6 +49,11 @@ _DEFINITIONS = {
     "winogrande": "winogrande/default.yaml",
 }
 """Paths of the stock definitions that are not `<task>/<task>.yaml`."""
+N_CONTEXT_WORDS = 48
+N_CHOICE_WORDS = 12
+N_CHOICES = 4
+
+_WORD = re.compile(r"\S+")
 
 
 def run_tasks(
@@ -107,42 +117,6 @@ def check_tasks(tasks: Sequence[str]) -> None:
         load_tasks(list(tasks))
 
 
-def continuation_task(corpus: Corpus, *, n_items: int) -> "ConfigurableTask":
-    """A four-way continuation task of `corpus`, as an ordinary task of the harness.
-
-    Each item shows 48 words of a text and asks which of four continuations of 12 words
-    is the right one; the other three are continuations of other texts.
-
-    Args:
-        corpus: held-out text, usually a test split.
-        n_items: number of items, each from another passage.
-    """
-    from lm_eval.api.task import ConfigurableTask
-
-    items = continuation_items(corpus, n_items=n_items)
-    metrics = [
-        {"metric": name, "aggregation": "mean", "higher_is_better": True}
-        for name in ("acc", "acc_norm")
-    ]
-    config = {
-        "task": f"continuation:{corpus.name}",
-        "custom_dataset": functools.partial(_as_dataset, items),
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "context",
-        "doc_to_target": "gold",
-        "doc_to_choice": "choices",
-        "target_delimiter": "",  # a choice begins with the text's own white space
-        "metric_list": metrics,
-        "metadata": {
-            "version": 1.0,
-            "source": f"{corpus.name} {corpus.split}: {corpus.source}",
-        },
-    }
-    with quiet():
-        return ConfigurableTask(config=config)
-
-
 def items_fingerprint(
     task: "str | ConfigurableTask", *, limit: int | None = None
 ) -> dict[str, str]:
@@ -177,12 +151,6 @@ def _asked(task: "ConfigurableTask", limit: int | None) -> list[str]:
     config["metadata"] = (config.get("metadata") or {}).get("version")
     documents = itertools.islice(task.eval_docs, limit)
     return [repr(config), *map(repr, documents)]
-
-
-def _as_dataset(items: pd.DataFrame, **_metadata: Any) -> dict[str, Any]:
-    import datasets
-
-    return {"test": datasets.Dataset.from_list(items.to_dict("records"))}
 
 
 # --- sources of the items --------------------------------------------------------
@@ -262,6 +230,117 @@ def _definition(name: str) -> dict[str, Any]:
             "n_official": n_official,
         },
     }
+
+
+# --- continuations --------------------------------------------------------------
+
+
+def continuation_task(corpus: Corpus, *, n_items: int) -> "ConfigurableTask":
+    """A four-way continuation task of `corpus`, as an ordinary task of the harness.
+
+    Each item shows 48 words of a text and asks which of four continuations of 12 words
+    is the right one; the other three are continuations of other texts.
+
+    Args:
+        corpus: held-out text, usually a test split.
+        n_items: number of items, each from another passage.
+    """
+    from lm_eval.api.task import ConfigurableTask
+
+    items = continuation_items(corpus, n_items=n_items)
+    metrics = [
+        {"metric": name, "aggregation": "mean", "higher_is_better": True}
+        for name in ("acc", "acc_norm")
+    ]
+    config = {
+        "task": f"continuation:{corpus.name}",
+        "custom_dataset": functools.partial(_as_dataset, items),
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "context",
+        "doc_to_target": "gold",
+        "doc_to_choice": "choices",
+        "target_delimiter": "",  # a choice begins with the text's own white space
+        "metric_list": metrics,
+        "metadata": {
+            "version": 1.0,
+            "source": f"{corpus.name} {corpus.split}: {corpus.source}",
+        },
+    }
+    with quiet():
+        return ConfigurableTask(config=config)
+
+
+def _as_dataset(items: pd.DataFrame, **_metadata: Any) -> dict[str, Any]:
+    import datasets
+
+    return {"test": datasets.Dataset.from_list(items.to_dict("records"))}
+
+
+def continuation_items(corpus: Corpus, *, n_items: int) -> pd.DataFrame:
+    """Items with columns context, choices (a list of four) and gold (its index).
+
+    The same corpus and number give the same items everywhere.
+
+    Args:
+        corpus: held-out text, usually a test split.
+        n_items: number of items, each from another passage.
+
+    Raises:
+        SpecError: `n_items` is below four, or the corpus has fewer passages, or
+            conversations.
+    """
+    if corpus.chat:
+        raise SpecError(
+            f"corpus {corpus.name!r} has conversations, expected plain text"
+        )
+    passages = list(_passages(corpus.texts))
+    if n_items < N_CHOICES or n_items > len(passages):
+        raise SpecError(
+            f"n_items is {n_items}, expected {N_CHOICES} to {len(passages)}: corpus "
+            f"{corpus.name!r} ({corpus.split}) has {len(passages)} passages of at "
+            f"least {N_CONTEXT_WORDS + N_CHOICE_WORDS} words"
+        )
+    rng = random.Random(0)
+    chosen = rng.sample(passages, n_items)
+    pairs = [_context_and_continuation(passage, rng) for passage in chosen]
+    return pd.DataFrame([_item(pairs, index, rng) for index in range(n_items)])
+
+
+def _passages(texts: tuple[str, ...]) -> Iterator[str]:
+    """Shortest runs of consecutive texts, joined by a blank line, with enough words."""
+    run: list[str] = []
+    n_words = 0
+    for text in texts:
+        run.append(text)
+        n_words += len(_WORD.findall(text))
+        if n_words >= N_CONTEXT_WORDS + N_CHOICE_WORDS:
+            yield "\n\n".join(run)
+            run, n_words = [], 0
+
+
+def _context_and_continuation(passage: str, rng: random.Random) -> tuple[str, str]:
+    words = list(_WORD.finditer(passage))
+    first = rng.randrange(len(words) - N_CONTEXT_WORDS - N_CHOICE_WORDS + 1)
+    middle = words[first + N_CONTEXT_WORDS - 1].end()
+    last = words[first + N_CONTEXT_WORDS + N_CHOICE_WORDS - 1].end()
+    return passage[words[first].start() : middle], passage[middle:last]
+
+
+def _item(
+    pairs: list[tuple[str, str]], index: int, rng: random.Random
+) -> dict[str, str | list[str] | int]:
+    context, right = pairs[index]
+    break_ = right[: len(right) - len(right.lstrip())]
+    choices = [right]
+    for other in rng.sample(range(len(pairs)), len(pairs)):
+        wrong = break_ + pairs[other][1].lstrip()
+        if wrong not in choices:  # texts repeat: a heading, a licence
+            choices.append(wrong)
+        if len(choices) == N_CHOICES:
+            break
+    rng.shuffle(choices)
+    return {"context": context, "choices": choices, "gold": choices.index(right)}
 
 
 # --- running ----------------------------------------------------------------------

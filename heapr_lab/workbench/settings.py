@@ -1,14 +1,54 @@
-"""How much text a run uses (`Profile`), and how a model is pruned (`Setting`)."""
+"""How a model is opened, how much text a run uses, and how the model is pruned.
+
+Without torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.named import LAB
+from heapr_lab.models.named import LAB, dense_of
+from heapr_lab.models.paper_models import hub_id
 from heapr_lab.pruning.options import Selection
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The arguments of `open_workbench`, as plain values; the model is as it was named.
+
+    Example:
+        >>> Opening.of("lab", profile="small", device="cpu").given()
+        {'profile': 'small', 'device': 'cpu'}
+    """
+
+    model: str
+    profile: str | None = None
+    seq_len: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    stream: bool | str = "auto"
+    host_memory: int | str | None = None
+
+    @classmethod
+    def of(cls, model: object, **options: Any) -> Self:
+        """The same for any path, device and dtype, which torch has objects for."""
+        for name in {"device", "dtype"} & options.keys():
+            options[name] = str(options[name]).removeprefix("torch.")
+        return cls(str(model), **options)
+
+    @property
+    def name(self) -> str:
+        """Name of the model in figures and tables."""
+        dense = dense_of(self.model) or self.model
+        return "lab model" if self.model == LAB else hub_id(dense)
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not the defaults."""
+        usual = vars(type(self)(self.model))
+        return {k: v for k, v in vars(self).items() if v != usual[k]}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -55,14 +55,16 @@ from heapr_lab.text.calibration import (
     windows_key,
 )
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
-from heapr_lab.workbench.opening import Opening
 from heapr_lab.workbench.settings import (
     CONTINUATION,
     DENSE,
+    Opening,
     Profile,
     Setting,
     profile_of,
 )
+
+T = TypeVar("T")
 
 EVALUATION_SCHEMA = 2
 """Increased whenever results change for the same input."""
@@ -94,10 +96,7 @@ class Workbench:
         self.profile = profile
         self.opening: Opening | None = None
         self._windows: dict[tuple[Any, ...], CalibrationSet] = {}
-        self._table: tuple[tuple[Any, ...], ImportanceTable] | None = None
-        self._fitted: tuple[tuple[Any, ...], Any] | None = None
-        self._tokenizer: tuple[tuple[Any, int, str], str] | None = None
-        self._identity: tuple[str, dict[str, str]] | None = None
+        self._last: dict[str, tuple[Any, Any]] = {}
 
     def __repr__(self) -> str:
         return f"Workbench({self.name!r}, profile {self.profile.name!r})"
@@ -115,10 +114,8 @@ class Workbench:
     @property
     def tokenizer_id(self) -> str:
         """The fingerprint of the tokenizer in cache keys."""
-        state = self._tokenizer_state
-        if self._tokenizer is None or self._tokenizer[0] != state:
-            self._tokenizer = state, tokenizer_fingerprint(self.tokenizer)
-        return self._tokenizer[1]
+        state, compute = self._tokenizer_state, tokenizer_fingerprint
+        return self._latest("tokenizer", state, lambda: compute(self.tokenizer))
 
     @property
     def _tokenizer_state(self) -> tuple[Any, int, str]:
@@ -146,9 +143,7 @@ class Workbench:
             "None for the dense model",
         )
         state = weights_state(self.model)
-        if self._identity is None or self._identity[0] != state:
-            self._identity = state, model_identity(self.model)
-        return self._identity
+        return state, self._latest("model", state, lambda: model_identity(self.model))
 
     @functools.cached_property
     def source(self) -> Source | None:
@@ -221,12 +216,9 @@ class Workbench:
         """
         windows = self.calibration_set(calibration)
         extra_pass = find_estimator(estimator).extra_pass
-        # Only the last table is kept, with its rankings, because it can be large.
         key = digest(self.identity), windows.fingerprint, extra_pass
-        if self._table is None or self._table[0] != key:
-            table = self._eliminated(windows) if extra_pass else None
-            self._table = key, self.measure(windows) if table is None else table
-        return self._table[1]
+        measure = self._eliminated if extra_pass else self.measure
+        return self._latest("table", key, lambda: measure(windows))
 
     def table_of(self, setting: Setting) -> ImportanceTable:
         """The table that `setting` selects from."""
@@ -293,17 +285,12 @@ class Workbench:
             )
 
     def fitted(self, calibration: Calibration | None = None) -> Any:
-        """The model on those windows of `calibration` that `compress` fits to.
-
-        Only the last one is kept, because its sums can be large.
-        """
+        """The model on those windows of `calibration` that `compress` fits to."""
         windows = self.calibration_set(calibration).three_parts()[0]
         key = digest(self.identity), windows.fingerprint
-        if self._fitted is None or self._fitted[0] != key:
-            calibrated = registry.find("sums that weights are fitted with")
-            sums = calibrated(self.model, windows, measure=self.measure)
-            self._fitted = key, sums
-        return self._fitted[1]
+        calibrated = registry.find("sums that weights are fitted with")
+        sums = functools.partial(calibrated, self.model, windows, measure=self.measure)
+        return self._latest("sums", key, sums)
 
     def keep(self, setting: Setting) -> KeepMask:
         """The mask that `setting` selects."""
@@ -368,21 +355,15 @@ class Workbench:
         return Divergence(**record)
 
     def task_accuracy(
-        self,
-        keep: KeepMask | None,
-        task: str,
-        *,
-        down_projs: ReplacedDownProj | None = None,
-        progress: Progress | None = None,
+        self, keep: KeepMask | None, task: str, **options: Any
     ) -> dict[str, Any]:
         """Accuracy on the profile's number of items of a task: value, stderr, n.
 
-        Of the paper's tasks there are also `items`, as in `task_results`.
+        Of the paper's tasks there are also `items`, as in `task_results`, which takes
+        the same `options`, `down_projs` and `progress`.
         """
         limit = self.profile.items_of(task)
-        rows = self.task_results(
-            keep, task, limit=limit, down_projs=down_projs, progress=progress
-        )
+        rows = self.task_results(keep, task, limit=limit, **options)
         return next(row for row in rows if row["metric"] == "acc")
 
     def task_results(
@@ -464,15 +445,16 @@ class Workbench:
         """
         if keep is None and setting is not None:
             keep = self.keep(setting)
-        rows: list[dict[str, Any]] = []
+        rows: list[tuple[str, str, float, float]] = []
         for corpus in corpora:
             result = self.perplexity(keep, self.test_windows(corpus))
-            rows.append(_row(corpus, "perplexity", result.value))
-            rows.append(_row(corpus, "nll", result.nll))
+            rows.append((corpus, "perplexity", result.value, math.nan))
+            rows.append((corpus, "nll", result.nll, math.nan))
         if accuracy:
             score = self.task_accuracy(keep, CONTINUATION)
-            rows.append(_row(CONTINUATION, "accuracy", score["value"], score["stderr"]))
-        return pd.DataFrame(rows).assign(**self.columns(setting, keep))
+            rows.append((CONTINUATION, "accuracy", score["value"], score["stderr"]))
+        frame = pd.DataFrame(rows, columns=["dataset", "metric", "value", "stderr"])
+        return frame.assign(**self.columns(setting, keep))
 
     def savings(self, setting: Setting) -> pd.DataFrame:
         """One row: the parameters, bytes and FLOPs that `setting` saves."""
@@ -490,6 +472,16 @@ class Workbench:
             "achieved_ratio": 0.0 if keep is None else keep.achieved_ratio,
             "model": self.name,
         }
+
+    def _latest(self, name: str, key: Any, compute: Callable[[], T]) -> T:
+        """What `compute` gave the last time, if the key is the same, or gives now.
+
+        Only the last is kept: tables, with their rankings, and sums can be large.
+        """
+        if name not in self._last or self._last[name][0] != key:
+            self._last[name] = key, compute()
+        value: T = self._last[name][1]
+        return value
 
     def _remembered(
         self, key: tuple[Any, ...], compute: Callable[[], CalibrationSet]
@@ -542,12 +534,6 @@ def _cached_table(
         read=ImportanceTable.read,
         write=lambda path, table: table.write(path),
     )
-
-
-def _row(
-    dataset: str, metric: str, value: float, stderr: float = math.nan
-) -> dict[str, Any]:
-    return {"dataset": dataset, "metric": metric, "value": value, "stderr": stderr}
 
 
 def open_workbench(

@@ -23,7 +23,7 @@ OPEN = """\
 import dataclasses, time
 from heapr_lab import explore, open_workbench
 bench = open_workbench({model!r}, profile="small")
-panel = explore(bench, corpora=("pydocs", "missing.txt"), tasks=("continuation",))
+panel = explore(bench, corpora=("pydocs",), tasks=("continuation",))
 panel.weights.weights.value = "unchanged"
 panel"""
 SLOW = """\

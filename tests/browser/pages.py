@@ -93,13 +93,6 @@ class Watch:
             self.complaints.append(f"{message.text} ({message.location.get('url')})")
 
 
-def last_perplexity(message: str) -> str:
-    """The number in what is said of the last point."""
-    match = re.search(r"perplexity (\S+)\. ", message)
-    assert match is not None, message
-    return match[1]
-
-
 @dataclass(frozen=True)
 class Panel:
     """One panel: what can be moved in it and what it shows."""
@@ -258,19 +251,6 @@ def pixels(png: bytes) -> np.ndarray:
     """Red, green and blue of a PNG, from 0 to 1."""
     array: np.ndarray = imread(io.BytesIO(png))[..., :3]
     return array
-
-
-def nameless(root: Locator) -> list[str]:
-    """Inputs, lists and buttons in `root` that a screen reader has no name for."""
-    controls = root.locator("input, select, textarea, button, [role=button]")
-    nodes = []
-    for control in controls.all():
-        if not control.is_visible():
-            continue
-        lines = control.aria_snapshot().splitlines()
-        if not lines or not re.search(r'- \w+ ".+"', lines[0]):
-            nodes.append(str(control.evaluate("node => node.outerHTML"))[:200])
-    return nodes
 
 
 def violations(root: Locator) -> list[str]:

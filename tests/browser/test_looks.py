@@ -37,6 +37,15 @@ def test_pictures_are_dark_in_a_dark_theme(other: "sync_api.Page") -> None:
     assert blueness(dark)[blueness(light) > 0.5].mean() > 0.1
 
 
+def test_what_is_out_of_date_is_grey(other: "sync_api.Page") -> None:
+    """The picture is, while what is typed cannot be selected."""
+    panel, _ = panels(other)
+    panel.enter("ratio", "40")
+    expect(panel.picture).to_have_css("opacity", "0.35")
+    panel.type_ratio("0.5")
+    expect(panel.picture).to_have_css("opacity", "1")
+
+
 def test_arrows_of_lists_are_seen_in_both_themes(other: "sync_api.Page") -> None:
     """They differ from what they stand on."""
     panel, _ = panels(other)

@@ -23,17 +23,14 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_model
-from keeps import logits_of
-from safetensors.torch import load_file, save_file
+from keeps import logits_of, widths_keep
+from stored_tensors import changed_json, changed_tensors
 from tiny_folder import D_VOCAB, write_tokenizer
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_weights
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 
 with warnings.catch_warnings():
@@ -98,6 +95,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+WIDTHS: dict[str, Any] = {
+    "uniform": (32,),
+    "per_layer": (32, 64),
+    "ragged": ((0, 13, 64, 32),),
+}
+"""By layer in turns: one width, or that of each expert."""
+
+
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The engine in this process, with a small cache."""
@@ -114,26 +119,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cleanup_dist_env_and_memory()
 
 
-def keep_of(model: nn.Module, structure: str) -> KeepMask:
-    """One width; 32 and 64 by turns of layers; or all sorts in each, 0 among them."""
-    rng, arrays = np.random.default_rng(0), {}
-    for layer in find_experts(model):
-        widths = np.array([0, 13, 64, 32])
-        if structure == "uniform":
-            widths = np.full(layer.n_experts, 32)
-        if structure == "per_layer":
-            widths = np.full(layer.n_experts, 32 * (1 + layer.layer % 2))
-        order = rng.random((layer.n_experts, layer.d_inter)).argsort(1).argsort(1)
-        arrays[layer.layer] = order < widths[:, None]
-    return KeepMask(arrays, {"structure": structure})
-
-
 def pruned(folder: Path, family: str, structure: str, **changes: Any) -> Path:
     """A pruned model of `family`."""
     model: Any = tiny_model(
         family, dtype=torch.float32, **SIZES | FAMILIES[family] | changes
     )
-    keep = keep_of(model, structure)
+    keep = widths_keep(model, *WIDTHS[structure], structure=structure)
     return save_pruned(prune(model, keep), folder)
 
 
@@ -453,7 +444,8 @@ def test_a_tensor_that_is_missing(
 ) -> None:
     """It is not left as memory was."""
     folder = pruned(tmp_path / "pruned", family, "ragged")
-    _drop(folder, f"model.layers.1.mlp.experts.2.up_proj.{kind}")
+    with changed_tensors(folder) as tensors:
+        del tensors[f"model.layers.1.mlp.experts.2.up_proj.{kind}"]
     message = rf"1 tensors .*layers.1.* {part} of expert 2"
     with pytest.raises(LayoutError, match=message):
         engine_of(folder)
@@ -470,10 +462,9 @@ def test_another_activation_of_gpt_oss(tmp_path: Path) -> None:
 def test_widths_of_another_checkpoint(structure: str, tmp_path: Path) -> None:
     """A narrower tensor does not fill a part of a wider one."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe", structure)
-    config = json.loads((folder / "config.json").read_text())
-    widths = config["quantization_config"]["widths"]
-    widths["model.layers.1.mlp.experts"] = [96] * 4
-    (folder / "config.json").write_text(json.dumps(config))
+    with changed_json(folder) as config:
+        widths = config["quantization_config"]["widths"]
+        widths["model.layers.1.mlp.experts"] = [96] * 4
     with pytest.raises(LayoutError, match="belongs to another checkpoint"):
         engine_of(folder)
 
@@ -481,15 +472,7 @@ def test_widths_of_another_checkpoint(structure: str, tmp_path: Path) -> None:
 def test_experts_that_vllm_cannot_carry(tmp_path: Path) -> None:
     """Output biases of earlier versions are refused by name, not left out."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["output_bias"] = True
-    (folder / "config.json").write_text(json.dumps(config))
+    with changed_json(folder) as config:
+        config["quantization_config"]["output_bias"] = True
     with pytest.raises((SpecError, ValueError), match="output biases"):
         engine_of(folder)
-
-
-def _drop(folder: Path, name: str) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    del tensors[name]
-    save_file(tensors, path, metadata={"format": "pt"})

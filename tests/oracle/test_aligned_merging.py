@@ -1,6 +1,7 @@
 """Methods that align the atoms of experts before merging, against loops."""
 
 import copy
+import functools
 import itertools
 from fractions import Fraction
 from pathlib import Path
@@ -156,19 +157,32 @@ def components_by_hand(layer: Any) -> torch.Tensor:
     return components.unflatten(0, (layer.n_experts, -1))
 
 
+@functools.lru_cache(maxsize=1)
+def outputs_by_hand(model: nn.Module) -> dict[int, Any]:
+    """Probabilities (T, E), outputs times these (E, T, D), and K, of each layer."""
+    calls = {}
+    for number, (x, index, _) in experts_calls(model, IDS).items():
+        layer = next(k for k in find_experts(model) if k.layer == number)
+        gates = logits_by_hand(model, number, x).softmax(1)
+        calls[number] = (
+            gates,
+            outputs_of(layer, x) * gates.T[:, :, None],
+            index.shape[1],
+        )
+    return calls
+
+
 def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
     """The authors' saliency: the gate enters twice, and absent experts count as 0.
 
     Windows are taken `size` at a time; REAP's mean of p · ‖·‖ over the tokens of which
     an expert is one of the K most probable, of outputs that are times p already.
     """
-    calls, saliency = experts_calls(model, IDS), {}
+    calls, saliency = outputs_by_hand(model), {}
     prints = CalibrationSet.from_ids(IDS).window_fingerprints()
     windows = sorted(range(len(IDS)), key=lambda window: prints[window])
     for layer in find_experts(model):
-        x, index, _ = calls[layer.layer]
-        gates = logits_by_hand(model, layer.layer, x).softmax(1)
-        f = outputs_of(layer, x) * gates.T[:, :, None]
+        gates, f, top_k = calls[layer.layer]
         batches = []
         for start in range(0, len(windows), size):
             means = torch.zeros(layer.n_experts, dtype=torch.float64)
@@ -177,7 +191,7 @@ def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
                     float(gates[t, e] * f[e, t].norm())
                     for window in windows[start : start + size]
                     for t in range(10 * window, 10 * window + 10)
-                    if e in gates[t].topk(index.shape[1]).indices
+                    if e in gates[t].topk(top_k).indices
                 ]
                 means[e] = sum(values) / max(len(values), 1)
             batches.append(means)
@@ -200,19 +214,18 @@ def test_components_are_scaled_by_their_singular_values() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [1, 4, 8])
-def test_the_saliency_of_ream(size: int, family: str) -> None:
+def test_the_saliency_of_ream(family: str) -> None:
     """Squared probabilities, in batches; of single windows some have no tokens."""
     model = tiny_model(family, **SIX)
     norms = collect(model, WINDOWS, {"norms": ream.GATED_NORMS})["norms"]
-    batches = ream._batches(request_of(model, batch_size=size))
-    by_hand = saliency_by_hand(model, size)
-    for layer, expected in by_hand.items():
-        saliency = ream.saliency(norms[layer], batches, 6)
-        np.testing.assert_allclose(saliency, expected, rtol=1e-6)
-    if size == 1:  # a mean over all tokens at once would be another
-        whole = saliency_by_hand(model, len(IDS))
-        assert any(abs(whole[k] / by_hand[k] - 1).max() > 0.01 for k in whole)
+    by_hand = {size: saliency_by_hand(model, size) for size in (1, 4, 8)}
+    for size, layers in by_hand.items():
+        batches = ream._batches(request_of(model, batch_size=size))
+        for layer, expected in layers.items():
+            saliency = ream.saliency(norms[layer], batches, 6)
+            np.testing.assert_allclose(saliency, expected, rtol=1e-6)
+    one, whole = by_hand[1], by_hand[8]  # which is all six windows at once
+    assert any(abs(whole[k] / one[k] - 1).max() > 0.01 for k in whole)
 
 
 def request_of(model: nn.Module, **options: Any) -> Request:

@@ -4,12 +4,15 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import FAMILIES, tiny_ids, tiny_model
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from keeps import logits_of, random_keep, widths_keep
 from processes import run_each
 from safetensors import safe_open
@@ -17,10 +20,9 @@ from stored_tensors import (
     SINGLE,
     changed_json,
     changed_tensors,
-    same_tensors,
     tensors_in,
 )
-from tiny_folder import write_tokenizer
+from tiny_folder import write_folder, write_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
@@ -37,7 +39,7 @@ from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.pruning.surgery import masking, prune
-from heapr_lab.storage.files import read_json
+from heapr_lab.storage import paths
 
 pytestmark = pytest.mark.oracle
 
@@ -51,23 +53,18 @@ OWN = {"deepseek"}
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 
 
-def keep_of(model: nn.Module, structure: str, *, seed: int = 0) -> KeepMask:
+WIDTHS: dict[str, Any] = {
+    "aligned": ((0, 2, 4, 8), (8, 4, 0, 2)),
+    "uniform": (4,),
+    "per_layer": (2, 6),
+}
+
+
+def keep_of(model: nn.Module, structure: str) -> KeepMask:
     """A random mask whose widths obey `structure`: multiples of 2, of I = 8."""
     if structure == "ragged":
-        random = random_keep(model, seed=seed)
-        return KeepMask(random.arrays, {"structure": structure})
-    rng = np.random.default_rng(seed)
-    arrays = {}
-    for layer in find_experts(model):
-        shape = layer.n_experts, layer.d_inter
-        if structure == "aligned":
-            widths = rng.choice([0, 2, 4, 8], layer.n_experts)
-        else:
-            width = 4 if structure == "uniform" else rng.choice([2, 4, 6])
-            widths = np.full(layer.n_experts, width)
-        order = rng.random(shape).argsort(axis=1)
-        arrays[layer.layer] = order < widths[:, None]
-    return KeepMask(arrays, {"structure": structure})
+        return KeepMask(random_keep(model).arrays, {"structure": structure})
+    return widths_keep(model, *WIDTHS[structure], structure=structure)
 
 
 def saved(
@@ -263,50 +260,16 @@ def test_it_loads_where_heapr_lab_is_not(tmp_path: Path) -> None:
             assert one.read_bytes() == two.read_bytes(), name
 
 
-def test_folders_that_are_not_new_and_models_that_are_not_pruned(
-    tmp_path: Path,
-) -> None:
-    """Refused before anything is written; what was there stays."""
-    model = tiny_model("qwen2_moe", dtype=torch.float32)
-    with pytest.raises(SpecError, match=r"heapr_lab\.prune"):
-        save_pruned(model, tmp_path / "out")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "note.txt").write_text("keep me")
-    pruned = prune(model, random_keep(model))
-    with pytest.raises(SpecError, match="not empty"):
-        save_pruned(pruned, tmp_path / "mine")
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "note.txt"]
-
-
-def test_a_newer_format_and_wrong_widths_are_refused(tmp_path: Path) -> None:
-    """They are refused before any weight is believed."""
-    saved(tmp_path / "out", "qwen2_moe", "ragged")
+def test_a_newer_format_and_a_model_that_is_not_pruned(tmp_path: Path) -> None:
+    """Both are refused, before any weight is believed or written."""
+    model, _ = saved(tmp_path / "out", "qwen2_moe", "ragged")
     with changed_json(tmp_path / "out") as config:
-        version = config["quantization_config"]["format_version"]
         config["quantization_config"]["format_version"] = 99
     with pytest.raises(ValueError, match="upgrade heapr_lab"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    with changed_json(tmp_path / "out") as config:
-        settings = config["quantization_config"]
-        widths = {name: [8, *sizes[1:]] for name, sizes in settings["widths"].items()}
-        settings |= {"format_version": version, "widths": widths}
-    with pytest.raises((ValueError, RuntimeError)):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-
-
-@pytest.mark.parametrize("structure", ["aligned", "uniform"])
-@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "gpt_oss"])
-def test_a_pruned_folder_is_the_saved_model(
-    family: str, structure: str, tmp_path: Path
-) -> None:
-    """A layer at a time, the same weights, mask and configuration, to the bit."""
-    one, two = tmp_path / "saved", tmp_path / "sliced"
-    model, keep = saved(one, family, structure)
-    model.save_pretrained(tmp_path / "base")
-    prune_folder(tmp_path / "base", keep, two)
-    same_tensors(one, two)
-    assert (one / KEEP_FILE).read_bytes() == (two / KEEP_FILE).read_bytes()
-    assert read_json(one / "config.json") == read_json(two / "config.json")
+    with pytest.raises(SpecError, match=r"heapr_lab\.prune"):
+        save_pruned(model, tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # --- the type of the files ------------------------------------------------------------
@@ -320,9 +283,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = torch.rand(buffer.shape)  # no numbers of bfloat16
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder
+    return write_folder(folder, model)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -382,3 +343,68 @@ def test_other_methods_write_the_type_of_the_source(
     dropped = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
     dropped.save(model, tmp_path / "dropped")
     same_types(tmp_path / "dropped", halves, torch.bfloat16)
+
+
+# --- on a hub ---------------------------------------------------------------------
+
+
+class LocalHub:
+    """A hub whose repositories are folders."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def create_repo(self, repo_id: str, **_options: Any) -> Any:
+        """Make the folder."""
+        (self.root / repo_id).mkdir(parents=True)
+        return SimpleNamespace(repo_id=repo_id)
+
+    def upload_folder(
+        self, *, repo_id: str, folder_path: str, allow_patterns: list[str]
+    ) -> None:
+        """Copy the files whose names match."""
+        names = [path.name for path in Path(folder_path).iterdir()]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            shutil.copyfile(Path(folder_path) / name, self.root / repo_id / name)
+
+
+def publish_code() -> str:
+    """The cell of docs/checkpoints.md that uploads the folder `pruned`."""
+    text = (paths.project_dir() / "docs" / "checkpoints.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(from huggingface_hub.*?)```", text, re.DOTALL)
+    return str(code)
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_the_upload_of_the_docs(
+    structure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file of a checkpoint and nothing else; the card is what the hub needs."""
+    source = write_model(tmp_path / "dense")
+    (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    model, tokenizer = load_model(source, device="cpu")
+    ragged = structure == "ragged"
+    keep = random_keep(model) if ragged else widths_keep(model, 4, structure=structure)
+    out = tmp_path / "pruned"
+    save_pruned(
+        prune(model, keep), out, tokenizer=tokenizer, base="someone/a-moe",
+        source=source, max_shard_size="8KB",
+    )  # fmt: skip
+    (out / "LICENSE").write_text("Apache")
+    files = {path.name for path in out.iterdir()}
+    (out / "notes.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: LocalHub(tmp_path))
+    exec(publish_code(), {})
+    pushed = tmp_path / "me" / "my-moe-pruned"
+    assert {path.name for path in pushed.iterdir()} == files
+    again, _ = load_model(pushed, device="cpu")
+    assert torch.equal(
+        logits_of(again, tiny_ids()), logits_of(prune(model, keep), tiny_ids())
+    )
+    data = ModelCard.load(pushed / "README.md").data
+    assert (data.base_model, data.license) == ("someone/a-moe", "apache-2.0")
+    assert data.library_name == "transformers"
+    assert set(data.tags or ()) >= {"mixture-of-experts", "pruning", "heapr"}
+    for name in ("README.md", "heapr_manifest.json", "config.json"):
+        assert str(tmp_path) not in (pushed / name).read_text("utf-8")

@@ -302,6 +302,14 @@ from transformers import AutoModelForCausalLM
 """
     + LOADED,
     """
+import heapr_lab
+from transformers.models.llama import LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+assert {{"heapr", "heapr_composed"}} <= AUTO_QUANTIZER_MAPPING.keys()
+assert type(AutoConfig.for_model("deepseek")).__module__.startswith("heapr_lab")
+""",
+    """
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import heapr_lab
 """

@@ -11,25 +11,26 @@ import torch
 from commands import TINY, invoke, one_line, run
 from families import tiny_model
 from keeps import random_keep
-from quantised_folder import configure, in_fp8
+from quantised_folder import LAYOUTS, check_refused, configure, in_fp8, in_nvfp4
 from stored_tensors import changed_json, changed_tensors, tensors_in
-from tiny_folder import D_VOCAB, write_text, write_tokenizer
+from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from wrappers import tiny_wrapper
 
-from heapr_lab.checkpoints.save import prune_folder, save_pruned
-from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.folders import quantisation, read_config
+from heapr_lab.models.dtypes import format_of
+from heapr_lab.models.folders import read_config
 from heapr_lab.models.loading import load_model
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.recipes.export import savings
-from heapr_lab.streaming.nvfp4 import unpacked
 from heapr_lab.streaming.plan import plan
+from heapr_lab.streaming.quantisation import unpacked
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import PROFILES
@@ -67,8 +68,7 @@ def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any
     if family == "gpt_oss":
         wide |= {"hidden_size": 32, "intermediate_size": 64}
     model = tiny_model(family, dtype=torch.bfloat16, **wide)
-    model.save_pretrained(tmp_path / "dense")
-    write_tokenizer(tmp_path / "dense")
+    write_folder(tmp_path / "dense", model)
     (in_mxfp4 if family == "gpt_oss" else in_fp8)(tmp_path / "dense")
     return tmp_path / "dense", setting
 
@@ -77,6 +77,12 @@ def types_in(folder: Path) -> set[torch.dtype]:
     """The types of all tensors but a router's corrections, which stay in float32."""
     tensors = tensors_in(folder)
     return {t.dtype for name, t in tensors.items() if "correction_bias" not in name}
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    """All weights, in memory or streamed."""
+    stream = stream_of(model)
+    return model.state_dict() if stream is None else dict(stream.each(torch.clone))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -90,9 +96,8 @@ def test_the_weights_are_those_of_transformers(
         folder, dtype=kind, quantization_config=setting
     )
     model, _ = load_model(folder, device="cpu", dtype=dtype, stream=True)
-    stream = stream_of(model)
-    assert stream is not None
-    weights, wanted = dict(stream.each(torch.clone)), whole.state_dict()
+    assert stream_of(model) is not None
+    weights, wanted = weights_of(model), whole.state_dict()
     assert weights.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert weights[name].dtype == kind, name
@@ -117,8 +122,8 @@ def test_it_is_scored_pruned_and_saved(
     manifest = json.loads((folder / "heapr_manifest.json").read_text())
     method = json.loads((quantised[0] / "config.json").read_text())
     kind = method["quantization_config"]["quant_method"]
-    assert f"dequantised from {kind}" in manifest["weights"]
-    assert f"dequantised from {kind}" in (folder / "README.md").read_text()
+    assert f"dequantised from {kind} to bfloat16" in manifest["weights"]
+    assert f"dequantised from {kind} to bfloat16" in (folder / "README.md").read_text()
 
 
 def test_the_panel_estimates_what_is_written(
@@ -147,7 +152,7 @@ def test_the_command_prunes_it(
     quantised: tuple[Path, Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """It streams by itself and says so; files in bfloat16, which the card names."""
+    """It streams by itself and says so; files are in bfloat16."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
     out = tmp_path / "pruned"
@@ -160,12 +165,6 @@ def test_the_command_prunes_it(
     assert types_in(out) == {torch.bfloat16}
     manifest = json.loads((out / "heapr_manifest.json").read_text())
     assert manifest["atoms_kept"] == manifest["atoms"] / 2
-    kind = quantisation(read_config(quantised[0]))
-    note = f"dequantised from {kind} to bfloat16"
-    assert note in manifest["weights"]
-    assert note in (out / "README.md").read_text()
-    model, _ = load_model(out, device="cpu", stream=False)
-    assert torch.isfinite(window_nll(model, WINDOWS.ids)).all()
 
 
 def test_a_table_of_its_own_prunes_it(
@@ -201,6 +200,16 @@ def test_missing_scales_are_an_error(quantised: tuple[Path, Any]) -> None:
         load_model(quantised[0], device="cpu", stream=True)
 
 
+def test_scales_outside_the_experts_may_not_be_missing(tmp_path: Path) -> None:
+    """In memory transformers would take them for 1, without a word."""
+    write_folder(tmp_path / "dense", tiny_model("deepseek_v3", dtype=torch.bfloat16))
+    in_fp8(tmp_path / "dense")
+    with changed_tensors(tmp_path / "dense") as tensors:
+        lost = "model.layers.0.mlp.down_proj.weight_scale_inv"
+        del tensors[lost]
+    check_refused(tmp_path / "dense", lost)
+
+
 DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 """kv_a_proj_with_mqa has 576 rows, as DeepSeek-V3's: four blocks of 128 and a half."""
 
@@ -216,8 +225,7 @@ def test_the_last_block_may_be_smaller(
 ) -> None:  # fmt: skip
     """Each weight is multiplied by the scale of its block of the configured size."""
     model = tiny_model(family, dtype=torch.bfloat16, **changes)
-    model.save_pretrained(tmp_path / "dense")
-    write_tokenizer(tmp_path / "dense")
+    write_folder(tmp_path / "dense", model)
     shutil.copytree(tmp_path / "dense", tmp_path / "exact")
     exact = in_fp8(tmp_path / "dense", block)
     assert any(tensor.shape[0] % block[0] for tensor in exact.values())
@@ -225,20 +233,15 @@ def test_the_last_block_may_be_smaller(
         tensors |= exact
     wanted, _ = load_model(tmp_path / "exact", device="cpu", stream=False)
     loaded, _ = load_model(tmp_path / "dense", device="cpu", stream=stream)
-    reader = stream_of(loaded)
-    weights = loaded.state_dict() if reader is None else dict(reader.each(torch.clone))
+    weights = weights_of(loaded)
     for name, tensor in wanted.state_dict().items():
         assert torch.equal(weights[name], tensor), name
 
 
-@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("grid", ["transposed", "rows", "columns"])
-def test_scales_of_other_blocks_are_refused(
-    grid: str, stream: bool, tmp_path: Path
-) -> None:
+def test_scales_of_other_blocks_are_refused(grid: str, tmp_path: Path) -> None:
     """Refused in one line, where rows and columns could still be divided by them."""
-    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
-    write_tokenizer(tmp_path / "dense")
+    write_folder(tmp_path / "dense", tiny_model("qwen3_moe", dtype=torch.bfloat16))
     in_fp8(tmp_path / "dense")
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
     with changed_tensors(tmp_path / "dense") as tensors:
@@ -247,12 +250,7 @@ def test_scales_of_other_blocks_are_refused(
         assert scale.shape == (4, 2)
         grids = {"transposed": scale.T, "rows": scale[::2], "columns": scale[:, :1]}
         tensors[f"{name}_scale_inv"] = grids[grid]
-    with pytest.raises(HeaprLabError, match=r"expected 4 x 2 for blocks of 4 x 4"):
-        load_model(tmp_path / "dense", device="cpu", stream=stream)
-    keep = random_keep(tiny_model("qwen3_moe"))
-    with pytest.raises(LayoutError, match=r"expected 4 x 2 for blocks of 4 x 4"):
-        prune_folder(tmp_path / "dense", keep, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+    check_refused(tmp_path / "dense", r"expected 4 x 2 for blocks of 4 x 4")
 
 
 @pytest.fixture
@@ -260,8 +258,7 @@ def in_fp4(tmp_path: Path) -> tuple[Path, Path]:
     """DeepSeek-V4 as it is published, with its experts in four bits, and in floats."""
     wide = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
     model = tiny_model("deepseek_v4", dtype=torch.bfloat16, **wide)
-    model.save_pretrained(tmp_path / "fp4")
-    write_tokenizer(tmp_path / "fp4")
+    write_folder(tmp_path / "fp4", model)
     shutil.copytree(tmp_path / "fp4", tmp_path / "exact")
     generator, exact = torch.Generator().manual_seed(0), {}
     with changed_tensors(tmp_path / "fp4") as tensors:
@@ -292,10 +289,9 @@ def test_experts_in_four_bits(in_fp4: tuple[Path, Path], stream: bool) -> None:
     assert torch.equal(window_nll(model, WINDOWS.ids), wanted)
 
 
-@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("damage", ["none", "half"])
 def test_scales_of_four_bits_that_do_not_fit(
-    in_fp4: tuple[Path, Path], damage: str, stream: bool
+    in_fp4: tuple[Path, Path], damage: str
 ) -> None:
     """They are refused before anything is written, also where they could divide."""
     with changed_tensors(in_fp4[0]) as tensors:
@@ -304,32 +300,20 @@ def test_scales_of_four_bits_that_do_not_fit(
         if damage == "half":
             tensors[name] = scale[::2]
     message = "scale" if damage == "none" else "expected 32 x 1 for blocks of 1 x 32"
-    with pytest.raises(HeaprLabError, match=message):
-        load_model(in_fp4[0], device="cpu", dtype="bfloat16", stream=stream)
-    keep = random_keep(load_model(in_fp4[1], device="cpu", stream=False)[0])
-    with pytest.raises(LayoutError, match=message):
-        prune_folder(in_fp4[0], keep, in_fp4[0].parent / "out")
-    assert sorted(p.name for p in in_fp4[0].parent.iterdir()) == ["exact", "fp4"]
+    check_refused(in_fp4[0], message)
 
 
 def refused(kind: str, folder: Path) -> None:
     """Check that any way to open a model names the format and says what to do."""
     message = rf"{re.escape(kind)}'.*that is not quantised, prune it, and quantise"
-    for stream in (True, False, "auto"):
-        with pytest.raises(SpecError, match=message):
-            load_model(folder, device="cpu", stream=stream)
-    keep = random_keep(tiny_model("qwen3_moe"))
-    with pytest.raises(SpecError, match=message):
-        prune_folder(folder, keep, folder / "pruned")
+    check_refused(folder, message)
     with pytest.raises(SpecError, match=message):
         plan(folder)
-    assert not (folder / "pruned").exists()
 
 
 def test_a_format_of_the_model_within_a_wrapper_is_refused(tmp_path: Path) -> None:
     """It is named as in published wrappers: in the language model's configuration."""
-    tiny_wrapper("qwen3_vl_moe").save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
+    write_folder(tmp_path, tiny_wrapper("qwen3_vl_moe"))
     with changed_json(tmp_path) as config:
         config["text_config"]["quantization_config"] = {"quant_method": "awq"}
     refused("awq", tmp_path)
@@ -338,8 +322,7 @@ def test_a_format_of_the_model_within_a_wrapper_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["awq", "gptq", "bitsandbytes"])
 def test_other_formats_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     """The error says what to do, whether layers would be streamed or not."""
-    tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
-    write_tokenizer(tmp_path / "dense")
+    write_folder(tmp_path / "dense", tiny_model("qwen3_moe"))
     configure(tmp_path / "dense", quant_method=kind, bits=4)
     refused(kind, tmp_path / "dense")
     text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
@@ -348,3 +331,143 @@ def test_other_formats_are_refused_by_name(kind: str, tmp_path: Path) -> None:
         message = one_line(*base, *options, *text)
         assert f"{kind!r}" in message
         assert "take the checkpoint that is not quantised" in message
+
+
+# --- NVFP4, in both layouts, every number read by itself --------------------------
+
+EXPERT = "model.layers.1.mlp.experts.2.down_proj"
+
+
+@pytest.fixture(scope="module", params=sorted(LAYOUTS))
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A checkpoint, and the same in floats."""
+    place = tmp_path_factory.mktemp(request.param)
+    model = tiny_model(
+        "qwen3_moe",
+        dtype=torch.float32,
+        hidden_size=32,
+        moe_intermediate_size=32,
+        vocab_size=D_VOCAB + 2,
+    )
+    write_folder(place / "exact", model)
+    shutil.copytree(place / "exact", place / "nvfp4")
+    numbers = in_nvfp4(place / "nvfp4", request.param)
+    assert f"{EXPERT}.weight" in numbers
+    assert any("self_attn" in name for name in numbers)
+    with changed_tensors(place / "exact") as tensors:
+        tensors |= {name: tensor.float() for name, tensor in numbers.items()}
+    return place / "nvfp4", place / "exact"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_weights_are_the_numbers_times_both_scales(
+    pair: tuple[Path, Path], stream: bool
+) -> None:
+    """In float32, for experts and all others; what was not quantised is unchanged."""
+    exact, _ = load_model(pair[1], device="cpu", dtype="float32", stream=False)
+    model, _ = load_model(pair[0], device="cpu", dtype="float32", stream=stream)
+    weights = weights_of(model)
+    for name, tensor in exact.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_pruned_model_is_in_bfloat16(
+    pair: tuple[Path, Path], stream: bool, tmp_path: Path
+) -> None:
+    """By itself it is streamed; the card says what it was."""
+    model, _ = load_model(
+        pair[0], device="cpu", dtype="bfloat16", stream="auto" if stream else False
+    )
+    assert (stream_of(model) is not None) == stream
+    keep = random_keep(model)
+    folder = save_pruned(prune(model, keep), tmp_path / "out", dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in tensors_in(folder).values()} == {torch.bfloat16}
+    load_model(folder, device="cpu", stream=False)
+    assert "dequantised from nvfp4 to bfloat16" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_settings_beside_config_json_are_read(stream: bool, tmp_path: Path) -> None:
+    """Folders of modelopt may have them in a file of their own, with any format."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "vocab_size": D_VOCAB + 2}
+    write_folder(tmp_path, tiny_model("qwen3_moe", dtype=torch.float32, **sizes))
+    numbers = in_nvfp4(tmp_path, "modelopt")
+    with changed_json(tmp_path) as config:
+        del config["quantization_config"]
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    model, _ = load_model(tmp_path, device="cpu", dtype="float32", stream=stream)
+    weights = weights_of(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(weights[name], numbers[name].float())
+    needs = plan(tmp_path)
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(SpecError, match=r"modelopt \(FP8\)'"):
+        plan(tmp_path)
+    assert needs.engine
+    with pytest.raises(SpecError, match=r"modelopt \(FP8\)'.*quantise the result"):
+        load_model(tmp_path, device="cpu", stream=stream)
+    beside.write_text("[")
+    for read in (plan, read_config):
+        with pytest.raises(SpecError, match=r"hf_quant_config\.json.*it is damaged"):
+            read(tmp_path)
+
+
+def test_a_plan_counts_numbers(pair: tuple[Path, Path]) -> None:
+    """It counts neither bytes nor scales, and says that the model is streamed."""
+    nvfp4, exact = plan(pair[0]), plan(pair[1])
+    assert nvfp4.n_parameters == exact.n_parameters
+    assert "nvfp4: they are dequantised" in nvfp4.why
+
+
+@pytest.mark.parametrize("damage", ["none", "last", "grid"])
+def test_scales_that_do_not_fit(
+    damage: str, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """They are refused; streamed, or pruned from files, before anything is done."""
+    folder = Path(shutil.copytree(pair[0], tmp_path / "nvfp4"))
+    with changed_tensors(folder) as tensors:
+        if damage == "grid":
+            scale = tensors[f"{EXPERT}.weight_scale"]
+            tensors[f"{EXPERT}.weight_scale"] = scale[:, :1]
+        else:
+            ends = ("_scale",) if damage == "none" else ("_scale_2", "_global_scale")
+            for end in ends:
+                tensors.pop(f"{EXPERT}.weight{end}", None)
+    check_refused(
+        folder, "32 x 2 for blocks of 1 x 16" if damage == "grid" else "scale"
+    )
+
+
+GROUP = {"config_groups": {"group_0": {"format": "pack-quantized"}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (LAYOUTS["modelopt"] | {"quant_algo": "NVFP4_AWQ"}, "modelopt (NVFP4_AWQ)"),
+        (LAYOUTS["modelopt"] | {"quant_algo": "FP8"}, "modelopt (FP8)"),
+        (
+            LAYOUTS["compressed-tensors"] | GROUP,
+            "compressed-tensors (nvfp4-pack-quantized, pack-quantized)",
+        ),
+        (
+            LAYOUTS["compressed-tensors"] | {"transform_config": {"a": 1}},
+            "compressed-tensors (nvfp4-pack-quantized, with transforms)",
+        ),
+        ({"quant_method": "nvfp4"}, "nvfp4 ()"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors ()"),
+    ],
+)
+def test_other_layouts_are_refused_by_name(
+    settings: dict[str, object], name: str, tmp_path: Path
+) -> None:
+    """The message says what to do."""
+    assert format_of(settings) == name
+    write_folder(tmp_path, tiny_model("qwen3_moe"))
+    configure(tmp_path, **settings)
+    message = f"format {re.escape(repr(name))}.*prune it, and quantise the result"
+    check_refused(tmp_path, message)

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_ids, tiny_model
-from oracles.features import features_of
+from oracles.features import all_grams, features_of
 
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement import elimination
-from heapr_lab.refinement.activation_grams import collect_grams
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate, layer_costs
 from heapr_lab.text.calibration import CalibrationSet
@@ -77,7 +76,7 @@ def test_one_by_one_it_is_greedy_least_squares(
     """Costs in order, and which atom has which, against every set solved by itself."""
     model, table = measured
     layer = find_experts(model)[0]
-    grams = collect_grams(model, WINDOWS, span=span)[layer.layer]
+    grams = all_grams(model, WINDOWS, span=span)[layer.layer]
     rows = table.frame["layer"].eq(layer.layer).to_numpy()
     base = torch.from_numpy(table.score("fisher").to_numpy()[rows])
     base = base.view(layer.n_experts, layer.d_inter)

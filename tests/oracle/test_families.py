@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from families import FAMILIES, tiny_ids, tiny_model
 from oracles import token_by_token
+from wrappers import WRAPPERS, tiny_wrapper
 
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
@@ -15,10 +16,11 @@ RELATIVE = 1e-9
 """float64 sums of some hundred terms; measured 1e-13 and below."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WRAPPERS])
 def test_statistics_equal_token_by_token(family):
     """Every column, and the paper's score, equals the twin's to 1e-9."""
-    model, ids = tiny_model(family), tiny_ids()
+    make = tiny_wrapper if family in WRAPPERS else tiny_model
+    model, ids = make(family), tiny_ids()
     # One batch, as the twin's: some routers compute in float32 whatever the model.
     table = collect_statistics(model, CalibrationSet.from_ids(ids), batch_size=3)
     _, records = token_by_token.run(model, ids)
@@ -35,7 +37,9 @@ def test_statistics_equal_token_by_token(family):
                 assert (scores["heapr"][rows.index] == 0).all()
                 continue
             twin = token_by_token.statistics(record, expert)
-            for column in rows.columns.intersection(list(twin)):
+            columns = rows.columns.intersection(list(twin))
+            assert len(columns) > 8
+            for column in columns:
                 expected = np.broadcast_to(twin[column].numpy(), len(rows))
                 np.testing.assert_allclose(
                     rows[column], expected, rtol=RELATIVE, err_msg=column

@@ -13,11 +13,11 @@ from families import tiny_model
 from keeps import full_keep, logits_of, widths_keep
 from quantised_folder import in_fp8, of_each_weight
 from stored_tensors import changed_tensors, same_tensors, tensors_in
-from tiny_folder import D_VOCAB, write_text, write_tokenizer
+from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from heapr_lab.checkpoints.save import packing_of, prune_folder, save_pruned
-from heapr_lab.checkpoints.stored_type import round_experts
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.checkpoints.stored_type import packing_of, round_experts
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.masks import KeepMask
@@ -53,8 +53,7 @@ def folders(
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = torch.rand(buffer.shape)  # float32, as published
-    model.save_pretrained(place / "fp8")
-    write_tokenizer(place / "fp8")
+    write_folder(place / "fp8", model)
     shutil.copytree(place / "fp8", place / "exact")
     kind = torch.bfloat16 if request.param == "qwen3_moe" else None
     exact = in_fp8(place / "fp8", BLOCK, scales=kind)

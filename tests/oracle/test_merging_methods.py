@@ -8,16 +8,12 @@ import pytest
 import torch
 from families import tiny_model
 from methods_by_hand import (
-    CLOSE,
     FAMILIES,
     IDS,
-    IN_SINGLE,
     SIX,
-    WINDOWS,
     check,
     counted,
     fitted,
-    logits_by_hand,
     mean_by_hand,
     outputs_of,
     replaced,
@@ -26,8 +22,7 @@ from methods_by_hand import (
 from text_models import experts_calls
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods import hc_smoe, merging, sub_moe
-from heapr_lab.methods.collectors import collect
+from heapr_lab.methods import merging, sub_moe
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 
@@ -37,25 +32,6 @@ NAMES = ("hc-smoe", "mc-smoe", "sub-moe-like", "ream", "random-groups")
 
 
 # --- what is measured -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
-def test_what_is_measured(family: str) -> None:
-    """Mean outputs and the router's cosines, by a loop over all tokens and experts."""
-    model = tiny_model(family)
-    collectors = {c.name: c for c in (merging.MEAN_OUTPUTS, merging.LOGIT_COSINES)}
-    outputs, cosines = collect(model, WINDOWS, collectors).values()
-    calls = experts_calls(model, IDS)
-    for layer in find_experts(model):
-        x = calls[layer.layer][0]
-        f, logits = outputs_of(layer, x), logits_by_hand(model, layer.layer, x)
-        means, p = outputs[layer.layer], logits.softmax(1).T[:, :, None]
-        torch.testing.assert_close(means.plain, f.mean(1), **CLOSE)
-        torch.testing.assert_close(means.gated, (p * f).mean(1), **IN_SINGLE)
-        for i, j in itertools.product(range(4), repeat=2):
-            a, b = logits[:, i], logits[:, j]
-            expected = float(a @ b / a.norm() / b.norm())
-            assert cosines[layer.layer][i, j] == pytest.approx(expected, abs=1e-6)
 
 
 # --- HC-SMoE ----------------------------------------------------------------------
@@ -81,7 +57,7 @@ def test_average_linkage_by_hand(number: int) -> None:
     """Six rows, for every number of groups and several draws."""
     for seed in range(10):
         rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
-        groups = hc_smoe.average_linkage(rows, number)
+        groups = merging.average_linkage(rows, number)
         assert sets(groups) == linked_by_hand(rows.double(), number)
         assert [min(g) for g in groups] == sorted(min(g) for g in groups)
 
@@ -111,21 +87,6 @@ def test_a_group_without_tokens_is_the_plain_mean() -> None:
 
 
 # --- Sub-MoE ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
-def test_cosines_of_outputs_by_a_loop(family: str) -> None:
-    """The cosine of two experts' outputs for each token, its mean over all tokens."""
-    model = tiny_model(family)
-    matrices = collect(model, WINDOWS, {"cosines": sub_moe.OUTPUT_COSINES})["cosines"]
-    calls = experts_calls(model, IDS)
-    for layer in find_experts(model):
-        f = outputs_of(layer, calls[layer.layer][0])
-        for i, j in itertools.product(range(4), repeat=2):
-            tokens = zip(f[i], f[j], strict=True)
-            cosines = [float(a @ b / a.norm() / b.norm()) for a, b in tokens]
-            expected = np.mean(cosines)
-            assert matrices[layer.layer][i, j] == pytest.approx(expected, abs=1e-9)
 
 
 def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
@@ -238,7 +199,7 @@ def test_random_groups_by_hand(family: str) -> None:
 def test_every_grouping_can_be_drawn() -> None:
     """Four experts in two groups: three pairs of pairs, and four single ones."""
     rng = np.random.default_rng(0)
-    draws = [hc_smoe.drawn(4, 2, rng) for _ in range(200)]
+    draws = [merging.drawn(4, 2, rng) for _ in range(200)]
     assert len({frozenset(map(frozenset, groups)) for groups in draws}) == 7
     assert all(sorted(itertools.chain(*groups)) == [0, 1, 2, 3] for groups in draws)
 

@@ -4,22 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model
+from methods_by_hand import IDS, SIX, WINDOWS
 
 from benchmarks import method_twins
 from heapr_lab.refinement.expert_calls import iter_expert_calls
-from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
-
-IDS = tiny_ids(n_sequences=6, seq_len=10)
-WINDOWS = CalibrationSet.from_ids(IDS)
 
 
 def model_of(family: str) -> Any:
     """A tiny model of eight experts, of which one in eight is one."""
-    sizes = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
-    return tiny_model(family, **sizes)
+    return tiny_model(family, **dict.fromkeys(SIX, 8))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])

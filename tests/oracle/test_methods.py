@@ -8,86 +8,55 @@ import pandas as pd
 import pytest
 import torch
 from families import tiny_model
-from methods_by_hand import FAMILIES, IDS, SIX, WINDOWS, fitted, removed
+from methods_by_hand import (
+    FAMILIES,
+    IDS,
+    SIX,
+    WINDOWS,
+    fitted,
+    gradients_by_hand,
+    lowest,
+    removed,
+    routed,
+)
 from oracles.token_by_token import matrices, run, statistics
-from text_models import atoms_by_hand
+from text_models import atoms_by_hand, experts_calls
 from torch import nn
 
-from heapr_lab.errors import LayoutError
+from heapr_lab import methods
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.methods import experts, naee
 from heapr_lab.methods.collectors import Measurements, expert_output
-from heapr_lab.methods.dropping import dropping
-from heapr_lab.methods.expert_axes import find_expert_axes
+from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.expert_calls import iter_expert_calls
+from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
-
-
-def without(scores: dict[Any, float], number: int) -> set[Any]:
-    """The keys of the `number` lowest values."""
-    return set(sorted(scores, key=lambda key: scores[key])[:number])
 
 
 # --- experts ----------------------------------------------------------------------
 
 
-def outputs_by_hand(model: nn.Module) -> dict[tuple[int, int], list[Any]]:
-    """For each expert, (f, p) of each token routed to it, one after the other."""
-    model.requires_grad_(False)
-    _, records = run(model, IDS)
-    return {
-        (layer.layer, expert): [
-            (token.E.detach(), float(token.p))
-            for token in records[id(layer.module)].tokens[expert]
-        ]
-        for layer in find_experts(model)
-        for expert in range(layer.n_experts)
-    }
-
-
 SCORES = {
     "frequency": lambda tokens: len(tokens),
-    "ean": lambda tokens: sum(float(f.norm()) for f, _ in tokens),
-    "reap": lambda tokens: np.mean([p * float(f.norm()) for f, p in tokens] or [0]),
-    "man": lambda tokens: np.mean([float(f.norm()) for f, _ in tokens] or [0]),
-    "msan": lambda tokens: np.mean([float(f @ f) for f, _ in tokens] or [0]),
+    "ean": lambda tokens: sum(float(t.E.norm()) for t in tokens),
+    "reap": lambda tokens: np.mean([float(t.p * t.E.norm()) for t in tokens] or [0]),
+    "man": lambda tokens: np.mean([float(t.E.norm()) for t in tokens] or [0]),
+    "msan": lambda tokens: np.mean([float(t.E @ t.E) for t in tokens] or [0]),
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", SCORES)
-def test_experts_of_the_lowest_score_are_dropped(name: str, family: str) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "nemotron_h"])
+def test_experts_of_the_lowest_score_are_dropped(family: str) -> None:
     """Each layer loses two of six, by the score of a loop over its tokens."""
     model = tiny_model(family, **SIX)
-    compression = fitted(name, model, 0.34)
-    by_hand = {k: SCORES[name](tokens) for k, tokens in outputs_by_hand(model).items()}
-    for layer, kept in compression.kept.items():
-        scores = {e: by_hand[layer, e] for e in range(6)}
-        ordered = sorted(scores.values())
-        assert ordered[1] < ordered[2]  # no tie, which would hide a difference
-        assert set(range(6)) - set(kept) == without(scores, 2)
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "nemotron_h"])
-def test_the_statistics_of_experts(family: str) -> None:
-    """Every column, with biases and without gates, equals the loop's."""
-    model = tiny_model(family)
-    frame = Measurements(model, WINDOWS).experts().set_index(["layer", "expert"])
-    for key, tokens in outputs_by_hand(model).items():
-        row = frame.loc[key]
-        norms, p = [float(f.norm()) for f, _ in tokens], [p for _, p in tokens]
-        expected = {
-            "tokens": len(tokens),
-            "sum_p": sum(p),
-            "sum_norm": sum(norms),
-            "sum_norm2": sum(a * a for a in norms),
-            "sum_p_norm": sum(a * b for a, b in zip(norms, p, strict=True)),
-            "peak": max([float(f.abs().max()) for f, _ in tokens], default=0.0),
-        }
-        for name, value in expected.items():
-            assert row[name] == pytest.approx(value, rel=1e-5), (key, name)
+    tokens = routed(model)
+    for name, score in SCORES.items():
+        for layer, kept in fitted(name, model, 0.34).kept.items():
+            scores = {e: score(tokens[layer, e]) for e in range(6)}
+            assert set(range(6)) - set(kept) == lowest(scores, 2), name
 
 
 @pytest.mark.parametrize("renormalised", [False, True])
@@ -205,7 +174,7 @@ def test_naee_is_greedy_where_there_are_too_many_subsets() -> None:
                 e: change_by_running(model, layer, tuple(sorted(left - {e})))
                 for e in left
             }
-            left -= without(losses, 1)
+            left -= lowest(losses, 1)
         assert set(kept) == left
 
 
@@ -248,15 +217,15 @@ def test_heapr_by_the_matrix_of_the_paper() -> None:
         for expert in range(layer.n_experts):
             atoms = statistics(records[id(layer.module)], expert)["heapr"]
             scores |= {(layer.layer, expert, k): float(v) for k, v in enumerate(atoms)}
-    assert removed(fitted("heapr", model, 0.3)) == without(scores, 19)  # of 64
+    assert removed(fitted("heapr", model, 0.3)) == lowest(scores, 19)  # of 64
     local = {k: s for k, s in scores.items() if k[0] == 1}
     of_layer = {k for k in removed(fitted("heapr-l", model, 0.3)) if k[0] == 1}
-    assert of_layer == without(local, 9)  # of 32
+    assert of_layer == lowest(local, 9)  # of 32
     sums: dict[Any, float] = {}
     for (layer, expert, _), value in scores.items():
         sums[layer, expert] = sums.get((layer, expert), 0.0) + value
     gone = {key[:2] for key in removed(fitted("heapr-expert", model, 0.3))}
-    assert gone == without(sums, 3)  # of 8
+    assert gone == lowest(sums, 3)  # of 8
 
 
 def test_magnitude_by_hand() -> None:
@@ -270,7 +239,7 @@ def test_magnitude_by_hand() -> None:
                 parts = w["W_down"][:, atom], w["W_up"][atom], w["W_gate"][atom]
                 key = layer.layer, expert, atom
                 sizes[key] = sum(float(part.square().sum()) for part in parts)
-    assert removed(fitted("magnitude", model, 0.3)) == without(sizes, 19)
+    assert removed(fitted("magnitude", model, 0.3)) == lowest(sizes, 19)
 
 
 def camera_by_hand(frame: pd.DataFrame) -> dict[Any, float]:
@@ -296,8 +265,105 @@ def test_camera_is_sequential(family: str) -> None:
             frame = atoms_by_hand(model, IDS)
         scores = camera_by_hand(frame[frame["layer"] == layer])
         assert len(scores) == 32
-        gone = without(scores, 16)
+        gone = lowest(scores, 16)
         expected |= gone
         for _, expert, atom in gone:
             keep[layer][expert, atom] = False
     assert removed(compression) == expected
+
+
+# --- atoms, by measurements of their own ------------------------------------------
+
+Key = tuple[int, int, int]
+
+
+# --- IntDim -----------------------------------------------------------------------
+
+
+def sizes_by_hand(model: nn.Module) -> dict[Key, float]:
+    """Mean |gradient| of each atom's weights: loops over windows and atoms."""
+    scores: dict[Key, float] = {}
+    for gradients in gradients_by_hand(model):
+        for key, w in gradients.items():
+            for atom in range(len(w["W_up"])):
+                weights = [w["W_up"][atom], w["W_down"][:, atom]]
+                weights += [] if w["W_gate"] is None else [w["W_gate"][atom]]
+                size = float(torch.cat(weights).abs().mean()) / len(IDS)
+                scores[*key, atom] = scores.get((*key, atom), 0.0) + size
+    return scores
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "nemotron_h"])
+def test_intdim_by_loops(family: str) -> None:
+    """Each variant removes the lowest of its scope."""
+    model = tiny_model(family)
+    scores = sizes_by_hand(model)
+    assert removed(fitted("intdim-g", model, 0.3)) == lowest(scores, 19)  # of 64
+    for name, scope in {"intdim-l": 1, "intdim-e": 2}.items():
+        expected: set[Key] = set()
+        for group in {key[:scope] for key in scores}:
+            members = {k: s for k, s in scores.items() if k[:scope] == group}
+            expected |= lowest(members, int(0.3 * len(members)))
+        assert removed(fitted(name, model, 0.3)) == expected
+
+
+# --- TENP -------------------------------------------------------------------------
+
+
+def tenp_by_hand(
+    model: nn.Module,
+) -> tuple[dict[tuple[int, int], float], dict[Key, float]]:
+    """Scores of experts and of atoms, from each atom's own output vector."""
+    experts: dict[tuple[int, int], float] = {}
+    atoms: dict[Key, float] = {}
+    for key, tokens in routed(model).items():
+        lengths, experts[key] = [], 0.0
+        for t in tokens:
+            turned = 1 - float(t.x @ t.E / t.x.norm() / t.E.norm())
+            experts[key] += float(t.p * t.E.norm()) * turned
+            lengths.append([float(column @ t.E / t.E.norm()) for column in t.e])
+        for atom, length in enumerate(np.mean(lengths, axis=0)):
+            atoms[*key, atom] = float(length)
+    return experts, atoms
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron_h"])
+def test_tenp_by_loops(family: str) -> None:
+    """Two of six experts of the first layer are whole, three of the second."""
+    model = tiny_model(family, **SIX)
+    experts, atoms = tenp_by_hand(model)
+    compression = fitted("tenp-like", model, 0.3, whole=0.6)  # 5 of 12 experts
+    first, second = (layer.layer for layer in find_experts(model))
+    expected: set[Key] = set()
+    for layer, number in ((first, 2), (second, 3)):
+        order = sorted(range(6), key=lambda e, k=layer: experts[k, e])
+        for expert in order[: 6 - number]:
+            scores = {k: s for k, s in atoms.items() if k[:2] == (layer, expert)}
+            expected |= lowest(scores, 4)
+    assert removed(compression) == expected  # 0.3 · 96 atoms of 7 experts: 4 of each
+    assert min(atoms.values()) < 0 or family == "deepseek_v2"  # scores have signs
+
+
+def test_enp_keeps_no_expert_whole() -> None:
+    """With whole=0 every expert loses as many atoms; a wrong share is refused."""
+    model = tiny_model("qwen3_moe")
+    kept = fitted("tenp-like", model, 0.5, whole=0.0).keep.arrays
+    assert {int(n) for mask in kept.values() for n in mask.sum(1)} == {4}
+    with pytest.raises(SpecError, match=r"whole is 1\.0, expected a share"):
+        fitted("tenp-like", model, 0.5, whole=1.0)
+
+
+# --- experts without tokens -------------------------------------------------------
+
+
+def test_dead_experts_lose_their_atoms_first() -> None:
+    """Ours: in each layer no token reaches two of four experts, which go first."""
+    model, ids = tiny_model("qwen3_moe"), IDS[:1, :3]
+    calls = experts_calls(model, ids)
+    used = {k: {*index[:-1].flatten().tolist()} for k, (_, index, _) in calls.items()}
+    assert all(len(experts) == 2 for experts in used.values())
+    windows = CalibrationSet.from_ids(ids)
+    gone = removed(methods.get("heapr").fit(model, windows, ratio=0.5))
+    dead = {(k, e) for k, experts in used.items() for e in {0, 1, 2, 3} - experts}
+    assert {key[:2] for key in gone} == dead
+    assert len(gone) == 8 * len(dead)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from commands import one_line, run, text_of
 from families import D_VOCAB, tiny_ids, tiny_model
-from keeps import widths_keep, zeroed_twin
+from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from quantised_folder import in_fp8, of_each_weight
-from stored_tensors import changed_tensors, tensors_in
+from stored_tensors import changed_tensors, same_tensors, tensors_in
 from tiny_folder import D_VOCAB as TEXT_VOCABULARY
 from tiny_folder import write_text, write_tokenizer
 from torch import nn
@@ -55,13 +55,20 @@ FAMILIES = {
     "qwen3_5_moe": "mtp.layers.0.",
 }
 """Where the layer is in the files of each family, as it is published."""
+COUNTS = {
+    "deepseek_v3": "num_nextn_predict_layers",
+    "glm4_moe": "num_nextn_predict_layers",
+    "qwen3_next": "mtp_num_hidden_layers",
+}
+"""The key of families whose configuration counts such layers."""
 WIDTH = 4
 
 
 def source_of(folder: Path, family: str, **sizes: Any) -> Path:
     """A tiny model with such a layer, whose tensors are random."""
     make = tiny_wrapper if family in WRAPPERS else tiny_model
-    model = make(family, num_nextn_predict_layers=1, **sizes)
+    count = {COUNTS.get(family, "num_nextn_predict_layers"): 1}
+    model = make(family, **count, **sizes)
     model.save_pretrained(folder)
     config, new = model.config.get_text_config(), FAMILIES.get(family, LAST)
     inside = "language_model." if family in WRAPPERS else ""
@@ -83,6 +90,12 @@ def source_of(folder: Path, family: str, **sizes: Any) -> Path:
             values *= 0.4 if values.dim() > 1 else 0.1
             stored[name] = values.to(model.dtype)
     return folder
+
+
+def extra_in(folder: Path, family: str) -> set[str]:
+    """The names of the layer's tensors."""
+    first = FAMILIES[family].partition("layers.0.")[0]
+    return {name for name in tensors_in(folder) if name.startswith(first)}
 
 
 def opened(folder: Path) -> tuple[Any, Any]:
@@ -135,21 +148,17 @@ def test_statistics_are_of_the_loss_of_the_layer(tmp_path, family):
     assert table.metadata["N"] == ids.numel() - 2 * len(ids)
 
 
-@pytest.mark.parametrize("how", ["memory", "files"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_uniform_checkpoint_has_it_as_narrow_as_all_others(tmp_path, family, how):
+def test_a_uniform_checkpoint_has_it_as_narrow_as_all_others(tmp_path, family):
     """It keeps its atoms of the highest scores; it computes what zeroed columns do."""
     source = source_of(tmp_path / "source", family)
     model, layer = opened(source)
     keep = widths_keep(model, WIDTH, structure="uniform")
     text = CalibrationSet.from_ids(tiny_ids())
-    if how == "memory":
-        save_pruned(
-            prune(model, keep), tmp_path / "out", base=str(source), calibration=text
-        )
-    else:
-        prune_folder(source, keep, tmp_path / "out", calibration=text)
-    pruned, narrow = opened(tmp_path / "out")
+    out = prune_folder(source, keep, tmp_path / "out", calibration=text)
+    options = {"base": str(source), "calibration": text}
+    same_tensors(out, save_pruned(prune(model, keep), tmp_path / "saved", **options))
+    pruned, narrow = opened(out)
     table = head_table(zeroed_twin(model, keep), layer, text)
     mask = highest(table, WIDTH)
     assert set(mask.by_layer(0).sum(1)) == {WIDTH}
@@ -284,3 +293,86 @@ def test_of_another_form_it_is_left_out(tmp_path, caplog, monkeypatch, family):
     assert not [n for n in tensors_in(tmp_path / "out") if "layers.3." in n]
     assert "dropped" in read_json(tmp_path / "out" / "heapr_manifest.json")
     assert "cannot run model.layers.3.*" in caplog.text
+
+
+# --- kept as it is, or left out ---------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["ragged", "per_layer", "uniform"])
+@pytest.mark.parametrize("family", COUNTS)
+def test_without_text_it_is_kept_or_left_out(tmp_path, family, structure):
+    """It is kept bit for bit, or gone; configuration and card say which.
+
+    A stock configuration has one width for the experts of all layers.
+    """
+    source = source_of(tmp_path / "source", family)
+    model, before = read_weights(source, dtype=torch.float64), tensors_in(source)
+    model.set_experts_implementation("eager")
+    extra = extra_in(source, family)
+    whole = structure != "uniform"
+    keep = random_keep(model)
+    if structure != "ragged":
+        keep = widths_keep(model, WIDTH, structure=structure)
+    saved = save_pruned(prune(model, keep), tmp_path / "saved", base=str(source))
+    sliced = prune_folder(source, keep, tmp_path / "sliced")
+    same_tensors(saved, sliced)
+    expected = logits_of(zeroed_twin(model, keep), tiny_ids())
+    for folder in (saved, sliced):
+        tensors = tensors_in(folder)
+        assert tensors.keys() & extra == (extra if whole else set())
+        assert all(torch.equal(tensors[n], before[n]) for n in extra & tensors.keys())
+        assert read_json(folder / "config.json")[COUNTS[family]] == whole
+        verb = "kept" if whole else "dropped"
+        note = read_json(folder / "heapr_manifest.json")[verb]
+        assert note.startswith(f"{len(extra)} tensors of layers")
+        assert f"| {verb} | {note} |" in (folder / "README.md").read_text()
+        again = read_weights(folder, dtype=torch.float64)
+        again.set_experts_implementation("eager")
+        logits = logits_of(again, tiny_ids())
+        assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_without_experts_they_are_kept(tmp_path, structure):
+    """As in MiMo: there is nothing to prune, and no width to have in common."""
+    model = tiny_model("mimo_v2_flash")
+    model.save_pretrained(tmp_path / "source")
+    with changed_tensors(tmp_path / "source") as stored:
+        first = {n: t for n, t in stored.items() if n.startswith("model.layers.0.")}
+        assert not any(".experts." in name for name in first)
+        extra = {
+            name.replace("model.layers.0.", f"model.mtp.layers.{layer}."): tensor
+            for name, tensor in first.items()
+            for layer in range(3)
+        }
+        stored |= extra
+    keep = widths_keep(model, 4, structure=structure)
+    out = prune_folder(tmp_path / "source", keep, tmp_path / "out")
+    after = tensors_in(out)
+    assert all(torch.equal(after[name], tensor) for name, tensor in extra.items())
+    assert "kept" in read_json(out / "heapr_manifest.json")
+
+
+def test_quantised_ones_are_left_out(tmp_path):
+    """They would be numbers without their scales' meaning beside other weights."""
+    source = source_of(tmp_path / "source", "glm4_moe")
+    extra = extra_in(source, "glm4_moe")
+    with changed_tensors(source) as stored:
+        for name in extra:
+            if name.endswith("down_proj.weight"):
+                stored[name] = stored[name].to(torch.float8_e4m3fn)
+    model = read_weights(source, dtype=torch.float64)
+    keep = random_keep(model)
+    out = save_pruned(prune(model, keep), tmp_path / "out", base=str(source))
+    assert not tensors_in(out).keys() & extra
+    assert "dropped" in read_json(out / "heapr_manifest.json")
+    assert read_json(out / "config.json")[COUNTS["glm4_moe"]] == 0
+
+
+def test_nothing_is_said_of_a_model_without(tmp_path):
+    """No tensors, no words."""
+    model = tiny_model("glm4_moe")
+    model.save_pretrained(tmp_path / "source")
+    out = prune_folder(tmp_path / "source", random_keep(model), tmp_path / "out")
+    manifest = read_json(out / "heapr_manifest.json")
+    assert not {"kept", "dropped"} & manifest.keys()

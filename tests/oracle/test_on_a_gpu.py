@@ -22,17 +22,16 @@ import heapr_lab
 from heapr_lab import Calibration, CalibrationSet, Setting, Workbench, methods
 from heapr_lab.evaluation.perplexity import evaluate_perplexity, window_nll
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.inspection.activations import atoms_of_token
+from heapr_lab.inspection.activations import atoms_of_token, routing
 from heapr_lab.inspection.attribution import attribute_loss
 from heapr_lab.inspection.passages import read_passage, token_losses
-from heapr_lab.inspection.routing import routing
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compress import compress
 from heapr_lab.refinement.elimination import eliminate
-from heapr_lab.refinement.generation import continuations
+from heapr_lab.refinement.own_text import continuations
 from heapr_lab.tasks.harness import continuation_task
 from heapr_lab.tasks.items import task_items
 from heapr_lab.workbench.settings import PROFILES

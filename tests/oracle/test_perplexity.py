@@ -2,18 +2,16 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
+from keeps import full_keep, random_keep
 
 from heapr_lab.evaluation.perplexity import (
     evaluate_divergence,
     evaluate_perplexity,
-    kl_divergence,
 )
 from heapr_lab.models.likelihood import token_nll
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
 
 pytestmark = pytest.mark.oracle
@@ -36,15 +34,6 @@ def model():
     return tiny_model("qwen2_moe")
 
 
-def keep_of(model, *, share):
-    """A mask that drops the first atoms of each expert, `share` of all."""
-    config = model.config
-    shape = (config.num_experts, config.moe_intermediate_size)
-    keep = np.ones(shape, bool)
-    keep[:, : int(share * shape[1])] = False
-    return KeepMask.from_arrays(dict.fromkeys(range(config.num_hidden_layers), keep))
-
-
 @pytest.mark.parametrize("family", [*REPRESENTATIVES, *AFTER_THE_HEAD])
 def test_nll_is_the_family_s_own_loss(family):
     """The mean of token_nll is the loss that transformers computes of whole logits."""
@@ -64,16 +53,6 @@ def test_nll_is_the_family_s_own_loss(family):
     assert nll.std() > 0.05
 
 
-@pytest.mark.parametrize(("family", "change"), AFTER_THE_HEAD.items())
-def test_what_comes_after_the_head_counts(family, change):
-    """The scale or soft cap does change the likelihoods of these models."""
-    ids = tiny_ids()
-    (name,) = change
-    changed = token_nll(tiny_model(family, **change), ids)
-    neutral = token_nll(tiny_model(family, **{name: 1.0}), ids)
-    assert (changed - neutral).abs().max() > 0.01
-
-
 @pytest.mark.parametrize("batch_size", [None, 1, 3, 100])
 def test_batches_change_nothing(model, batch_size):
     """Seven windows in batches of 1, of 3 with a last one of 1, and at once."""
@@ -85,15 +64,9 @@ def test_batches_change_nothing(model, batch_size):
     assert result.n_tokens == 7 * 8
 
 
-def test_kl_where_nothing_is_possible():
-    """A token that neither model allows adds nothing."""
-    log_p = torch.tensor([0.0, -math.inf])
-    assert kl_divergence(log_p, log_p).item() == 0
-
-
 def test_the_full_mask_does_not_diverge(model):
     """Keeping everything: no divergence beyond rounding, every top token the same."""
-    result = evaluate_divergence(model, keep_of(model, share=0), tiny_ids())
+    result = evaluate_divergence(model, full_keep(model), tiny_ids())
     assert result.kl == pytest.approx(0, abs=1e-12)
     assert result.top1_agreement == 1
     assert result.n_tokens == 24
@@ -102,7 +75,7 @@ def test_the_full_mask_does_not_diverge(model):
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_divergence_from_whole_logits(model, batch_size):
     """KL and agreement are those of the two models' whole logits."""
-    ids, keep = tiny_ids(), keep_of(model, share=0.5)
+    ids, keep = tiny_ids(), random_keep(model)
     result = evaluate_divergence(model, keep, ids, batch_size=batch_size)
     with torch.no_grad():
         log_p = model(ids).logits[:, :-1].log_softmax(-1)

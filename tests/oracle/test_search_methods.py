@@ -10,14 +10,12 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import logits_of
-from methods_by_hand import FAMILIES, IDS, SIX, fitted, without_experts
-from oracles.token_by_token import run
+from methods_by_hand import FAMILIES, IDS, SIX, fitted, routed, without_experts
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import evoesap, evolution, moe_i2, naee
-from heapr_lab.methods.dropping import dropping
-from heapr_lab.methods.expert_axes import find_expert_axes
+from heapr_lab.methods import evoesap, experts, moe_i2, naee
+from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 
@@ -38,17 +36,15 @@ def nll(model: nn.Module) -> float:
 
 def by_reap(model: nn.Module) -> dict[int, list[int]]:
     """The experts of each layer, lowest mean p · ‖f‖ first, one token after another."""
-    model.requires_grad_(False)
-    _, records = run(model, IDS)
-    order = {}
-    for layer in find_experts(model):
-        tokens = records[id(layer.module)].tokens
-        scores = [
-            np.mean([float(t.p) * float(t.E.detach().norm()) for t in tokens[e]] or [0])
-            for e in range(layer.n_experts)
-        ]
-        order[layer.layer] = np.argsort(scores).tolist()
-    return order
+    means = {
+        key: np.mean([float(t.p * t.E.norm()) for t in tokens] or [0])
+        for key, tokens in routed(model).items()
+    }
+    ordered = sorted(means, key=lambda key: means[key])
+    return {
+        layer.layer: [e for number, e in ordered if number == layer.layer]
+        for layer in find_experts(model)
+    }
 
 
 MUCH = {"population": 12, "generations": 12}
@@ -166,11 +162,11 @@ def test_the_search_of_evoesap_by_hand(seed: int) -> None:
 def test_the_fitness_of_a_search_is_that_of_all_logits() -> None:
     """The loss and the rejection, of the dense model and of a smaller one."""
     model = tiny_model("qwen2_moe", **SIX)
-    rejection, kept = evolution.Rejection(model, IDS), {0: (0, 2, 3), 1: (1, 4)}
+    rejection, kept = evoesap.Rejection(model, IDS), {0: (0, 2, 3), 1: (1, 4)}
     assert rejection() == pytest.approx(0, abs=1e-12)
     small = without_experts(model, kept)
     with dropping(model, kept):
-        rate, loss = rejection(), evolution.loss(model, IDS)
+        rate, loss = rejection(), moe_i2.loss(model, IDS)
     assert rate == pytest.approx(rejected(model, small), rel=1e-9)
     assert rate > 1e-3
     assert loss == pytest.approx(nll(small), rel=1e-9)
@@ -201,10 +197,10 @@ def test_what_a_search_refuses() -> None:
 
 def test_shares_are_exact_and_limited() -> None:
     """Equal weights give equal shares, and every allocation can be reached."""
-    assert evolution.apportioned([1.0, 1.0, 1.0], 6, [4, 4, 4]) == (2, 2, 2)
-    assert evolution.apportioned([0.0, 0.0], 3, [1, 4]) == (1, 2)
+    assert experts.apportioned([1.0, 1.0, 1.0], 6, [4, 4, 4]) == (2, 2, 2)
+    assert experts.apportioned([0.0, 0.0], 3, [1, 4]) == (1, 2)
     for wanted in itertools.product(range(4), repeat=3):
-        plan = evolution.apportioned(list(map(float, wanted)), sum(wanted), [3, 3, 3])
+        plan = experts.apportioned(list(map(float, wanted)), sum(wanted), [3, 3, 3])
         assert plan == wanted
 
 

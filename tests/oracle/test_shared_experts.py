@@ -9,7 +9,6 @@ import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, widths_keep
 from stored_tensors import same_tensors, tensors_in
-from tiny_folder import write_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -19,10 +18,8 @@ from heapr_lab.checkpoints.save import (
     prune_folder,
     save_pruned,
 )
-from heapr_lab.checkpoints.shared_experts import wider
-from heapr_lab.checkpoints.uniform import stock_config
+from heapr_lab.checkpoints.uniform import stock_config, wider
 from heapr_lab.models.folders import read_config
-from heapr_lab.models.loading import load_model
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune
@@ -106,29 +103,6 @@ def test_what_is_added_is_zero(family: str, tmp_path: Path) -> None:
         wide[:rows, :columns] = 0
         assert not wide.any()
         assert (after[name].shape != before[name].shape) == (name in shared)
-
-
-def test_streamed(tmp_path: Path) -> None:
-    """A streamed model is saved with the same tensors, and streams again."""
-    model = model_of("deepseek_v3")
-    model.save_pretrained(tmp_path / "dense", max_shard_size="5KB")
-    write_tokenizer(tmp_path / "dense")
-    keep = widths_keep(model, WIDTH, structure="uniform")
-    folders = []
-    for streamed in (False, True):
-        dense, _ = load_model(
-            tmp_path / "dense", device="cpu", dtype="float32", stream=streamed
-        )
-        name = f"pruned-{streamed}"
-        folders.append(save_pruned(prune(dense, keep), tmp_path / name))
-    first, second = (tensors_in(folder) for folder in folders)
-    assert second.keys() == first.keys()
-    assert [name for name in first if not torch.equal(second[name], first[name])] == []
-    check_masked(folders[1], model, keep)
-    again, _ = load_model(folders[1], device="cpu", dtype="float32", stream=True)
-    with masking(model, keep):
-        expected = logits_of(model, IDS)
-    torch.testing.assert_close(logits_of(again, IDS), expected, **CLOSE)
 
 
 def test_no_zero_atoms_where_the_width_divides() -> None:

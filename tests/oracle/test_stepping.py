@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
+from oracles.features import all_grams
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.modes import evaluating
@@ -26,12 +27,11 @@ def test_sums_are_those_of_whole_forwards(
 ) -> None:
     """Bit for bit, with what is of a batch and not of its shape, too."""
     model = tiny_model(family)
-    expected = grams.collect_grams(model, WINDOWS, span="expert")
-    monkeypatch.setattr(grams, "_AT_ONCE", 1)
+    expected = all_grams(model, WINDOWS)
     monkeypatch.setattr(grams, "_TOKENS_AT_ONCE", 48)  # several batches, one shorter
-    several = grams.collect_grams(model, WINDOWS, span="expert")
-    walked = grams.iter_grams(model, WINDOWS, span="expert")
-    layers = {layer.layer: gram for layer, gram in walked}
+    several = all_grams(model, WINDOWS)
+    monkeypatch.setattr(grams, "_AT_ONCE", 1)
+    layers = all_grams(model, WINDOWS)
     assert layers.keys() == expected.keys()
     for layer, gram in layers.items():
         assert torch.equal(gram.sums, several[layer].sums)

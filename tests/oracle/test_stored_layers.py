@@ -7,7 +7,7 @@ import gc
 import math
 import shutil
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import random_keep
-from tiny_folder import write_tokenizer
+from tiny_folder import opened, write_folder
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import (
@@ -47,9 +46,7 @@ Usage = namedtuple("Usage", "total used free")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of four layers."""
     path = tmp_path_factory.mktemp("model")
-    tiny_model("qwen3_moe", num_hidden_layers=N_LAYERS).save_pretrained(path)
-    write_tokenizer(path)
-    return path
+    return write_folder(path, tiny_model("qwen3_moe", num_hidden_layers=N_LAYERS))
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +55,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("heapr_lab.refinement.compensation.STANDARD_ERRORS", -math.inf)
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / "sweeps"
-
-
-def opened(folder: Path, host_memory: int | str) -> Any:
-    """The streamed model."""
-    return load_model(
-        folder, device="cpu", dtype="float64", stream=True, host_memory=host_memory
-    )[0]
 
 
 def left(files: Path) -> list[Path]:
@@ -86,11 +76,10 @@ def n_held(*shapes: tuple[int, ...]) -> int:
 
 
 @pytest.fixture
-def uncounted() -> Iterator[None]:
+def uncounted() -> None:
     """What is there before, of other tests say, is not looked at by `n_held`."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -126,11 +115,15 @@ def assert_same(one: Compensation, other: Compensation) -> None:
 
 def test_compress(folder: Path, files: Path) -> None:
     """The same report, mask and weights, to the bit; no file stays."""
-    expected = fit_compression(opened(folder, "1GB"), WINDOWS, ratio=0.5)
+    expected = fit_compression(
+        opened(folder, stream=True, host_memory="1GB"), WINDOWS, ratio=0.5
+    )
     assert expected.compensation is not None
     paths = left(files)
     for room in (0, 20_000):
-        fit = fit_compression(opened(folder, room), WINDOWS, ratio=0.5)
+        fit = fit_compression(
+            opened(folder, stream=True, host_memory=room), WINDOWS, ratio=0.5
+        )
         assert fit.keep.fingerprint == expected.keep.fingerprint
         assert fit.report.equals(expected.report)
         assert fit.compensation is not None
@@ -146,7 +139,7 @@ def test_the_pruned_model_reads_its_weights(folder: Path, files: Path) -> None:
     """It reads them as long as it is used."""
     losses = []
     for room in ("1GB", 0):
-        model = opened(folder, room)
+        model = opened(folder, stream=True, host_memory=room)
         pruned = compress(model, WINDOWS, ratio=0.5)
         losses.append(window_nll(pruned, WINDOWS.ids))
         assert room != 0 or list(files.rglob("*.safetensors"))
@@ -160,7 +153,7 @@ def test_one_layer_is_in_memory(
     room: int | str, folder: Path, peak: Callable[[str], int]
 ) -> None:
     """Without room: the sums of one, its weights and the new ones, where all fit."""
-    model = opened(folder, room)
+    model = opened(folder, stream=True, host_memory=room)
     fitted = CalibratedModel(model, WINDOWS.three_parts()[0])
     before = n_held(*SUMS.values()), n_held(DOWN)
     fit_compression(model, WINDOWS, ratio=0.5, fitted=fitted)
@@ -192,7 +185,7 @@ def test_an_interrupted_one_leaves_no_file(
 
     monkeypatch.setattr(LayerSolver, "solve", stopped)
     with pytest.raises(_StoppedError) as info:
-        fit_compression(opened(folder, 0), WINDOWS, ratio=0.5)
+        fit_compression(opened(folder, stream=True, host_memory=0), WINDOWS, ratio=0.5)
     assert len(list(files.rglob("sums-*.safetensors"))) == 0
     assert len(list(files.rglob("*sums-*.safetensors"))) == N_LAYERS
     assert len(list(files.rglob("*down-*.safetensors"))) == 2
@@ -205,7 +198,7 @@ def test_too_little_disk_is_an_error_before_the_work(
 ) -> None:
     """It says what is needed and what is there; one byte more is enough."""
     needed = N_LAYERS * 8 * (2 * 32 * 32 + 4 * 16 * 8)
-    model = opened(folder, 1000)
+    model = opened(folder, stream=True, host_memory=1000)
 
     def free(n_bytes: int) -> None:
         usage = Usage(0, 0, n_bytes)
@@ -224,12 +217,12 @@ def test_too_little_disk_is_an_error_before_the_work(
 
 def test_compensate(folder: Path, files: Path, peak: Callable[[str], int]) -> None:
     """The weights of one layer are in memory; they mask and prune like others."""
-    model = opened(folder, 0)
+    model = opened(folder, stream=True, host_memory=0)
     keep = random_keep(model)
     fit = fit_compensation(model, keep, WINDOWS)
     assert peak("sums") == 1
     assert peak("down_projs") <= 2
-    kept = opened(folder, "1GB")
+    kept = opened(folder, stream=True, host_memory="1GB")
     expected = fit_compensation(kept, keep, WINDOWS)
     assert_same(fit, expected)
     assert fit.report.equals(expected.report)
@@ -255,10 +248,10 @@ def test_eliminate(folder: Path, monkeypatch: pytest.MonkeyPatch, files: Path) -
         return layer_costs(*args, **options)
 
     monkeypatch.setattr(elimination, "layer_costs", looked)
-    model = opened(folder, 0)
+    model = opened(folder, stream=True, host_memory=0)
     table = collect_statistics(model, WINDOWS)
     disk = eliminate(model, table, WINDOWS)
-    in_memory, _ = load_model(folder, device="cpu", dtype="float64", stream=False)
+    in_memory = opened(folder, stream=False)
     ram = eliminate(in_memory, table, WINDOWS)
     assert set(held[:N_LAYERS]) == {1}
     assert set(held[N_LAYERS:]) == {N_LAYERS}

@@ -14,16 +14,15 @@ import pytest
 import torch
 from families import tiny_model
 from processes import CONTEXT
-from tiny_folder import write_tokenizer
+from tiny_folder import opened, write_folder
 
 from heapr_lab.errors import CacheError, HeaprLabError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.loading import load_model
-from heapr_lab.streaming import streamed_pass, sweep_store
+from heapr_lab.streaming import sweep_store, two_sweeps
 from heapr_lab.streaming.stream import Stream, stream_of
-from heapr_lab.streaming.streamed_pass import fitting_windows
 from heapr_lab.streaming.sweep_store import SweepStore
+from heapr_lab.streaming.two_sweeps import fitting_windows
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(
@@ -36,26 +35,19 @@ Usage = namedtuple("Usage", "total used free")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DeepSeek-V3, whose first layer is dense."""
     path = tmp_path_factory.mktemp("model")
-    tiny_model("deepseek_v3").save_pretrained(path, max_shard_size="5KB")
-    write_tokenizer(path)
-    return path
-
-
-def opened(folder: Path, **options: Any) -> Any:
-    """The streamed model."""
-    return load_model(folder, device="cpu", dtype="float64", stream=True, **options)[0]
+    return write_folder(path, tiny_model("deepseek_v3"), max_shard_size="5KB")
 
 
 @pytest.fixture
 def model(folder: Path) -> Any:
     """The streamed model."""
-    return opened(folder)
+    return opened(folder, stream=True)
 
 
 @pytest.fixture
 def table(folder: Path) -> ImportanceTable:
     """The table of the model in memory."""
-    model, _ = load_model(folder, device="cpu", dtype="float64", stream=False)
+    model = opened(folder, stream=False)
     return collect_statistics(model, WINDOWS, batch_size=2)
 
 
@@ -88,7 +80,7 @@ def test_states_beyond_the_budget_are_in_files(
         assert in_memory <= (5000 if host_memory == 5000 else 1e9 * bool(host_memory))
 
     monkeypatch.setattr(SweepStore, "put", noted)
-    model = opened(folder, host_memory=host_memory)
+    model = opened(folder, stream=True, host_memory=host_memory)
     assert_same(collect_statistics(model, WINDOWS, batch_size=2), table)
     assert (max(n_files) > 0) == (host_memory != "1GB")
     assert not list((tmp_path / "sweeps").iterdir())
@@ -98,7 +90,7 @@ def test_windows_go_in_parts_where_the_disk_is_small(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of two, four and seven windows give the same table."""
-    model = opened(folder, host_memory=0)
+    model = opened(folder, stream=True, host_memory=0)
     whole = collect_statistics(model, WINDOWS, batch_size=2)
     n_bytes = 16 * 16 * 8 * (3 + 3)  # tokens, d_model, float64, layers and the others
     reads = []
@@ -134,7 +126,7 @@ def test_a_full_disk_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What was finished before is used by the next call."""
-    model, state = opened(folder), tmp_path / "pass.state"
+    model, state = opened(folder, stream=True), tmp_path / "pass.state"
     save = sweep_store.save_file
 
     def full(group: Any, path: Path, **options: Any) -> None:
@@ -162,14 +154,11 @@ def test_a_full_disk_is_named(
 # --- after an interruption ----------------------------------------------------------
 
 
-def measure(
-    folder: Path, state: Path, out: Path, at_once: int, steps: Connection
-) -> None:
-    """What is killed: a pass that says when it has done a step."""
-    if at_once:
-        streamed_pass.fitting_windows = lambda *_, **__: at_once
+def measure(folder: Path, state: Path, out: Path, steps: Connection) -> None:
+    """What is killed: a pass in parts that says when it has done a step."""
+    two_sweeps.fitting_windows = lambda *_, **__: 2
     table = collect_statistics(
-        opened(folder), WINDOWS, batch_size=2, state=state,
+        opened(folder, stream=True), WINDOWS, batch_size=2, state=state,
         progress=lambda *done: steps.send(done),
     )  # fmt: skip
     table.write(out)
@@ -184,19 +173,17 @@ def started(*args: Any) -> tuple[Any, Connection]:
     return process, steps
 
 
-@pytest.mark.parametrize("at_once", [0, 2])
 def test_a_killed_pass_resumes_to_the_same_bits(
-    at_once: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed at random moments, each time further on, and then left alone."""
     out, state = tmp_path / "table.parquet", tmp_path / "pass.state"
-    if at_once:
-        monkeypatch.setattr(streamed_pass, "fitting_windows", lambda *_, **__: at_once)
-    model = opened(folder)
+    monkeypatch.setattr(two_sweeps, "fitting_windows", lambda *_, **__: 2)
+    model = opened(folder, stream=True)
     whole = collect_statistics(model, WINDOWS, batch_size=2)
-    chosen = random.Random(at_once)
+    chosen = random.Random(2)
     for n_steps in (4, 14):
-        process, steps = started(folder, state, out, at_once)
+        process, steps = started(folder, state, out)
         for _ in range(n_steps):
             steps.recv()
         time.sleep(chosen.random() * 0.02)
@@ -205,7 +192,7 @@ def test_a_killed_pass_resumes_to_the_same_bits(
         assert process.exitcode == -signal.SIGKILL
     assert not out.exists()
     assert (tmp_path / "pass.sweeps").is_dir()
-    process, _steps = started(folder, state, out, at_once)
+    process, _steps = started(folder, state, out)
     process.join()
     assert process.exitcode == 0
     table = ImportanceTable.read(out)
@@ -229,38 +216,25 @@ def interrupted(model: Any, state: Path, at: int, **options: Any) -> None:
 
 
 def test_every_step_can_be_the_last(model: Any, tmp_path: Path) -> None:
-    """Three layers, four batches, two sweeps."""
-    whole = collect_statistics(model, WINDOWS, batch_size=2)
-    for at in range(1, 25):
+    """Three layers, two batches, two sweeps."""
+    whole = collect_statistics(model, WINDOWS, batch_size=4)
+    for at in range(1, 13):
         state = tmp_path / f"{at}.state"
-        interrupted(model, state, at, batch_size=2)
-        table = collect_statistics(model, WINDOWS, batch_size=2, state=state)
+        interrupted(model, state, at, batch_size=4)
+        table = collect_statistics(model, WINDOWS, batch_size=4, state=state)
         assert table.frame.equals(whole.frame), at
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v4"])
 def test_what_is_of_a_batch_is_resumed(family: str, tmp_path: Path) -> None:
     """The tokens that a layer handed on, and the ids by which it routes."""
-    tiny_model(family).save_pretrained(tmp_path / family)
-    write_tokenizer(tmp_path / family)
-    model, state = opened(tmp_path / family), tmp_path / "pass.state"
+    folder = write_folder(tmp_path / family, tiny_model(family))
+    model, state = opened(folder, stream=True), tmp_path / "pass.state"
     whole = collect_statistics(model, WINDOWS, batch_size=2)
-    for at in (6, 11, 15, 22):
+    for at in (6, 15):  # in the sweep forward, and in the one back
         interrupted(model, state, at, batch_size=2)
         table = collect_statistics(model, WINDOWS, batch_size=2, state=state)
         assert table.frame.equals(whole.frame), at
-
-
-def test_the_state_of_another_pass_is_refused(model: Any, tmp_path: Path) -> None:
-    """Other windows are another pass; another batch size begins again."""
-    state = tmp_path / "pass.state"
-    interrupted(model, state, 20, batch_size=2)
-    windows = CalibrationSet.from_ids(WINDOWS.ids.flip(0))
-    with pytest.raises(CacheError, match="another pass"):
-        collect_statistics(model, windows, batch_size=2, state=state)
-    table = collect_statistics(model, WINDOWS, batch_size=3, state=state)
-    whole = collect_statistics(model, WINDOWS, batch_size=3)
-    assert table.frame.equals(whole.frame)
 
 
 def test_a_checkpoint_that_changed_is_another_pass(
@@ -269,10 +243,12 @@ def test_a_checkpoint_that_changed_is_another_pass(
     """What was measured on the old weights is not continued."""
     copy, state = tmp_path / "copy", tmp_path / "pass.state"
     shutil.copytree(folder, copy)
-    interrupted(opened(copy), state, 20, batch_size=2)
+    interrupted(opened(copy, stream=True), state, 20, batch_size=2)
     tiny_model("deepseek_v3", seed=1).save_pretrained(copy, max_shard_size="5KB")
     with pytest.raises(CacheError, match="another pass"):
-        collect_statistics(opened(copy), WINDOWS, batch_size=2, state=state)
+        collect_statistics(
+            opened(copy, stream=True), WINDOWS, batch_size=2, state=state
+        )
 
 
 def test_progress_names_sweep_and_layer(
@@ -280,7 +256,7 @@ def test_progress_names_sweep_and_layer(
 ) -> None:
     """It says what was read, too, beside a bar that only goes up."""
     notes: list[str] = []
-    monkeypatch.setattr(streamed_pass, "noted", lambda _, text: notes.append(text))
+    monkeypatch.setattr(two_sweeps, "noted", lambda _, text: notes.append(text))
     done: list[tuple[int, int]] = []
     collect_statistics(
         model, WINDOWS, batch_size=2, progress=lambda *at: done.append(at)

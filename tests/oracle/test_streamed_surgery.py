@@ -9,22 +9,21 @@ import torch
 from families import REPRESENTATIVES, tiny_model
 from keeps import random_keep
 from stored_tensors import tensors_in
-from tiny_folder import write_tokenizer
+from tiny_folder import opened, write_folder
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.identity import model_identity
-from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement import activation_grams
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
-from heapr_lab.refinement.generation import continuations
 from heapr_lab.refinement.healing import heal
+from heapr_lab.refinement.own_text import continuations
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -36,12 +35,8 @@ WINDOWS = CalibrationSet.from_ids(
 
 def both(family: str, folder: Path) -> list[Any]:
     """A tiny checkpoint in memory, and streamed, in float64."""
-    tiny_model(family).save_pretrained(folder, max_shard_size="5KB")
-    write_tokenizer(folder)
-    return [
-        load_model(folder, device="cpu", dtype="float64", stream=way)[0]
-        for way in (False, True)
-    ]
+    write_folder(folder, tiny_model(family), max_shard_size="5KB")
+    return [opened(folder, stream=way) for way in (False, True)]
 
 
 def assert_saved_alike(models: list[Any], tmp_path: Path, family: str) -> Path:
@@ -60,7 +55,7 @@ def assert_saved_alike(models: list[Any], tmp_path: Path, family: str) -> Path:
     )
     assert second - first <= {"model.safetensors.index.json"}
     assert first <= second
-    again, _ = load_model(folders[1], device="cpu", dtype="float64", stream=False)
+    again = opened(folders[1], stream=False)
     tolerance = 1e-4 if family in ROUNDED else 1e-9
     losses = [window_nll(model, WINDOWS.ids) for model in (models[0], models[1], again)]
     assert torch.allclose(losses[1], losses[0], rtol=tolerance)
@@ -77,7 +72,7 @@ def test_a_streamed_model_is_pruned_and_saved(family: str, tmp_path: Path) -> No
     folder = assert_saved_alike(pruned, tmp_path, family)
     with masking(models[1], keep):
         masked = window_nll(models[1], WINDOWS.ids)
-    streamed, _ = load_model(folder, device="cpu", dtype="float64", stream=True)
+    streamed = opened(folder, stream=True)
     tolerance = 1e-4 if family in ROUNDED else 1e-9
     assert torch.allclose(window_nll(streamed, WINDOWS.ids), masked, rtol=tolerance)
 

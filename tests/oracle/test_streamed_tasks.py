@@ -7,9 +7,8 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import random_keep
-from tiny_folder import D_VOCAB, write_tokenizer
+from tiny_folder import D_VOCAB, opened, write_folder
 
-from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.stream import stream_of
@@ -22,33 +21,26 @@ TOKENS_AT_ONCE = 2100
 TEXTS = tuple(" ".join(f"w{i}x{j}" for j in range(70)) for i in range(9))
 
 
-def task() -> Any:
-    """28 requests of several lengths, four for each context."""
+def task(n_items: int = 7) -> Any:
+    """28 requests, or fewer, of several lengths, four for each context."""
     corpus = Corpus("numbered", "test", TEXTS, "made here")
-    lm_task = continuation_task(corpus, n_items=7)
+    lm_task = continuation_task(corpus, n_items=n_items)
     lm_task.build_all_requests(limit=None, rank=0, world_size=1)
     return lm_task
 
 
-def opened(folder: Path, *, stream: bool, **options: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
-    return load_model(folder, device="cpu", dtype="float64", stream=stream, **options)
-
-
 def written(folder: Path, family: str) -> Path:
     """A checkpoint of a family."""
-    tiny_model(family, **SIZES).save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder
+    return write_folder(folder, tiny_model(family, **SIZES))
 
 
-def answers(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
-    """What the streamed model says."""
+def answers(model: Any, tokenizer: Any, n: int = 4) -> list[tuple[float, bool]]:
+    """What the streamed model says of `n` items."""
     from heapr_lab.tasks.harness_model import PackingHFLM
 
     lm = PackingHFLM(model, tokenizer)
     lm.tokens_at_once = TOKENS_AT_ONCE
-    pairs: list[tuple[float, bool]] = lm.loglikelihood(task().instances)
+    pairs: list[tuple[float, bool]] = lm.loglikelihood(task(n).instances)
     return pairs
 
 
@@ -56,7 +48,7 @@ def answers(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
 def alone(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
     """The answer to each request, without padding, from all logits."""
     pairs = []
-    for request in task().instances:
+    for request in task(4).instances:
         context, continuation = (tokenizer(text).input_ids for text in request.args)
         ids = torch.tensor([context + continuation])
         log_p = model(ids).logits.log_softmax(-1)[0, len(context) - 1 : -1]
@@ -69,11 +61,12 @@ def alone(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
 @pytest.mark.parametrize(
     "family", ["qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h"]
 )
-def test_answers_are_those_in_memory(family: str, tmp_path: Path) -> None:
+def test_answers_are_those_in_memory(
+    family: str, tokenizer: Any, tmp_path: Path
+) -> None:
     """To 1e-9 in float64, in batches of padded requests, with a mask and without."""
     folder = written(tmp_path, family)
-    whole, tokenizer = opened(folder, stream=False)
-    streamed, _ = opened(folder, stream=True)
+    whole, streamed = opened(folder, stream=False), opened(folder, stream=True)
     keep = random_keep(whole)
     # These compute a part of their layers in float32, where the padding matters.
     tolerance = 1e-5 if family in {"qwen3_next", "nemotron_h"} else 1e-9
@@ -89,10 +82,14 @@ def test_answers_are_those_in_memory(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("host_memory", "n_reads"), [("1GB", 1), (0, 6)])
 def test_parts_are_read_once(
-    host_memory: Any, n_reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_memory: Any,
+    n_reads: int,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By as many batches as the budget has room for: all of the six, or one."""
-    streamed, tokenizer = opened(
+    streamed = opened(
         written(tmp_path, "qwen2_moe"), stream=True, host_memory=host_memory
     )
     stream = stream_of(streamed)
@@ -106,18 +103,19 @@ def test_parts_are_read_once(
         read(self, number, names)
 
     monkeypatch.setattr(FileReader, "read", noted)
-    answers(streamed, tokenizer)
+    answers(streamed, tokenizer, n=7)
     assert {part: reads.count(part) for part in reads} == dict.fromkeys(
         range(-1, 3), n_reads
     )
 
 
-def test_accuracies(tmp_path: Path) -> None:
+def test_accuracies(tokenizer: Any, tmp_path: Path) -> None:
     """Rows, and the progress of every request."""
     folder, heard = written(tmp_path, "qwen2_moe"), []
     frames = [
         run_tasks(
-            *opened(folder, stream=way),
+            opened(folder, stream=way),
+            tokenizer,
             [task()],
             progress=lambda *step: heard.append(step),
         )

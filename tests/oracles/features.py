@@ -5,6 +5,8 @@ from torch import nn
 
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import observed
+from heapr_lab.refinement.activation_grams import LayerGrams, iter_grams
+from heapr_lab.text.calibration import CalibrationSet
 
 
 class Features:
@@ -37,3 +39,11 @@ def features_of(model: nn.Module, ids: torch.Tensor) -> dict[int, torch.Tensor]:
     with torch.no_grad(), observed(layers, observers):
         model(ids, use_cache=False)
     return {k.layer: torch.cat(o.parts) for k, o in zip(layers, observers, strict=True)}
+
+
+def all_grams(
+    model: nn.Module, windows: CalibrationSet, span: str = "expert"
+) -> dict[int, LayerGrams]:
+    """The sums of every layer at once."""
+    grams = iter_grams(model, windows, span=span)
+    return {layer.layer: sums for layer, sums in grams}

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 class RoutedToken:
     """One token in one expert."""
 
+    x: torch.Tensor
     h: torch.Tensor
     p: torch.Tensor
     E: torch.Tensor
@@ -99,7 +100,8 @@ def _experts_forward(
             if w["b_down"] is not None:
                 E = E + w["b_down"]
             E.retain_grad()
-            record.tokens[expert].append(RoutedToken(h, p.detach(), E, e.detach()))
+            x = hidden_states[t].detach()
+            record.tokens[expert].append(RoutedToken(x, h, p.detach(), E, e.detach()))
             out = (
                 module.post_expert_norm(E[None])[0]
                 if module.has_post_expert_norm

@@ -157,13 +157,13 @@ def test_no_mask_of_a_structure_removes_as_many_atoms_for_less(
     assert got.score == min(x.score for x in masks if x.atoms >= got.atoms)
 
 
-@given(tables(same_shapes=True), ratios, st.sampled_from(WIDTHS))
+@given(tables(same_shapes=True), ratios, st.sampled_from(WIDTHS + UNIFORM))
 def test_steps_of_one_size_are_exact_at_the_ratio(
     table: ImportanceTable, ratio: Fraction, settings: dict[str, Any]
 ) -> None:
-    """No mask that meets the ratio at all has a smaller score."""
+    """No mask that meets the ratio at all has a smaller score, also of one width."""
     (_, d_inter), *_ = table.shapes().values()
-    assume(d_inter % settings.get("multiple", 1) == 0)
+    assume(settings in UNIFORM or d_inter % settings.get("multiple", 1) == 0)
     got = selected(table, ratio=ratio, **settings)
     wanted = ratio * table.n_atoms
     # Single atoms are rounded down, all others up.
@@ -171,16 +171,6 @@ def test_steps_of_one_size_are_exact_at_the_ratio(
     assert got.score == min(
         x.score for x in choices(table, settings) if x.atoms >= least
     )
-
-
-@given(tables(same_shapes=True), ratios, st.sampled_from(UNIFORM))
-def test_one_width_is_exact_at_the_ratio(
-    table: ImportanceTable, ratio: Fraction, settings: dict[str, Any]
-) -> None:
-    """The largest width that meets the ratio, and every expert's best atoms."""
-    got = selected(table, ratio=ratio, **settings)
-    met = [x for x in choices(table, settings) if x.atoms >= ratio * table.n_atoms]
-    assert got.score == min(x.score for x in met)
 
 
 # --- a share of the parameters ----------------------------------------------------

@@ -280,11 +280,3 @@ def test_applied_is_materialised_is_reloaded(fitted: Fitted, tmp_path: Path) -> 
         folder = compression.save(model, tmp_path / name, base="tiny")
         loaded = reloaded(folder)
         torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
-
-
-def test_too_much_is_refused(fitted: Fitted) -> None:
-    """Fewer experts than a token is routed to: the largest possible ratio is named."""
-    model, _, _ = fitted
-    for name in ("reap", "naee", "ream"):
-        with pytest.raises(SpecError, match=r"largest possible ratio is 0\.666666"):
-            methods.get(name).fit(model, WINDOWS, ratio=0.9)

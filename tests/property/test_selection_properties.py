@@ -16,7 +16,6 @@ from heapr_lab.pruning.selection import select
 pytestmark = pytest.mark.property
 
 SUMS = ("sum_h2", "sum_g2", "sum_hg2", "sum_ph2", "max_abs_ph", "w_down_sq")
-ROUNDING = 1e-12  # float64 sums of a few dozen terms in another order
 
 STRUCTURES: tuple[dict[str, Any], ...] = (
     {},
@@ -32,13 +31,13 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
 
 
 @st.composite
-def tables(draw: st.DrawFn, *, n_layers: int | None = None) -> ImportanceTable:
+def tables(draw: st.DrawFn) -> ImportanceTable:
     """Tables of a few layers of differing shapes, with many ties and idle experts."""
     frames = []
     # Few values make ties; 0.1 and 0.3 make sums that round.
     values = draw(st.sampled_from([(1.0,), (0.0, 1.0), (0.1, 0.3, 2.0, 5.0)]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    for layer in range(n_layers or draw(st.integers(1, 3))):
+    for layer in range(draw(st.integers(1, 3))):
         shape = draw(st.integers(1, 4)), draw(st.integers(1, 7))
         expert, atom = np.indices(shape).reshape(2, -1)
         tokens = rng.integers(0, 4, shape[0])[expert]
@@ -101,51 +100,3 @@ def test_rounded_structures_remove_enough(
             assert len(widths) == 1
         if "granularity" in settings:
             assert widths <= {0, d_inter}
-
-
-@given(tables(n_layers=1), ratios, st.sampled_from(["atom", "expert"]))
-def test_one_layer_global_is_layer(
-    table: ImportanceTable, ratio: float, granularity: str
-) -> None:
-    """With one layer both scopes select the same atoms."""
-    by_scope = [
-        select(table, ratio=ratio, scope=scope, granularity=granularity)
-        for scope in ("global", "layer")
-    ]
-    assert by_scope[0] == by_scope[1]
-
-
-@given(tables(), ratios)
-def test_experts_go_in_the_order_of_their_sums(
-    table: ImportanceTable, ratio: float
-) -> None:
-    """No expert that goes has a larger sum over its rows than one that stays."""
-    keep = select(table, ratio=ratio, granularity="expert")
-    sums = table.frame.assign(score=table.score("heapr"))
-    sums = sums.groupby(["layer", "expert"])["score"].sum()
-    gone = [keep.widths().loc[layer, expert] == 0 for layer, expert in sums.index]
-    highest = sums[gone].max() if any(gone) else 0.0
-    lowest = math.inf if all(gone) else sums[[not g for g in gone]].min()
-    assert highest <= lowest * (1 + ROUNDING)
-
-
-@given(tables(), st.randoms(use_true_random=False))
-def test_relabelling_experts_permutes_scores(
-    table: ImportanceTable, random: Any
-) -> None:
-    """New numbers for the experts move the scores along with the rows."""
-    frame = table.frame
-    n_experts = int(frame["expert"].max()) + 1
-    numbers = list(range(n_experts))
-    random.shuffle(numbers)
-    renamed = frame.assign(expert=np.array(numbers)[frame["expert"]])
-    scores = ImportanceTable.from_frame(renamed, N=8).score("heapr")
-    pd.testing.assert_series_equal(scores.sort_index(), table.score("heapr"))
-
-
-@given(tables(), ratios)
-def test_merging_equal_halves_keeps_the_order(
-    table: ImportanceTable, ratio: float
-) -> None:
-    """Twice the same sample has the same mean, so the same atoms go."""
-    assert select(table.merge(table), ratio=ratio) == select(table, ratio=ratio)

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import run, text_of
 from families import tiny_model
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from tiny_folder import write_model, write_text, write_tokenizer
+from tiny_folder import write_model, write_text
 from torch import nn
-from transformers import AutoTokenizer
 
 from heapr_lab.panel import pictures
 from heapr_lab.panel.panel import Explorer
@@ -46,14 +44,6 @@ def one_layout() -> Iterator[None]:
 def model() -> nn.Module:
     """A tiny qwen2_moe in float64: 4 experts of 8 atoms in each of 2 layers."""
     return tiny_model("qwen2_moe")
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One token for each byte, and a special one, 0."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

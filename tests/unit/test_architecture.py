@@ -151,23 +151,6 @@ def test_imports_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-_REGISTERED = """
-from transformers import AutoConfig
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-assert {"heapr", "heapr_composed"} <= AUTO_QUANTIZER_MAPPING.keys()
-assert type(AutoConfig.for_model("deepseek")).__module__.startswith("heapr_lab")
-"""
-
-
-def test_transformers_is_imported_after_it_or_before() -> None:
-    """What heapr_lab registers is there in the end, as after the import of a card."""
-    others = (
-        "from transformers import AutoTokenizer",
-        "from transformers.models.llama import LlamaForCausalLM",
-    )
-    run_each(*(f"import heapr_lab\n{other}{_REGISTERED}" for other in others))
-
-
 def test_any_module_of_formats_comes_first() -> None:
     """They register with transformers while it is imported, which imports them."""
     run_each(

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +18,6 @@ import run_tutorial
 import typer.main
 from IPython.core.interactiveshell import InteractiveShell
 from ipywidgets import Widget
-from packaging.requirements import Requirement
 from tiny_folder import write_model
 from typer.testing import CliRunner
 
@@ -264,16 +262,6 @@ def test_the_many_runs_of_the_docs(tiny_lab: Path) -> None:
     Path("rows", "3.json").write_text("kept")
     names["run"](3)
     assert Path("rows", "3.json").read_text() == "kept"
-
-
-def test_constraints_pin_what_the_site_is_made_with() -> None:
-    """Each package of the extra `docs` has a pin inside its bounds."""
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        requirements = tomllib.load(file)["project"]["optional-dependencies"]["docs"]
-    lines = (ROOT / "constraints.txt").read_text("utf-8").lower().splitlines()
-    pins = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
-    for item in map(Requirement, requirements):
-        assert pins[item.name] in item.specifier
 
 
 # --- the site ---------------------------------------------------------------------

@@ -95,6 +95,7 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
         for name, _, version in (line.partition("==") for line in lines)
     }
     settings = project()
-    requirements = settings["dependencies"] + settings["optional-dependencies"]["test"]
+    extras = settings["optional-dependencies"]
+    requirements = settings["dependencies"] + extras["test"] + extras["docs"]
     for item in map(Requirement, requirements):
         assert pins[re.sub(r"[-_.]+", "-", item.name).lower()] in item.specifier

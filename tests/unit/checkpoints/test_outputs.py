@@ -1,13 +1,13 @@
 """One writer for each output, which is whole or has no name; nothing is lost."""
 
 import errno
+import functools
 import hashlib
 import json
 import multiprocessing
 import os
 import signal
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,16 @@ def pruned(source: Path, keep: KeepMask) -> Any:
     return prune(read_weights(source), keep)
 
 
+@pytest.fixture(params=["streamed", "in memory"])
+def write(
+    request: pytest.FixtureRequest, source: Path, keep: KeepMask, pruned: Any
+) -> Callable[[Path], Path]:
+    """Either way to write the pruned model to a folder, in several files."""
+    if request.param == "streamed":
+        return functools.partial(prune_folder, source, keep)
+    return functools.partial(save_pruned, pruned, max_shard_size="12KB")
+
+
 def files_in(folder: Path) -> dict[str, str]:
     """The hash of every file."""
     return {
@@ -59,68 +69,37 @@ def files_in(folder: Path) -> dict[str, str]:
     }
 
 
-def stopping(
-    work: Callable[..., Any], *args: Any, **kwargs: Any
-) -> tuple[threading.Thread, threading.Event, list[Any]]:
-    """A thread in which `work(progress=...)` waits for the event; and its result."""
-    begun, go_on, results = threading.Event(), threading.Event(), []
-
-    def wait(*_counts: int) -> None:
-        begun.set()
-        assert go_on.wait(20)
-
-    def run() -> None:
-        results.append(work(*args, progress=wait, **kwargs))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert begun.wait(20)
-    return thread, go_on, results
-
-
 # --- two writers ------------------------------------------------------------------
 
 
-def test_a_second_pruning_is_refused_at_once(
-    source: Path, keep: KeepMask, tmp_path: Path
+def test_a_second_writer_is_refused_at_once(
+    write: Callable[[Path], Path],
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever its mask; the first one ends as if it were alone."""
-    out, other = tmp_path / "out", random_keep(read_weights(source), seed=1)
-    thread, go_on, results = stopping(prune_folder, source, keep, out)
-    for mask in (keep, other):
-        with pytest.raises(SpecError, match=BUSY):
-            prune_folder(source, mask, out)
-    with pytest.raises(SpecError, match=BUSY):
-        check_new(out)
-    go_on.set()
-    thread.join()
-    assert results == [out]
-    prune_folder(source, keep, tmp_path / "alone")
-    assert files_in(out) == files_in(tmp_path / "alone")
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "alone"}
-
-
-def test_saving_twice_at_once_loses_nothing(
-    pruned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second is refused, rather than clearing away what the first has written."""
     out, describe, refused = tmp_path / "out", save.describe, []
+    other = random_keep(read_weights(source), seed=1)
+    calls = write, functools.partial(prune_folder, source, other), check_new
 
-    def again(*args: Any, **kwargs: Any) -> None:
+    def meanwhile(*args: Any, **kwargs: Any) -> None:
         if not refused:
-            with pytest.raises(SpecError, match=BUSY) as error:
-                save_pruned(pruned, out)
-            refused.append(error)
+            for again in calls:
+                with pytest.raises(SpecError, match=BUSY) as error:
+                    again(out)
+                refused.append(error)
         describe(*args, **kwargs)
 
-    monkeypatch.setattr(save, "describe", again)
-    save_pruned(pruned, out)
-    assert len(refused) == 1
-    assert read_weights(out)
+    monkeypatch.setattr(save, "describe", meanwhile)
+    write(out)
+    assert len(refused) == len(calls)
+    write(tmp_path / "alone")
+    assert files_in(out) == files_in(tmp_path / "alone")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "alone"}
     with pytest.raises(SpecError, match="not empty"):
-        save_pruned(pruned, out)
-    assert read_weights(out)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        write(out)
+    assert files_in(out) == files_in(tmp_path / "alone")
 
 
 def killed(work: Callable[..., Any], *args: Any, after: int) -> None:
@@ -146,7 +125,8 @@ def test_a_killed_pruning_of_a_folder_goes_on(
     out = tmp_path / "out"
     killed(prune_folder, source, keep, out, after=after)
     assert not out.exists()
-    assert partial_of(out).is_dir()
+    stray = partial_of(out) / ".partial-0123-model-00002-of-00004.safetensors"
+    stray.touch()  # which it was writing
     prune_folder(source, keep, out)
     prune_folder(source, keep, tmp_path / "alone")
     assert files_in(out) == files_in(tmp_path / "alone")
@@ -189,7 +169,7 @@ def test_a_killed_saving_leaves_nothing_in_the_way(pruned: Any, tmp_path: Path) 
 
 
 def test_a_changed_file_is_found_after_the_renaming(
-    source: Path, keep: KeepMask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One byte differs, in weights whose hash the manifest has."""
     share = files.share_mode
@@ -201,21 +181,14 @@ def test_a_changed_file_is_found_after_the_renaming(
 
     monkeypatch.setattr(files, "share_mode", spoil)
     with pytest.raises(CacheError, match=r"model-00001.* is not what was written"):
-        prune_folder(source, keep, tmp_path / "out")
-    with pytest.raises(CacheError, match="is not what was written"):
-        save_pruned(prune(read_weights(source), keep), tmp_path / "saved")
+        write(tmp_path / "out")
 
 
-@pytest.mark.parametrize("streamed", [True, False])
 def test_the_manifest_has_the_hash_of_every_file(
-    streamed: bool, source: Path, keep: KeepMask, pruned: Any, tmp_path: Path
+    write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     """Sizes are there too: what a reader needs to check a copy."""
-    out = tmp_path / "out"
-    if streamed:
-        prune_folder(source, keep, out)
-    else:
-        save_pruned(pruned, out, max_shard_size="12KB")
+    out = write(tmp_path / "out")
     manifest = json.loads((out / MANIFEST_FILE).read_text())
     hashes = {n: h for n, h in files_in(out).items() if n.endswith(".safetensors")}
     assert len(hashes) > 1
@@ -225,18 +198,17 @@ def test_the_manifest_has_the_hash_of_every_file(
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
 def test_files_have_the_permissions_that_new_files_have(
-    umask: int, source: Path, keep: KeepMask, pruned: Any, tmp_path: Path
+    umask: int, write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     """The weights too, which safetensors' writer keeps to their owner."""
     before = os.umask(umask)
     try:
-        save_pruned(pruned, tmp_path / "saved")
-        prune_folder(source, keep, tmp_path / "streamed")
+        out = write(tmp_path / "out")
     finally:
         os.umask(before)
-    files = list(tmp_path.glob("*/*"))
-    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
-    assert tmp_path / "saved" / "model.safetensors" in files
+    assert [*out.glob("*.safetensors")]
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()}
+    assert modes == {0o666 & ~umask}
 
 
 @pytest.mark.parametrize("error", [OSError, SafetensorError, KeyboardInterrupt])
@@ -292,14 +264,8 @@ def test_a_full_disk_while_pruning_a_folder(
         assert (tmp_path / "out" / path.name).stat().st_mtime_ns == modified
 
 
-@pytest.mark.parametrize("streamed", [True, False])
 def test_a_target_that_appears_meanwhile_is_left_alone(
-    streamed: bool,
-    source: Path,
-    keep: KeepMask,
-    pruned: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The finished checkpoint stays too, under the name that the message gives."""
     out, share = tmp_path / "out", files.share_mode
@@ -310,13 +276,8 @@ def test_a_target_that_appears_meanwhile_is_left_alone(
         (out / "theirs").write_text("mine!")
 
     monkeypatch.setattr(files, "share_mode", appear)
-    make = (
-        (lambda: prune_folder(source, keep, out))
-        if streamed
-        else (lambda: save_pruned(pruned, out))
-    )
     with pytest.raises(SpecError, match="appeared while it was written") as error:
-        make()
+        write(out)
     assert (out / "theirs").read_text() == "mine!"
     (partial,) = tmp_path.glob(".partial-*")
     assert str(partial) in str(error.value)

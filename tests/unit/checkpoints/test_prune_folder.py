@@ -53,10 +53,12 @@ def check_masked(folder: Path, model: Any, keep: KeepMask) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_are_those_of_the_pruned_model(family: str, tmp_path: Path) -> None:
-    """A file for each part, and an index that says where each tensor is."""
+    """A file for each part, which is counted, and an index with each tensor's place."""
     model, source = source_of(tmp_path, family)
-    keep = random_keep(model)
-    out = prune_folder(source, keep, tmp_path / "out")
+    keep, told = random_keep(model), []
+    out = prune_folder(
+        source, keep, tmp_path / "out", progress=lambda *counts: told.append(counts)
+    )
     same_tensors(out, save_pruned(prune(model, keep), tmp_path / "expected"))
     index, tensors = json.loads((out / INDEX).read_text()), tensors_in(out)
     assert index["weight_map"].keys() == tensors.keys()
@@ -64,6 +66,8 @@ def test_files_are_those_of_the_pruned_model(family: str, tmp_path: Path) -> Non
         with safe_open(out / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    n_parts = len({*index["weight_map"].values()})
+    assert told == [(done, n_parts) for done in range(1, n_parts + 1)]
     assert not list(out.glob(".*"))
     check_masked(out, model, keep)
 
@@ -143,19 +147,6 @@ def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
     assert settings == expected
 
 
-def test_progress_counts_the_parts(tmp_path: Path) -> None:
-    """Embeddings, two layers and the head."""
-    model, source = source_of(tmp_path)
-    calls: list[tuple[int, int]] = []
-    prune_folder(
-        source,
-        random_keep(model),
-        tmp_path / "out",
-        progress=lambda *counts: calls.append(counts),
-    )
-    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not on Linux")
 def test_memory_holds_a_layer(tmp_path: Path) -> None:
     """The peak grows by less than half of the file, which has eight layers."""
@@ -219,21 +210,6 @@ def interrupted(source: Path, keep: KeepMask, out: Path) -> Path:
     return finished
 
 
-def test_an_interrupted_call_goes_on(tmp_path: Path) -> None:
-    """A finished file is not written again, and the end is the same."""
-    model, source = source_of(tmp_path)
-    keep, out = random_keep(model), tmp_path / "out"
-    first = interrupted(source, keep, out)
-    modified = first.stat().st_mtime_ns
-    (first.parent / ".partial-0123-model-00002-of-00004.safetensors").touch()
-    prune_folder(source, keep, out)
-    assert (out / first.name).stat().st_mtime_ns == modified
-    expected = prune_folder(source, keep, tmp_path / "expected")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
-        path.name: path.read_bytes() for path in expected.iterdir()
-    }
-
-
 @pytest.mark.parametrize("text", ["[]", "7", "{"])
 @pytest.mark.parametrize("name", [".partial-plan.json", ".partial-written.json"])
 def test_a_damaged_note_of_what_is_finished(
@@ -289,91 +265,90 @@ def test_compensated_weights_are_not_resumed(tmp_path: Path) -> None:
 # --- what is refused --------------------------------------------------------------
 
 
-def change(
-    source: Path, name: str, new: Callable[[torch.Tensor], torch.Tensor | None]
-) -> None:
-    """Replace a tensor of a single file, or delete it."""
-    with changed_tensors(source) as tensors:
-        tensor = new(tensors.pop(name))
-        if tensor is not None:
-            tensors[name] = tensor
-
-
 LAST = "model.layers.1.mlp.experts.2.up_proj.weight"
 UP = r"model\.layers\.1\.mlp\.experts\.gate_up_proj"
 
 
-def pruned(model: Any, source: Path, out: Path) -> Path:
-    """The model in `source`, pruned with a random mask."""
-    return prune_folder(source, random_keep(model), out)
+def changed(
+    name: str, new: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Callable[[Path], None]:
+    """What replaces a tensor of a single file, or deletes it."""
+
+    def change(source: Path) -> None:
+        with changed_tensors(source) as tensors:
+            tensor = new(tensors.pop(name))
+            if tensor is not None:
+                tensors[name] = tensor
+
+    return change
+
+
+def added(name: str) -> Callable[[Path], None]:
+    """What adds a tensor, which is that of an expert."""
+
+    def add(source: Path) -> None:
+        with changed_tensors(source) as tensors:
+            tensors[name] = tensors[LAST]
+
+    return add
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "new", "message"),
+    ("family", "damage", "message"),
     [
-        ("qwen3_moe", LAST, lambda _: None, f"lacks 1 of its weights .{UP}"),
+        ("qwen3_moe", changed(LAST, lambda _: None), f"lacks 1 of its weights .{UP}"),
         (
             "gpt_oss",
-            "model.layers.1.mlp.experts.down_proj_bias",
-            lambda _: None,
+            changed("model.layers.1.mlp.experts.down_proj_bias", lambda _: None),
             r"lacks 1 of its weights .*layers\.1.*down_proj_bias",
         ),
         (
             "qwen3_moe",
-            LAST,
-            lambda t: t.to(torch.float8_e4m3fn),
+            changed(LAST, lambda tensor: tensor.to(torch.float8_e4m3fn)),
             f"{LAST} \\(F8_E4M3 .* has no .*_scale_inv",
         ),
         (
             "granitemoe",
-            "model.layers.0.block_sparse_moe.output_linear.weight",
-            lambda t: t[:3],
+            changed(
+                "model.layers.0.block_sparse_moe.output_linear.weight", lambda t: t[:3]
+            ),
             r"has in other shapes 1 of its weights .*layers\.0.*down_proj",
         ),
+        (  # it is joined with others: the first of them is named, and both shapes
+            "qwen3_moe",
+            changed(LAST, lambda tensor: tensor[:3]),
+            r"experts\.0\.gate_proj.* \[8, 16\] .* \[3, 16\]",
+        ),
+        (
+            "qwen3_moe",
+            added(f"{LAST}_scale_inv"),
+            rf"config.json does not, 1 .*{LAST}_scale_inv",
+        ),
+        (
+            "qwen3_moe",
+            added("model.layers.0.mlp.experts.gate_up_proj_blocks"),
+            "1 of its weights",
+        ),
+        (
+            "qwen3_moe",
+            added(LAST.replace(".2.", ".4.")),
+            f"lacks 1 of its weights .{UP}",
+        ),
+        ("qwen3_moe", added(LAST.replace(".2.", ".02.")), f"lacks 1 .*{UP}"),
     ],
 )
 def test_experts_that_are_not_those_of_the_model(
-    family: str, name: str, new: Any, message: str, tmp_path: Path
+    family: str, damage: Callable[[Path], None], message: str, tmp_path: Path
 ) -> None:
-    """Experts missing, quantised or of another shape are named; nothing is written."""
+    """Missing, quantised, of another shape, packed, one too many, one twice.
+
+    They are named, and nothing is written.
+    """
     model, source = source_of(tmp_path, family)
-    change(source, name, new)
+    damage(source)
     with pytest.raises(LayoutError, match=message):
-        pruned(model, source, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_an_expert_of_another_shape_is_found_when_its_layer_is_read(
-    tmp_path: Path,
-) -> None:
-    """It is joined with others: the first of them is named, and both shapes."""
-    model, source = source_of(tmp_path)
-    change(source, LAST, lambda tensor: tensor[:3])
-    shapes = r"experts\.0\.gate_proj.* \[8, 16\] .* \[3, 16\]"
-    with pytest.raises(LayoutError, match=shapes):
-        pruned(model, source, tmp_path / "out")
+        prune_folder(source, random_keep(model), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (f"{LAST}_scale_inv", rf"config.json does not, 1 .*{LAST}_scale_inv"),
-        ("model.layers.0.mlp.experts.gate_up_proj_blocks", "1 of its weights"),
-        (LAST.replace(".2.", ".4."), f"lacks 1 of its weights .{UP}"),
-        ("model.layers.1.mlp.experts.02.up_proj.weight", f"lacks 1 .*{UP}"),
-    ],
-)
-def test_tensors_that_experts_do_not_have(
-    name: str, message: str, tmp_path: Path
-) -> None:
-    """Scales, packed blocks, an expert too many, an expert twice."""
-    model, source = source_of(tmp_path)
-    with changed_tensors(source) as tensors:
-        tensors[name] = tensors[LAST]
-    with pytest.raises(LayoutError, match=message):
-        pruned(model, source, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def with_stray_name(source: Path) -> None:
@@ -414,7 +389,7 @@ def test_indexes_and_headers_that_do_not_fit(
     model, source = source_of(tmp_path, max_shard_size="9KB")
     damage(source)
     with pytest.raises(SpecError, match=message):
-        pruned(model, source, tmp_path / "out")
+        prune_folder(source, random_keep(model), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

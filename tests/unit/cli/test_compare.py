@@ -11,9 +11,10 @@ import pytest
 from commands import TINY, invoke, one_line, run
 
 from heapr_lab import methods
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.figures.paper import plain_name
 from heapr_lab.methods.comparison import Entry, compare_methods, entries
 from heapr_lab.methods.method import Method
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
@@ -24,6 +25,11 @@ def asked(root: Path, *more: str) -> tuple[Any, ...]:
     text = str(root / "text.txt")
     options = ("--corpora", text, "--corpus", text, "--json", *TINY, *more)
     return "compare", root / "moe", *options
+
+
+def table_of(root: Path, *more: str) -> str:
+    """The same as text."""
+    return run(*[part for part in asked(root, *more) if part != "--json"])
 
 
 def results(root: Path, *more: str) -> list[dict[str, Any]]:
@@ -64,23 +70,9 @@ def test_methods_are_compared_and_cached(
     more = results(root, "--methods", "reap", "--ratios", "0.25,0.3")
     assert more[:2] == [rows[0], rows[3]]
     assert more[2]["ratio"] == 0.3
-    table = run(*[part for part in asked(root, *options) if part != "--json"])
+    table = table_of(root, *options)
     assert "perplexity" in table
     assert f"{rows[-1]['perplexity']:.4f}" in table
-
-
-def test_results_are_those_of_the_masked_model(bench: Workbench, root: Path) -> None:
-    """The perplexity of a method of atoms is that of its mask on the bench."""
-    text = str(root / "text.txt")
-    calibration = Calibration(text)
-    frame = compare_methods(
-        bench, entries(["heapr"], [0.4]), [text], calibration=calibration
-    )
-    windows = bench.calibration_set(calibration)
-    compression: Any = methods.get("heapr").fit(bench.model, windows, ratio=0.4)
-    expected = bench.perplexity(compression.keep, bench.test_windows(text)).value
-    assert frame["perplexity"].iloc[1] == pytest.approx(expected, rel=1e-12)
-    assert expected != frame["perplexity"].iloc[0]
 
 
 def test_an_interrupted_comparison_continues(
@@ -115,53 +107,6 @@ def test_an_interrupted_comparison_continues(
     assert done == [(n, 5) for n in range(1, 6)]
 
 
-def test_the_cache_knows_the_model(bench: Workbench, root: Path) -> None:
-    """Other weights are another result, and a masked model is refused."""
-    text = str(root / "text.txt")
-    calibration, wanted = Calibration(text), entries(["frequency"], [0.25])
-    before = compare_methods(bench, wanted, [text], calibration=calibration)
-    weight: Any = bench.model.lm_head.weight  # type: ignore[union-attr]
-    original = weight.data.clone()
-    weight.data.mul_(1.5)
-    after = compare_methods(bench, wanted, [text], calibration=calibration)
-    weight.data.copy_(original)
-    assert (before["nll"] - after["nll"]).abs().min() > 1e-4
-    compression: Any = methods.get("heapr").fit(
-        bench.model, bench.calibration_set(calibration), ratio=0.4
-    )
-    with (
-        masking(bench.model, compression.keep),
-        pytest.raises(ValueError, match="mask is active"),
-    ):
-        compare_methods(bench, wanted, [text], calibration=calibration)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--methods", "naeee"), "unknown method 'naeee'"),
-        (("--methods", ""), "nothing to measure"),
-        (("--ratios", "20%"), "expected numbers separated by commas"),
-        (("--ratios", "25"), "ratio must be in [0, 1), got 25"),
-        (("--corpora", ""), "nothing to measure"),
-        (("--set", "alpha=1"), "expected METHOD.OPTION=VALUE"),
-        (("--set", "reap.alpha=1"), "no option alpha"),
-        (("--set", "camera-p.alpha=high"), "is 'high', expected float"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
-    message: str,
-) -> None:
-    """The refusal is one line, before the model is loaded."""
-    monkeypatch.setattr(
-        "heapr_lab.workbench.workbench.open_workbench", lambda *_a, **_o: 1 / 0
-    )
-    assert message in one_line(*asked(root, *options))
-
-
 # --- tasks and Table 1 ------------------------------------------------------------
 
 
@@ -172,25 +117,21 @@ local_data = pytest.mark.skipif(
 N_ITEMS = 12
 
 
-def accuracies(bench: Workbench, wanted: list[Entry], **options: Any) -> pd.DataFrame:
-    """Rows of the continuation task, without those of the dense model."""
-    text = options.pop("text")
-    frame = compare_methods(
-        bench,
-        wanted,
-        [],
-        tasks=[f"continuation:{text}"],
-        calibration=Calibration(text),
-        limit=options.pop("limit", N_ITEMS),
-        **options,
-    )
-    return frame[frame["method"].ne("dense")].reset_index(drop=True)
-
-
 @pytest.fixture
 def text(root: Path) -> str:
     """The text of the module."""
     return str(root / "text.txt")
+
+
+def accuracies(
+    bench: Workbench, wanted: list[Entry], text: str, limit: int = N_ITEMS
+) -> pd.DataFrame:
+    """Rows of the continuation task, without those of the dense model."""
+    task, calibration = f"continuation:{text}", Calibration(text)
+    frame = compare_methods(
+        bench, wanted, [], tasks=[task], calibration=calibration, limit=limit
+    )
+    return frame[frame["method"].ne("dense")].reset_index(drop=True)
 
 
 @pytest.fixture
@@ -210,20 +151,22 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_accuracies_are_those_of_the_compressed_model(
     bench: Workbench, text: str
 ) -> None:
-    """Each result is that of the harness on the model itself, without a cache."""
+    """Each result is that of the model itself, without a cache."""
     wanted = [
         *entries(["heapr", "reap", "random", "frequency"], [0.5]),
         *entries(["random"], [0.7]),
     ]
-    frame = accuracies(bench, wanted, text=text)
-    again = accuracies(bench, wanted, text=text)
-    pd.testing.assert_frame_equal(frame, again)
-    assert "metrics" not in frame  # as the harness has them: rows of their own
-    windows = bench.calibration_set(Calibration(text))
-    for entry, row in zip(wanted, frame.to_dict("records"), strict=True):
+    frame = accuracies(bench, wanted, text)
+    calibration, ids = Calibration(text), bench.test_windows(text).ids
+    windows = bench.calibration_set(calibration)
+    losses = compare_methods(bench, wanted, [text], calibration=calibration)["nll"]
+    for entry, row, loss in zip(
+        wanted, frame.to_dict("records"), losses.tolist()[1:], strict=True
+    ):
         compression = entry.method.fit(bench.model, windows, ratio=entry.ratio)
         with compression.apply(bench.model):
             rows = bench.run_task(f"continuation:{text}", limit=N_ITEMS)
+            assert evaluate_perplexity(bench.model, ids).nll == pytest.approx(loss)
         assert {r["metric"]: r["value"] for r in rows} == {
             metric: row[metric] for metric in ("acc", "acc_norm")
         }
@@ -239,31 +182,25 @@ def test_no_accuracy_is_reported_as_that_of_another(
     reap = entries(["reap"], [0.25])
     protected = {"reap": {"protect_super_experts": True}}
     newer = [Entry(replace(methods.get("reap"), version=2), 0.25, reap[0].options)]
-    accuracies(bench, reap, text=text, limit=4)
+    accuracies(bench, reap, text, 4)
     assert runs == [4, 4]  # dense and compressed
-    cases: list[tuple[list[Entry], int]] = [
-        (entries(["frequency"], [0.25]), 4),
-        (newer, 4),
-        (entries(["reap"], [0.25], protected), 4),
-        (entries(["reap"], [0.5]), 4),
-    ]
-    for wanted, limit in cases:
+    for wanted in (
+        entries(["frequency"], [0.25]),
+        newer,
+        entries(["reap"], [0.25], protected),
+        entries(["reap"], [0.5]),
+    ):
         runs.clear()
-        accuracies(bench, wanted, text=text, limit=limit)
-        assert runs == [limit]
-    runs.clear()
-    accuracies(bench, reap, text=text, limit=5)
-    assert runs == [5, 5]
+        accuracies(bench, wanted, text, 4)
+        assert runs == [4]
+    accuracies(bench, reap, text, 5)
     weight: Any = bench.model.lm_head.weight  # type: ignore[union-attr]
     original = weight.data.clone()
     weight.data.mul_(1.5)
-    runs.clear()
-    accuracies(bench, reap, text=text, limit=4)
+    accuracies(bench, reap, text, 4)
     weight.data.copy_(original)
-    assert runs == [4, 4]
-    runs.clear()
-    accuracies(bench, reap, text=text, limit=4)
-    assert runs == []
+    accuracies(bench, reap, text, 4)
+    assert runs[1:] == [5, 5, 4, 4]
 
 
 def test_steps_are_watched_and_end_the_work(bench: Workbench, text: str) -> None:
@@ -287,46 +224,18 @@ def test_steps_are_watched_and_end_the_work(bench: Workbench, text: str) -> None
         compare_methods(bench, wanted, [text], **options, watch=stop)
 
 
-def test_a_refused_method_is_named_and_others_go_on(
-    bench: Workbench, text: str
-) -> None:
-    """They do where somebody asks; else a refusal ends the comparison."""
-    wanted = [*entries(["reap"], [0.75]), *entries(["heapr"], [0.75])]
-    calibration = Calibration(text)
-    refusals: list[tuple[str, str]] = []
-    frame = compare_methods(
-        bench,
-        wanted,
-        [text],
-        calibration=calibration,
-        refused=lambda entry, why: refusals.append((entry.label, str(why))),
-    )
-    assert frame["method"].tolist() == ["dense", "heapr"]
-    ((label, why),) = refusals
-    assert label == "reap at 75%"
-    assert "the largest possible ratio" in why
-    with pytest.raises(ValueError, match="the largest possible ratio"):
-        compare_methods(bench, wanted, [text], calibration=calibration)
-
-
 def test_an_ordinary_comparison_has_accuracies(root: Path, text: str) -> None:
     """They stand beside perplexity, in the table and as JSON."""
     task = f"continuation:{text}"
-    args = (
-        "compare", root / "moe", "--methods", "heapr", "--ratios", "0.5",
-        "--corpora", text, "--corpus", text, "--tasks", task, "--limit", "6",
-        *TINY,
-    )  # fmt: skip
-    rows = json.loads(run(*args, "--json"))["results"]
+    chosen = ("--methods", "heapr", "--ratios", "0.5", "--tasks", task, "--limit", "6")
+    rows = results(root, *chosen)
     assert [row["dataset"] for row in rows] == [text, task] * 2
     assert [row["acc"] is None for row in rows] == [True, False] * 2
     assert [row["perplexity"] is None for row in rows] == [False, True] * 2
     assert rows[1]["n_items"] == 6
-    table = run(*args)
+    table = table_of(root, *chosen)
     assert f"{rows[3]['acc']:.4f}" in table
     assert "acc_norm" in table.splitlines()[0].split()
-    message = one_line("compare", root / "moe", "--tasks", "continuation:gone", *TINY)
-    assert "gone" in message
 
 
 @local_data
@@ -351,15 +260,12 @@ def test_table_1_of_the_paper(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for row in published:
         assert row["published"]
         assert row["not_comparable"].startswith("another model; ")
-    names = {row["method"] for row in published} - {"Original"}
-    known = {"".join(c for c in name if c.isalnum()).lower() for name in names}
-    names = {name.removesuffix("-like") for name in set(rows["method"])}
-    here = {"".join(c for c in name if c.isalnum()) for name in names}
-    missing = {"".join(c for c in n if c.isalnum()).lower() for n in facts["not_here"]}
-    refused = {
-        row["method"].removesuffix("-like").replace("-", "") for row in facts["refused"]
+    names = {*rows["method"], *(row["method"] for row in facts["refused"])}
+    known = {plain_name(name) for name in (*names, *facts["not_here"])}
+    assert known == {plain_name(row["method"]) for row in published} ^ {
+        "dense",
+        "original",
     }
-    assert known == (here | refused | missing) - {"dense"}
     monkeypatch.setattr(Method, "fit", lambda *_a, **_o: 1 / 0)  # all is in the cache
     shown = run(*args, "--methods", "naee,heapr")
     heads = "wikitext2_ppl", "hellaswag", "average", "Published in the paper:"
@@ -370,20 +276,17 @@ def test_table_1_of_the_paper(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert f"{mean:.4f}" in shown
 
 
-def test_options_replace_those_of_the_preset(root: Path, text: str) -> None:
-    """Text, methods, ratios and no task at all; another preset is refused."""
-    args = (
-        "compare", root / "moe", "--preset", "paper-table1", "--methods", "heapr,reap",
-        "--ratios", "0.5,0.75", "--corpora", text, "--corpus", text, "--tasks", "",
-        *TINY,
-    )  # fmt: skip
-    result = invoke(*args, "--json")
+def test_options_replace_those_of_the_preset(root: Path) -> None:
+    """Text, methods, ratios and no task; who is refused ends no comparison with it."""
+    options = ("--methods", "heapr,reap", "--ratios", "0.5,0.75", "--tasks", "")
+    options = ("--preset", "paper-table1", *options)
+    result = invoke(*asked(root, *options))
     facts = json.loads(result.stdout)
     done = {(row["method"], row["ratio"]) for row in facts["results"]}
     assert done == {("dense", 0), ("heapr", 0.5), ("heapr", 0.75), ("reap", 0.5)}
     (row,) = facts["refused"]
     assert (row["method"], row["ratio"]) == ("reap", 0.75)
     assert "reap at 75% is left out" in result.stderr
-    assert "reap at 75.00%: ratio 0.75 would leave" in run(*args)
-    message = one_line("compare", root / "moe", "--preset", "table2")
-    assert "expected paper-table1" in message
+    assert "reap at 75.00%: ratio 0.75 would leave" in table_of(root, *options)
+    message = one_line(*asked(root, "--methods", "reap", "--ratios", "0.75"))
+    assert "the largest possible ratio" in message

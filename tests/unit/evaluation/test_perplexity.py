@@ -60,8 +60,12 @@ def test_what_is_tried_again_counts_once(model: nn.Module) -> None:
     assert again.nll == pytest.approx(whole.nll, rel=1e-12)
     assert sizes == [5, 2, 2, 1]
     assert heard == [(2, 5), (4, 5), (5, 5)]
+    heard.clear()
     with room_for(model, 1, error=FULL) as sizes:
-        divergence = evaluate_divergence(model, keep, ids)
+        divergence = evaluate_divergence(
+            model, keep, ids, progress=lambda *n: heard.append(n)
+        )
+    assert heard == [(done, 5) for done in range(1, 6)]
     assert sizes == [5, 2, *[1] * 10]
     assert divergence.kl == pytest.approx(apart.kl, rel=1e-12)
     assert divergence.top1_agreement == apart.top1_agreement
@@ -100,19 +104,6 @@ def test_a_batch_size_that_is_asked_for_is_not_made_smaller(model: nn.Module) ->
             assert sizes == [2]
 
 
-def test_progress_of_a_divergence_counts_windows(model: nn.Module) -> None:
-    """It is called after each batch."""
-    heard: list[tuple[int, int]] = []
-    evaluate_divergence(
-        model,
-        full_keep(model),
-        tiny_ids(n_sequences=3),
-        batch_size=2,
-        progress=lambda *now: heard.append(now),
-    )
-    assert heard == [(2, 3), (3, 3)]
-
-
 def test_nats_are_added_up_in_float64() -> None:
     """The model may be in float32, whose sums would round."""
     model, ids = tiny_model("qwen2_moe", dtype=torch.float32), tiny_ids(n_sequences=40)
@@ -128,11 +119,15 @@ def test_nats_are_added_up_in_float64() -> None:
 
 
 def test_kl_where_one_model_excludes_a_token() -> None:
-    """What p never does is free; what q never does, though p does, is infinite."""
+    """What p never does is free; what q never does, though p does, is infinite.
+
+    What neither does adds nothing.
+    """
     p = torch.tensor([1.0, 0.0]).log()
     q = torch.tensor([0.5, 0.5]).log()
     assert kl_divergence(p, q).item() == pytest.approx(math.log(2))
     assert kl_divergence(q, p).item() == math.inf
+    assert kl_divergence(p, p).item() == 0
 
 
 def test_kl_is_of_each_row() -> None:

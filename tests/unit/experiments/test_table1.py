@@ -44,16 +44,6 @@ def test_every_method_of_the_table_is_found_or_missing() -> None:
     assert {name for name in names.values() if name} <= set(methods.names())
 
 
-def test_a_new_method_is_found_by_its_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table takes methods that are added later."""
-    there = "naee", "d2-moe", "moe-i2", "hc-smoe"
-    monkeypatch.setattr(methods, "names", lambda: there)
-    names = table1.methods_of_table1()
-    assert {name for name in names.values() if name} == set(there)
-    assert (names["D^2-MoE"], names["MoE-I^2"]) == ("d2-moe", "moe-i2")
-    assert names["HEAPr"] is None
-
-
 @pytest.mark.parametrize(
     ("model", "ratios"),
     [

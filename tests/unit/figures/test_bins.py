@@ -6,7 +6,6 @@ import pytest
 from figure_rows import bins_frame
 
 from heapr_lab import figures
-from heapr_lab.errors import SpecError
 from heapr_lab.figures.bins import spearman_interval
 
 
@@ -50,10 +49,3 @@ def test_bins_are_drawn_where_they_were_measured() -> None:
     times = costliest["delta_nll"] / costliest["score_sum"]
     assert f"{costliest['bin']}: {times:.1f} × its score" in texts
     assert ax.get_xscale() == "log"
-
-
-def test_bins_of_two_data_sets_must_be_told_apart() -> None:
-    """An ambiguous frame is refused, with the column in which rows differ."""
-    frame = pd.concat([bins_frame(), bins_frame().assign(dataset="ptb")])
-    with pytest.raises(SpecError, match=r"differ in \['dataset'\]"):
-        figures.bins_data(frame)

@@ -62,6 +62,7 @@ def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
     ax = figures.plot_boundary(data, quantity="flops_reduction")
     label = "paper: HEAPr, DeepSeekMoE-16B (not comparable: other model and data)"
     points = lines_of(ax)[label]
+    assert f"FLOPs {CONTEXT}" in lines_of(ax)
     assert points == pytest.approx(np.array([[0.4 / 0.75, 0.2], [1.2, 0.55]]))
     band, *names = ax.texts
     assert band.get_text() == "out of reach\nof our model"
@@ -72,18 +73,6 @@ def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
     ax.figure.canvas.draw()
     assert list(top.get_xlim()) == pytest.approx(np.array(ax.get_xlim()) * ROUTED_SHARE)
     assert ax.get_ylabel() == "FLOPs saved [%] ↑"
-
-
-def test_flops_say_at_which_context_they_were_counted(
-    results: pd.DataFrame, savings: pd.DataFrame
-) -> None:
-    """The boundary's legend and the granularity's title say it."""
-    data = figures.boundary_data(results, savings)
-    ax = figures.plot_boundary(data, quantity="flops_reduction")
-    assert f"FLOPs {CONTEXT}" in lines_of(ax)
-    data = figures.granularity_data(results, savings)
-    ax = figures.plot_comparison(data, metric="flops_reduction", dataset=CONTEXT)
-    assert ax.get_title(loc="left") == f"whole model\n{CONTEXT}"
 
 
 def test_boundary_curves_are_the_evaluation_rows(
@@ -127,6 +116,7 @@ def test_granularity_compares_atoms_with_experts(
     assert ax.get_ylabel() == "perplexity ÷ dense [×] ↓"
     flops = figures.plot_comparison(data, metric="flops_reduction", dataset=CONTEXT)
     assert lines_of(flops)["atomic experts"][:, 1] == pytest.approx([0, 0.08, 0.2])
+    assert flops.get_title(loc="left") == f"whole model\n{CONTEXT}"
 
 
 def test_scope_compares_global_with_layer_wise(results: pd.DataFrame) -> None:
@@ -145,15 +135,12 @@ def test_scope_compares_global_with_layer_wise(results: pd.DataFrame) -> None:
     assert paper.loc[("global", 0.25), "relative"] == pytest.approx(pruned / dense)
 
 
-def test_two_rows_for_one_point_are_refused(results: pd.DataFrame) -> None:
-    """A frame with two seeds is ambiguous, and the error names the column."""
+def test_a_frame_that_has_too_few_or_too_many_rows_is_refused(
+    results: pd.DataFrame,
+) -> None:
+    """Values are relative to the dense model's, and two seeds are ambiguous."""
+    with pytest.raises(SpecError, match=r"'continuation', 'accuracy'"):
+        figures.main_data(results[results["estimator"].ne("dense")])
     two = pd.concat([results, results.assign(seed=1, value=results["value"] * 1.01)])
     with pytest.raises(SpecError, match=r"differ in \['seed', 'value'"):
         figures.main_data(two)
-
-
-def test_a_missing_dense_row_is_refused(results: pd.DataFrame) -> None:
-    """Relative values need the dense model's, and the error says which is missing."""
-    without = results[results["estimator"].ne("dense")]
-    with pytest.raises(SpecError, match=r"'continuation', 'accuracy'"):
-        figures.main_data(without)

@@ -4,6 +4,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pandas as pd
 from figure_rows import keep_of
+from matplotlib.axes import Axes
 from matplotlib.text import Text
 
 from heapr_lab import figures
@@ -64,13 +65,19 @@ def test_the_legend_stands_where_a_panel_is_missing() -> None:
     assert top_of_legend(5) > 0.2 > top_of_legend(6)
 
 
-def test_names_of_near_points_do_not_overlap() -> None:
-    """Four points at nearly one place: each name is free of the others."""
+def named(points: dict[str, tuple[float, float]]) -> Axes:
+    """An Axes from 0 to 1 with these points, and their names."""
     ax = style.own_axes(None)
-    points = {str(n): (0.5 + 0.001 * n, 0.5) for n in range(4)}
     ax.plot(*zip(*points.values(), strict=True), "o")
     ax.set(xlim=(0, 1), ylim=(0, 1))
     style.name_points(ax, points)
+    return ax
+
+
+def test_names_of_near_points_do_not_overlap() -> None:
+    """Four points at nearly one place: each name is free of the others."""
+    points = {str(n): (0.5 + 0.001 * n, 0.5) for n in range(4)}
+    ax = named(points)
     ax.figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in ax.texts]
     assert [text.get_text() for text in ax.texts] == list(points)
@@ -81,10 +88,7 @@ def test_names_of_near_points_do_not_overlap() -> None:
 
 def test_a_name_stays_inside_the_axes() -> None:
     """Beside a point in the upper right corner it is to the left, below the edge."""
-    ax = style.own_axes(None)
-    ax.plot([1], [1], "o")
-    ax.set(xlim=(0, 1), ylim=(0, 1.1))
-    style.name_points(ax, {"of another model": (1, 1)})
+    ax = named({"of another model": (1, 0.95)})
     (name,) = ax.texts
     box = Text.get_window_extent(name)
     assert ax.bbox.contains(*box.min)

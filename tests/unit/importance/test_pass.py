@@ -7,14 +7,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from families import tiny_ids, tiny_model
 from torch import nn
 
-from heapr_lab.errors import CoverageError, SpecError
-from heapr_lab.importance import collect, resuming
+from heapr_lab.errors import CoverageError, LayoutError
+from heapr_lab.importance import collect, measured, resuming
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.hooks import edits_of, masked, observed, probed
@@ -30,28 +31,12 @@ WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
 # --- coverage ---------------------------------------------------------------------
 
 
-class Twice(nn.Module):
-    """A decoder layer through which the states go two times."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def __getattr__(self, name: str) -> object:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-    def forward(self, states: torch.Tensor, **options: object) -> torch.Tensor:
-        """The layer applied to its own output."""
-        return self.layer(self.layer(states, **options), **options)
-
-
 def test_a_layer_that_takes_part_twice_is_an_error() -> None:
     """It is not counted once, nor are its two inputs added up."""
     model = tiny_model("qwen2_moe")
-    model.model.layers[1] = Twice(model.model.layers[1])
+    mlp = model.model.layers[1].mlp
+    once = mlp.forward
+    mlp.forward = lambda states: once(once(states))
     with probed(find_experts(model)) as probes:
         hook = model.get_input_embeddings().register_forward_hook(
             lambda _module, _args, output: output.requires_grad_(True)
@@ -78,54 +63,86 @@ def test_experts_without_tokens_are_named(caplog: pytest.LogCaptureFixture) -> N
     )
 
 
-def test_all_experts_with_tokens_say_nothing(
+def test_windows_that_repeat_are_told(
     model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Windows that are all different say nothing either."""
-    table = collect_statistics(model, CalibrationSet.from_ids(tiny_ids(n_sequences=20)))
+    """They count as often as they are there; of others nothing is said."""
+    ids = tiny_ids(n_sequences=20)
+    table = collect_statistics(model, CalibrationSet.from_ids(ids))
     assert len(table.unrouted()) == 0
+    assert caplog.messages == []
+    collect_statistics(model, CalibrationSet.from_ids(ids[[0, 1, 0, 0]]))
+    message = "2 of 4 calibration windows repeat another, and count as often"
+    assert message in caplog.messages
+
+
+def test_what_is_refused_before_anything_is_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Broken experts are refused, and those of which a rank holds only a part."""
+    model = tiny_model("qwen2_moe")
+    layer = find_experts(model)[1]
+    with torch.no_grad():
+        layer.down[2, :, 5] = torch.nan
+    message = r"layers\.1\.mlp\.experts: 1 atoms have weights that are NaN.*\(2, 5\)"
+    with pytest.raises(LayoutError, match=message):
+        collect_statistics(model, WINDOWS)
+    layer.module._is_expert_parallel = True
+    with pytest.raises(LayoutError, match="expert-parallel"):
+        collect_statistics(model, WINDOWS)
     assert caplog.messages == []
 
 
-def test_squares_that_underflow_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Weights times 1e-12 underflow in float32; in float64 sums are scaled exactly."""
-    tables = {}
-    for dtype in (torch.float32, torch.float64):
-        for scale in (1.0, 1e-12):
-            model = tiny_model("qwen2_moe", dtype=dtype)
-            for layer in find_experts(model):
-                layer.module.gate_up_proj.data *= scale
-            caplog.clear()
-            tables[dtype, scale] = collect_statistics(model, WINDOWS).frame
-            warned = any("squares are 0 in float32" in line for line in caplog.messages)
-            assert warned == (dtype == torch.float32 and scale < 1)
-    small = tables[torch.float64, 1e-12]
-    assert (small["sum_h2"].gt(0) == small["max_abs_h"].gt(0)).all()
-    assert (tables[torch.float32, 1e-12]["sum_h2"] == 0).all()
+def test_tokens_that_differ_from_layer_to_layer(model: nn.Module) -> None:
+    """One layer of two experts per token, one of a single expert: a wrong count."""
+    table = collect_statistics(model, WINDOWS)
+    layers = find_experts(model)
+    measured.check_coverage(table, layers)
+    with pytest.raises(CoverageError, match="measured 64 atoms, expected 32"):
+        measured.check_coverage(table, layers[:1])
+    frame = table.frame
+    for tokens in (
+        np.where(frame["layer"] == 1, 1, frame["tokens"]),
+        0 * frame["tokens"],
+    ):
+        wrong = type(table).from_frame(frame.assign(tokens=tokens))
+        with pytest.raises(CoverageError, match="routed tokens differ from layer to"):
+            measured.check_coverage(wrong, layers)
 
 
 @pytest.mark.parametrize(
-    ("up", "down"), [(1.0, 1e-25), (1e-12, 1e15)], ids=["gradients", "activations"]
+    ("up", "down", "lost"),
+    [
+        (1.0, 1.0, []),
+        (1e-12, 1.0, ["sum_h2", "sum_hg2"]),
+        (1.0, 1e-25, ["sum_hg2"]),  # gradients are small as W_down is
+        (1e-12, 1e15, ["sum_h2"]),  # activations that W_down makes up for
+    ],
 )
-def test_squares_of_one_factor_that_underflow_are_said(
-    up: float, down: float, caplog: pytest.LogCaptureFixture
+def test_squares_that_underflow_are_said(
+    up: float, down: float, lost: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Gradients that are small as W_down is, or activations that it makes up for."""
-    model = tiny_model("qwen2_moe", dtype=torch.float32)
-    for layer in find_experts(model):
-        layer.module.gate_up_proj.data *= up
-        layer.module.down_proj.data *= down
-    table = collect_statistics(model, WINDOWS).frame
-    lost = table[["sum_h2", "sum_hg2"]].eq(0).all()
-    assert lost.tolist() == ([False, True] if up == 1 else [True, False])
-    assert any("squares are 0 in float32" in line for line in caplog.messages)
+    """They do in float32, where weights are so small; in float64 none does."""
+    for dtype in (torch.float32, torch.float64):
+        model = tiny_model("qwen2_moe", dtype=dtype)
+        for layer in find_experts(model):
+            layer.module.gate_up_proj.data *= up
+            layer.module.down_proj.data *= down
+        caplog.clear()
+        sums = collect_statistics(model, WINDOWS).frame[["sum_h2", "sum_hg2"]]
+        zero = [name for name in sums if sums[name].eq(0).all()]
+        assert zero == (lost if dtype == torch.float32 else [])
+        warned = any("squares are 0 in float32" in line for line in caplog.messages)
+        assert warned == bool(zero)
 
 
 # --- what is written down ---------------------------------------------------------
 
 
-def test_metadata(model: nn.Module) -> None:
+def test_metadata() -> None:
     """It has all that determined the numbers, and where they were measured."""
+    model = tiny_model("qwen2_moe")
+    model.config._name_or_path, model.config._commit_hash = "some/model", "abc"
     begun = datetime.now(UTC) - timedelta(seconds=1)
     windows = CalibrationSet.from_ids(WINDOWS.ids)
     metadata = collect_statistics(model, windows, batch_size=2).metadata
@@ -146,8 +163,8 @@ def test_metadata(model: nn.Module) -> None:
     assert 0 < seconds < 600
     assert seconds == round(seconds, 2)
     assert origin == {
-        "model": model.config._name_or_path,
-        "revision": None,
+        "model": "some/model",
+        "revision": "abc",
         "calibration": windows.provenance | {"n_sequences": 5, "seq_len": 9},
         "device": "cpu",
         "batch_size": 2,
@@ -158,25 +175,6 @@ def test_metadata(model: nn.Module) -> None:
             "transformers": transformers.__version__,
         },
     }
-
-
-def test_the_name_and_revision_of_a_model() -> None:
-    """They are those of its configuration."""
-    model = tiny_model("qwen2_moe")
-    model.config._name_or_path, model.config._commit_hash = "some/model", "abc"
-    origin = collect_statistics(model, WINDOWS).metadata["provenance"]
-    assert (origin["model"], origin["revision"]) == ("some/model", "abc")
-
-
-def test_no_window_counts_twice(model: nn.Module) -> None:
-    """Tables whose sets share windows do not merge, alone or merged before."""
-    other = CalibrationSet.from_ids(tiny_ids(n_sequences=3, seed=7))
-    some = CalibrationSet.from_ids(WINDOWS.ids[[4, 1]])
-    table, apart, some = (collect_statistics(model, w) for w in (WINDOWS, other, some))
-    with pytest.raises(SpecError, match="2 of 2 windows would count twice"):
-        table.merge(some)
-    with pytest.raises(SpecError, match="2 of 5 windows would count twice"):
-        apart.merge(some).merge(table)
 
 
 def test_windows_that_are_written_to_are_other_windows(model: nn.Module) -> None:
@@ -320,19 +318,3 @@ def test_a_copy_knows_how_the_model_ran() -> None:
         pass
     assert twin.config._experts_implementation == "batched_mm"
     assert model.config._experts_implementation == "batched_mm"
-
-
-def test_each_layer_has_its_own_mask_observer_and_probe(model: nn.Module) -> None:
-    """One too few is an error; nothing stays on the modules afterwards."""
-    layers = find_experts(model)
-    drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in layers]
-    for context in (
-        lambda: masked(layers, drop[:1]),
-        lambda: masked(layers, drop, [None]),
-        lambda: observed(layers, [Rows()]),
-    ):
-        with pytest.raises(ValueError, match="shorter"), context():
-            pass
-    with probed(layers):
-        assert all("_heapr_probe" in layer.module.__dict__ for layer in layers)
-    assert not any("_heapr_probe" in layer.module.__dict__ for layer in layers)

@@ -10,7 +10,6 @@ import pytest
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.storage import files
 
 
@@ -89,15 +88,6 @@ def test_what_cannot_have_been_measured_is_no_table() -> None:
         table((1, 1), spec={"a": 1}, spec_hash="0" * 64)
 
 
-def test_the_architecture_is_that_of_the_metadata() -> None:
-    """It is the one that was given."""
-    shape = LayerShape(n_experts=1, d_inter=2, d_expert=8)
-    given = Architecture(1000, 2, 8, {1: shape}, 50, 16)
-    assert table((1, 2), architecture=given.to_dict()).architecture == given
-    with pytest.raises(SpecError, match="no architecture"):
-        _ = table((1, 2)).architecture
-
-
 def test_estimators_that_the_columns_suffice_for() -> None:
     """Estimators that divide by N need it."""
     stats = table((1, 2))
@@ -157,7 +147,7 @@ def test_a_column_that_is_missing_is_named_with_those_that_are_not() -> None:
 def test_file_round_trip(tmp_path: Path) -> None:
     """What is written is read."""
     path = tmp_path / "table.parquet"
-    written = table((2, 3), N=3, spec={"model": "toy", "n": [1]})
+    written = table((2, 3), N=1, spec={"model": "toy", "n": [1]})
     written.write(path)
     read = ImportanceTable.read(path)
     pd.testing.assert_frame_equal(read.frame, written.frame)
@@ -214,12 +204,6 @@ def test_metadata_of_other_kinds(
     files.write_frame(path, table((1, 1)).frame, metadata)
     with pytest.raises(CacheError, match=rf"t\.parquet is damaged: its .*{expected}"):
         ImportanceTable.read(str(path))
-
-
-def test_the_least_number_of_tokens(tmp_path: Path) -> None:
-    """It is one."""
-    table((1, 1), N=1).write(tmp_path / "t.parquet")
-    assert ImportanceTable.read(tmp_path / "t.parquet").metadata == {"N": 1}
 
 
 # --- display ----------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from heapr_lab.errors import CacheError
-from heapr_lab.inspection.rows import cached_rows
+from heapr_lab.inspection.stored import cached_rows
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import write_frame
 

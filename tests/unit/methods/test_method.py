@@ -16,9 +16,7 @@ from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import collectors
 from heapr_lab.methods.collectors import Measurements
-from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.methods.method import Method
-from heapr_lab.models.experts import describe
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.storage import files
 from heapr_lab.text.calibration import CalibrationSet
@@ -164,28 +162,9 @@ def test_the_manifest_says_how_it_was_made(model: nn.Module, tmp_path: Path) -> 
     assert files.read_json(tmp_path / "reap" / "config.json")["num_experts"] == 3
 
 
-def test_what_no_configuration_expresses_is_not_written(
-    model: nn.Module, tmp_path: Path
-) -> None:
-    """Layers of different numbers, and merged experts: counted, but refused by name."""
-    kept, shapes = {0: (0, 1), 1: (0, 1, 2)}, describe(model).layers
-    dropped = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
-    assert dropped.achieved_ratio == 0.375
-    before, after = dropped.savings(model).parameters
-    assert before - after == 3 * (8 * 48 + 16)
-    merged = methods.get("hc-smoe").fit(model, WINDOWS, ratio=0.25)
-    for compression in (dropped, merged):
-        with pytest.raises(SpecError, match=r"no configuration of Qwen2Moe.* apply"):
-            compression.save(model, tmp_path / "out", base="")
-    assert not [*tmp_path.iterdir()]
-
-
 def test_savings_are_counted_where_they_are(model: nn.Module) -> None:
     """Atoms save operations, experts save none: a token uses as many as before."""
     atoms = methods.get("intdim-e").fit(model, WINDOWS, ratio=0.5).savings(model)
     whole = methods.get("frequency").fit(model, WINDOWS, ratio=0.5).savings(model)
     assert atoms.routed_flops[1] == pytest.approx(atoms.routed_flops[0] / 2)
     assert whole.routed_flops[1] == pytest.approx(whole.routed_flops[0])
-    removed = [s.parameters[0] - s.parameters[1] for s in (atoms, whole)]
-    assert removed == [2 * 16 * 48, 2 * 2 * (8 * 48 + 16)]
-    assert whole.bytes[0] - whole.bytes[1] == 8 * removed[1]

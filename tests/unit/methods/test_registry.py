@@ -23,17 +23,14 @@ Install = Callable[..., None]
 PAGE = "docs/comparing.md"
 PLUGIN = fence(PAGE, "python plugin")
 """The whole file of the example."""
+TAKEN = "smallest, options={'ratio': 1.0}"
+"""A rule and an option that `fit` has as an argument."""
 
 
 def called(name: str) -> str:
     """The example with another name of its method."""
     assert PLUGIN.count('"smallest"') == 1
     return PLUGIN.replace('"smallest"', f'"{name}"')
-
-
-def with_option(name: str) -> str:
-    """The example with an option of that name."""
-    return with_rule(f"smallest, options={{{name!r}: 1.0}}")
 
 
 def with_rule(rule: str) -> str:
@@ -129,7 +126,7 @@ def test_two_plugins_of_one_name_are_refused(install: Install) -> None:
         ("raise SystemExit(3)", "{module}:METHOD", "loaded: SystemExit: 3"),
         ("METHOD = None", "{module}:METHOD", "is NoneType, expected a heapr_lab"),
         (called("Smallest"), "{module}:METHOD", "is called 'Smallest', expected lower"),
-        (with_option("ratio"), "{module}:METHOD", "has an option ratio, which is an"),
+        (with_rule(TAKEN), "{module}:METHOD", "has an option ratio, which is an"),
     ],
 )
 def test_a_broken_plugin_is_named(

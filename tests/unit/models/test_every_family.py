@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import D_VOCAB, FAMILIES, tiny_ids, tiny_model
-from tiny_folder import write_tokenizer
+from tiny_folder import write_folder
 from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 from wrappers import WRAPPERS
@@ -146,8 +146,7 @@ def test_the_page_has_every_family() -> None:
 def test_a_second_table_of_embeddings_is_not_streamed(tmp_path: Path) -> None:
     """Its tensors belong to no part, and were written with other values."""
     sizes = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": D_VOCAB}
-    tiny_model("gemma4_text", **sizes).save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
+    write_folder(tmp_path, tiny_model("gemma4_text", **sizes))
     with pytest.raises(
         LayoutError, match=r"gemma4_text\) cannot be streamed: it has a"
     ):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import random_keep, widths_keep
+from stored_tensors import changed_json
 from tiny_folder import write_model
 from transformers import AutoConfig
 
@@ -47,8 +48,34 @@ def folder(dense: Path, tmp_path: Path) -> Path:
 
 
 def change(path: Path, **changes: Any) -> None:
-    """Change settings in a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    """Change settings in a JSON file; None takes one away."""
+    with changed_json(path) as settings:
+        for name, value in changes.items():
+            settings[name] = value
+            if value is None:
+                del settings[name]
+
+
+# --- loading ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float64])
+def test_the_type_can_be_chosen(dense: Path, dtype: str | torch.dtype) -> None:
+    """It is given by name or as a type of torch's."""
+    model, _ = load_model(str(dense), device="cpu", dtype=dtype)
+    expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert next(model.parameters()).dtype == expected
+    assert not model.training
+
+
+def test_a_wrong_name_is_an_error_that_says_what_is_expected(tmp_path: Path) -> None:
+    """A missing folder, a name that is not on the hub, a folder without a model."""
+    for name in ("nobody/no-such-model", str(tmp_path / "absent"), str(tmp_path)):
+        with pytest.raises(SpecError) as caught:
+            load_model(name)
+        message = str(caught.value)
+        assert repr(name) in message
+        assert "local folder in the hub's layout, or one of lab" in message
 
 
 # --- code -------------------------------------------------------------------------
@@ -198,11 +225,7 @@ def test_absurd_settings_are_named(
     changes: dict[str, Any], message: str, folder: Path
 ) -> None:
     """They are named before they are built, where that would take for ever."""
-    change(folder / "config.json", layer_types=None, **changes)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({name: value for name, value in config.items() if value is not None})
-    )
+    change(folder, layer_types=None, **changes)
     with pytest.raises(SpecError, match=message) as error:
         load_model(folder, device="cpu")
     assert "config.json" in one_line(error)

@@ -44,22 +44,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def without(name: str) -> Callable[[Path], None]:
     """What takes the tensor `name` out of the file in a folder."""
-
-    def change(folder: Path) -> None:
-        with changed_tensors(folder) as tensors:
-            del tensors[name]
-
-    return change
+    return stored(lambda tensors: tensors.pop(name))
 
 
 def reshaped(name: str) -> Callable[[Path], None]:
     """What halves the tensor `name` in the file in a folder."""
+    return stored(lambda t: t.update({name: t[name][: len(t[name]) // 2]}))
 
-    def change(folder: Path) -> None:
+
+def stored(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """What changes the tensors in the file in a folder."""
+
+    def damage(folder: Path) -> None:
         with changed_tensors(folder) as tensors:
-            tensors[name] = tensors[name][: len(tensors[name]) // 2]
+            change(tensors)
 
-    return change
+    return damage
 
 
 def half_of_the_index(folder: Path) -> None:
@@ -72,27 +72,14 @@ def half_of_the_index(folder: Path) -> None:
 
 
 def configured(**changes: Any) -> Callable[[Path], None]:
-    """What changes config.json; None takes a setting away."""
+    """What changes config.json, in which no kind of layers is named."""
 
-    def change(folder: Path) -> None:
+    def damage(folder: Path) -> None:
         with changed_json(folder) as config:
-            for name, value in changes.items():
-                config[name] = value
-                if value is None:
-                    del config[name]
+            config.pop("layer_types", None)
+            config.update(changes)
 
-    return change
-
-
-def with_widths(new: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """What changes the widths in config.json."""
-
-    def change(folder: Path) -> None:
-        with changed_json(folder) as config:
-            quantization = config["quantization_config"]
-            quantization["widths"] = new(quantization["widths"])
-
-    return change
+    return damage
 
 
 def damaged(source: Path, into: Path, damage: Callable[[Path], None]) -> Path:
@@ -102,8 +89,7 @@ def damaged(source: Path, into: Path, damage: Callable[[Path], None]) -> Path:
     return into
 
 
-deeper = configured(num_hidden_layers=3, layer_types=None)
-shallower = configured(num_hidden_layers=1, layer_types=None)
+deeper, shallower = (configured(num_hidden_layers=number) for number in (3, 1))
 HOLES = [
     ("", without(ROUTER), f"lacks 1 of its weights .{ROUTER}"),
     ("", without(NORM), f"lacks 1 of its weights .{NORM}"),
@@ -157,7 +143,10 @@ def test_widths_are_those_of_every_expert(
     new: Any, message: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Widths are empty, of one layer, of another number of experts, or no numbers."""
-    folder = damaged(folders["ragged"], tmp_path / "x", with_widths(new))
+    folder = Path(shutil.copytree(folders["ragged"], tmp_path / "x"))
+    with changed_json(folder) as config:
+        quantization = config["quantization_config"]
+        quantization["widths"] = new(quantization["widths"])
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(folder)
 

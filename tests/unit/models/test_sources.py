@@ -9,8 +9,8 @@ import pytest
 import torch
 from families import tiny_ids
 from keeps import logits_of, random_keep
-from safetensors.torch import load_file, save_file
-from stored_tensors import tensors_in
+from safetensors.torch import save_file
+from stored_tensors import INDEX, tensors_in
 from tiny_folder import write_model
 
 from heapr_lab.checkpoints.save import prune_folder
@@ -18,8 +18,6 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.loading import load_model, model_folder
 from heapr_lab.pruning.masks import KeepMask
-
-INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
@@ -42,55 +40,24 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("model-*.safetensors"))
 
 
-def truncated(folder: Path) -> None:
-    """Lose the last byte of a file."""
-    path = shards(folder)[1]
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def longer(folder: Path) -> None:
-    """Add a byte to a file."""
-    path = shards(folder)[1]
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def emptied(folder: Path) -> None:
-    """Leave nothing of a file."""
-    shards(folder)[1].write_bytes(b"")
-
-
-def swapped(folder: Path) -> None:
+def swapped(path: Path) -> None:
     """Let two files change names."""
-    one, two = shards(folder)[:2]
-    one.rename(folder / "x")
-    two.rename(one)
-    (folder / "x").rename(two)
+    one, _ = shards(path.parent)[:2]
+    one.rename(path.with_name("x"))
+    path.rename(one)
+    path.with_name("x").rename(path)
 
 
-def missing(folder: Path) -> None:
-    """Lose a file."""
-    shards(folder)[1].unlink()
-
-
-def dangling(folder: Path) -> None:
-    """Let a file be a link to nowhere."""
-    path = shards(folder)[1]
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    """Let something else have the name of a file."""
     path.unlink()
-    path.symlink_to(folder / "nowhere")
-
-
-def a_folder(folder: Path) -> None:
-    """Let a folder have the name of a file."""
-    path = shards(folder)[1]
-    path.unlink()
-    path.mkdir()
+    make(path)
 
 
 def changed_header(change: Callable[[str], str]) -> Callable[[Path], None]:
     """What changes the text of a header, padded to its length."""
 
-    def damage(folder: Path) -> None:
-        path = shards(folder)[1]
+    def damage(path: Path) -> None:
         raw = path.read_bytes()
         end = 8 + int.from_bytes(raw[:8], "little")
         text = change(raw[8:end].decode().rstrip())
@@ -109,43 +76,38 @@ def twice(text: str) -> str:
     return f'{text[:-1]},"{name}":{json.dumps(again)}}}'
 
 
-def other_shape(text: str) -> str:
-    """A header whose last tensor has more values than bytes."""
+def shaped(text: str, shape: object) -> str:
+    """A header whose last tensor has another shape."""
     header = json.loads(text)
-    header[list(header)[-1]]["shape"] = [10**6]
+    header[list(header)[-1]]["shape"] = shape
     return json.dumps(header)
 
 
-def text_shape(text: str) -> str:
-    """A header whose last tensor has text as its shape."""
-    header = json.loads(text)
-    header[list(header)[-1]]["shape"] = "16"
-    return json.dumps(header)
-
-
-def outside(folder: Path) -> None:
+def outside(path: Path) -> None:
     """Let the index name a file beside the folder, which is there and whole."""
-    path = shards(folder)[1]
+    folder = path.parent
     shutil.move(path, folder.parent / path.name)
     index = (folder / INDEX).read_text()
     (folder / INDEX).write_text(index.replace(path.name, f"../{path.name}"))
 
 
-DAMAGES = {
-    "truncated": (truncated, "model-00002"),
-    "longer": (longer, "model-00002"),
-    "emptied": (emptied, "model-00002"),
-    "swapped": (swapped, "their versions differ"),
-    "missing": (missing, "model-00002"),
-    "dangling": (dangling, "model-00002"),
-    "a folder": (a_folder, "model-00002"),
-    "tensor twice": (changed_header(twice), "model-00002"),
-    "other shape": (changed_header(other_shape), "model-00002"),
-    "text as shape": (changed_header(text_shape), "model-00002"),
-    "no header": (changed_header(lambda _: "[]"), "model-00002"),
-    "deep header": (changed_header(lambda _: "[" * 10**5), "model-00002"),
-    "outside": (outside, r"\.\./model-00002"),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "emptied": lambda path: path.write_bytes(b""),
+    "swapped": swapped,
+    "missing": Path.unlink,
+    "dangling": lambda path: replaced(path, lambda p: p.symlink_to("nowhere")),
+    "a folder": lambda path: replaced(path, Path.mkdir),
+    "tensor twice": changed_header(twice),
+    "other shape": changed_header(lambda text: shaped(text, [10**6])),
+    "text as shape": changed_header(lambda text: shaped(text, "16")),
+    "no header": changed_header(lambda _: "[]"),
+    "deep header": changed_header(lambda _: "[" * 10**5),
+    "outside": outside,
 }
+"""What is done to the second file."""
+SAID = {"swapped": "their versions differ", "outside": r"\.\./model-00002"}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -153,10 +115,10 @@ def test_damaged_files_are_named(
     name: str, source: Path, keep: KeepMask, tmp_path: Path
 ) -> None:
     """Loading and pruning name them in one line, and pruning writes nothing."""
-    damage, message = DAMAGES[name]
+    message = SAID.get(name, "model-00002")
     folder = tmp_path / "moe"
     shutil.copytree(source, folder)
-    damage(folder)
+    DAMAGES[name](shards(folder)[1])
     for attempt in (
         lambda: load_model(folder),
         lambda: model_folder(folder),
@@ -178,6 +140,7 @@ def test_links_to_files_are_files(source: Path, keep: KeepMask, tmp_path: Path) 
     model, _ = load_model(folder, device="cpu")
     ids = tiny_ids()
     assert torch.equal(logits_of(model, ids), logits_of(read_weights(source), ids))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
     for name in ("linked", "plain"):
         prune_folder(
             folder if name == "linked" else source, keep, tmp_path / f"{name}1"
@@ -210,8 +173,7 @@ def test_the_single_file_counts_where_there_are_both(
     """Loading and pruning read the same one of two sets of weights."""
     folder = tmp_path / "moe"
     shutil.copytree(source, folder)
-    tensors = {k: v for path in shards(folder) for k, v in load_file(path).items()}
-    doubled = {name: tensor * 2 for name, tensor in tensors.items()}
+    doubled = {name: tensor * 2 for name, tensor in tensors_in(folder).items()}
     save_file(doubled, folder / "model.safetensors", metadata={"format": "pt"})
     model, _ = load_model(folder, device="cpu")
     norm = "model.norm.weight"

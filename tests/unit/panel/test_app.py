@@ -1,5 +1,7 @@
 import importlib.util
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,29 @@ def test_what_is_not_there_is_said_before_anything_is_served(tmp_path: Path) -> 
         app.panel_source(
             "lab", profile="huge", device="cpu", dtype="auto", folder=tmp_path
         )
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from heapr_lab.panel import app
+app.panel_source("lab", profile=None, device="cpu", dtype="auto", folder=Path("."))
+kernels = SimpleNamespace(get_kernel=None, list_kernel_ids=list)
+page = SimpleNamespace(xsrf_token="", kernel_manager=kernels)
+app._prepare("lab", page, None, "")
+print(*sorted({slow} & sys.modules.keys()))
+"""
+
+
+def test_a_page_waits_for_nothing_that_its_kernel_imports() -> None:
+    """The server goes without numbers and widgets until its first kernel starts."""
+    slow = {"IPython", "ipywidgets", "numpy", "pandas", "pyarrow", "torch"}
+    code = SERVE.replace("{slow}", repr(slow))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""
 
 
 def test_without_voila_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,8 @@ def test_panel_evaluates(panel: Explorer) -> None:
     pruned = points[points["estimator"] == "heapr"]
     losses = pruned["delta_nll"].to_numpy(dtype=float)
     assert curve.get_ydata() == pytest.approx([0.0, *losses])
+    assert curve.get_markevery() == slice(1, None)  # none where nothing is pruned
+    assert [bar.has_yerr for bar in ax.containers] == [True]
 
 
 def test_panel_cancels(panel: Explorer) -> None:

@@ -31,7 +31,6 @@ def shown(bench: Workbench, root: Path, tmp_path: Path, monkeypatch: Any) -> Exp
     monkeypatch.chdir(tmp_path)
     text = str(root / "text.txt")
     panel = explore(bench, corpora=(text,), tasks=(), calibration=Calibration(text))
-    assert isinstance(panel, Explorer)
     panel.export.code.selected_index = 0
     return panel
 
@@ -93,7 +92,6 @@ def test_what_code_cannot_do_is_said(
     unnamed.opening = None
     calibration = Calibration(str(root / "text.txt"))
     other = explore(unnamed, corpora=(), tasks=(), calibration=calibration)
-    assert isinstance(other, Explorer)
     other.export.code.selected_index = 0
     assert "a model in memory" in other.export.python.value
 
@@ -101,7 +99,6 @@ def test_what_code_cannot_do_is_said(
 def test_a_table_is_named_if_it_has_a_file(folder: Path) -> None:
     """The panel of a path names it; a table in memory cannot be named."""
     panel = explore(folder / "table.parquet")
-    assert isinstance(panel, Explorer)
     panel.export.code.selected_index = 0
     expected = f"hl.ImportanceTable.read('{folder / 'table.parquet'}')"
     assert expected in code_of(panel)
@@ -115,7 +112,6 @@ def test_own_text_is_counted_in_windows(bench: Workbench, root: Path) -> None:
     text = str(root / "text.txt")
     calibration = Calibration(text, own_text=0.3)  # 2 of 8 windows, recorded as 0.25
     panel = explore(bench, corpora=(), tasks=(), calibration=calibration)
-    assert isinstance(panel, Explorer)
     panel.export.code.selected_index = 0
     panel.export.weights.value = "unchanged"
     assert "own_text=0.3" in code_of(panel)

@@ -6,7 +6,6 @@ from typing import Any
 import ipywidgets as ipw
 from random_tables import small_table
 
-from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.controls import NumberBox
 from heapr_lab.panel.glossary import (
     GLOSSARY,
@@ -84,10 +83,3 @@ def test_the_help_is_written_when_it_is_opened() -> None:
     assert "<b>ragged</b>" in panel.help.terms.value
     panel.help.search.value = "zebra"
     assert 'role="status"' in panel.help.terms.value
-
-
-def test_estimators_are_explained_where_they_are_chosen() -> None:
-    """Each that the table offers is explained, and no other."""
-    tooltip = explore(small_table()).controls.estimator.tooltip
-    assert ESTIMATORS["shrunk"].description[1:] in tooltip
-    assert "fisher: " not in tooltip

@@ -10,8 +10,8 @@ from html_text import cells, marked
 from pressing import cancel, failed, press
 
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.inspection.activations import routing
 from heapr_lab.inspection.passages import read_passage, token_losses
-from heapr_lab.inspection.routing import routing
 from heapr_lab.panel import inspect_tab
 from heapr_lab.panel.glossary import widgets_in
 from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
@@ -189,12 +189,16 @@ def test_long_texts_are_clipped(
     assert "lmnop" in tab.generate.value
 
 
-@pytest.mark.parametrize("name", ["generate", "compare", "route"])
+@pytest.mark.parametrize(
+    "name", ["generate", "compare", "route", "why.attribute", "why.explain"]
+)
 def test_errors_stand_in_the_tab(tab: InspectTab, name: str) -> None:
     """No text: the message is an alert below the button, which works again."""
-    job = getattr(tab, name)
+    job = attrgetter(name)(tab)
+    press(job)
     tab.text.value = ""
     assert "no tokens" in failed(job)
+    assert job.value == ""
     assert not job.button.disabled
 
 

@@ -72,6 +72,9 @@ def test_the_magic_takes_a_variable_or_a_name() -> None:
     assert magic.source_of('"my table.parquet"', variables) == "my table.parquet"
     with pytest.raises(SpecError, match=r"needs an argument.*%heapr lab"):
         magic.source_of("  ", variables)
+    assert magic.parts_of("a --sessions") == ("a --sessions", None)
+    with pytest.raises(SpecError, match="needs a file"):
+        magic.parts_of("lab --session")
 
 
 def test_the_magic_explores_what_it_is_given() -> None:

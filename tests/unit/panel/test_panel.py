@@ -29,16 +29,6 @@ def test_panel_follows_the_slider() -> None:
     assert (panel.status.value, bytes(panel.picture.value)) == before
 
 
-def test_panel_controls_reach_the_session() -> None:
-    """Each chooser changes its part of the choice."""
-    panel = explore(small_table())
-    panel.controls.estimator.value = "random"
-    panel.controls.scope.value = "layer"
-    panel.controls.granularity.value = "expert"
-    panel.controls.slider.value = 30
-    assert panel.session.selection == Selection(0.3, "random", "layer", "expert")
-
-
 def test_controls_of_structure_budget_and_constraints() -> None:
     """Widths, what the ratio counts, minimum atoms and layers that are not pruned."""
     panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.3))

@@ -14,10 +14,8 @@ from random_tables import random_table, small_table
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import answers
-from heapr_lab.panel.magic import parts_of
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.panel.session_bar import SessionBar
 from heapr_lab.panel.session_file import VERSION, Inspected, fingerprint_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
@@ -84,9 +82,7 @@ def fresh(bench: Workbench, root: Path) -> Callable[..., Explorer]:
     def make(source: Any = bench, **options: Any) -> Explorer:
         if "session" not in options:
             options.setdefault("calibration", Calibration(text, seed=3))
-        panel = explore(source, **here, **options)
-        assert isinstance(panel, Explorer)
-        return panel
+        return explore(source, **here, **options)
 
     return make
 
@@ -154,7 +150,6 @@ def test_a_table_alone(
     plain = save(panel, file)
     panel.session.table.write(table)
     alone = explore(table, session=file)
-    assert isinstance(alone, Explorer)
     assert alone.comparison.table.value == panel.comparison.table.value
     assert save(alone, tmp_path / "again.json") | {"calibration": None} == plain | {
         "calibration": None
@@ -184,33 +179,19 @@ def test_another_model_calibration_or_profile(
         fresh(session=file, selection=Selection(0.5))
 
 
-def test_a_session_of_before_recipes_could_heal(
+def test_a_session_of_before_is_opened(
     fresh: Callable[..., Explorer], tmp_path: Path
 ) -> None:
-    """A file that says nothing of it, or of distillation, is opened as it was."""
+    """One with a map of experts, and recipes that could not heal; it is saved anew."""
     panel, file = used(fresh()), tmp_path / "s.json"
-    save(panel, file)
-    plain = json.loads(file.read_text())
-    for recipe in (plain["way"], *(pin["way"] for pin in plain["pins"])):
+    old = save(panel, file) | {"map": {"variable": "kept share", "pin": 1}}
+    for recipe in (old["way"], *(pin["way"] for pin in old["pins"])):
         assert recipe.pop("heal") == 0
-    file.write_text(json.dumps(plain))
-    other = fresh()
-    opened(other, file)
-    assert state(other) == state(panel)
-
-
-def test_a_session_of_before_the_map_went(
-    fresh: Callable[..., Explorer], tmp_path: Path
-) -> None:
-    """What a file says of the map of experts is passed over, and written no more."""
-    panel, file = used(fresh()), tmp_path / "s.json"
-    plain = save(panel, file)
-    shown = {"variable": "kept share", "order": "by traffic", "pin": 1, "layer": 1}
-    file.write_text(json.dumps(plain | {"map": shown | {"expert": 3}}))
+    file.write_text(json.dumps(old))
     other = fresh()
     assert "Opened" in opened(other, file)
     assert state(other) == state(panel)
-    assert save(other, file) == plain
+    assert "map" not in save(other, file)
 
 
 def _changed(plain: Any, path: tuple[Any, ...], value: Any) -> str:
@@ -325,28 +306,6 @@ def test_tables_without_a_record_differ_by_their_numbers() -> None:
     swapped = frame.rename(columns={"sum_h2": "sum_g2", "sum_g2": "sum_h2"})
     renamed = type(table).from_frame(pd.DataFrame(swapped), **table.metadata)
     assert fingerprint_of(renamed) != fingerprint_of(table)
-
-
-@pytest.mark.parametrize(
-    ("line", "parts"),
-    [
-        ("lab", ("lab", None)), ("a --sessions", ("a --sessions", None)),
-        ("lab --session s.json", ("lab", "s.json")),
-        ("'my moe' --session='a b.json' ", ("'my moe'", "a b.json")),
-    ],
-)  # fmt: skip
-def test_the_magic_takes_a_session(line: str, parts: tuple[str, str | None]) -> None:
-    """It stands after the model, with or without quotes."""
-    assert parts_of(line) == parts
-    with pytest.raises(SpecError, match="needs a file"):
-        parts_of("lab --session")
-
-
-def test_the_bar_is_in_the_panel() -> None:
-    """It is below the tabs, there whichever is open; then comes the help."""
-    panel = explore(small_table())
-    assert isinstance(panel.files, SessionBar)
-    assert panel.children[-2:] == (panel.files, panel.help)
 
 
 # --- a session alone --------------------------------------------------------------

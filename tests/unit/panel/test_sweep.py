@@ -14,14 +14,17 @@ from tiny_folder import write_text
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.panel.evaluations import windows_of_task
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import Sweep, differences, read_ratios, sweep_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.weights import WeightRecipe
+from heapr_lab.tasks.harness import continuation_items
 from heapr_lab.text.calibration_spec import Calibration
+from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.workbench import Workbench
 
 RATIOS = (0.25, 0.5)
@@ -159,7 +162,6 @@ def test_the_time_is_that_of_evaluations_so_far(
 ) -> None:
     """It counts all windows of the models that are left, and making their weights."""
     sweep = Sweep((Selection(0.25), Selection(0.5)), corpora)
-    assert sweep.seconds(session) is None
     session.evaluate(corpora[:1], selection=Selection(0.25))
     session.seconds_a_window = 2.0
     assert session.workbench is not None
@@ -172,10 +174,44 @@ def test_the_time_is_that_of_evaluations_so_far(
     assert compensated.seconds(session) == 2.0 * (dense + 4 * n_test + making)
 
 
+def test_the_first_estimate_is_that_of_the_scores(
+    session: PruningSession, corpora: tuple[str, str]
+) -> None:
+    """A window takes a third of what it took with gradients, by its tokens."""
+    table = session.table
+    origin = dict(table.metadata["provenance"], seconds=96.0, resumed_at=0)
+    origin["calibration"] = {"n_sequences": 8, "seq_len": 128}
+    facts = dict(table.metadata, provenance=origin)
+    told = ImportanceTable.from_frame(table.frame, **facts)
+    fresh = PruningSession(told, workbench=session.workbench)
+    assert fresh.seconds_a_window == 96 / 8 / 3 / 2  # windows of 64 tokens
+    panel = Explorer(fresh, corpora=corpora[:1], tasks=())
+    assert "about 16 s" in panel.evaluation.job.text.value  # 2 models on 4 windows
+    del facts["provenance"]
+    silent = ImportanceTable.from_frame(table.frame, **facts)
+    alone = PruningSession(silent, workbench=session.workbench)
+    assert alone.seconds_a_window is None
+
+
+def test_a_task_is_as_long_as_its_text(
+    bench: Workbench, corpora: tuple[str, str]
+) -> None:
+    """Until it was measured, tokens of its items count, as windows of a corpus do."""
+    task = f"continuation:{corpora[0]}"
+    items = continuation_items(
+        load_corpus(corpora[0], split="test"), n_items=bench.profile.n_items
+    )
+    texts = [item.context + "".join(item.choices) for item in items.itertuples()]
+    n_tokens = sum(len(bench.tokenizer(text)["input_ids"]) for text in texts)
+    n_windows = n_tokens / bench.profile.seq_len
+    assert windows_of_task(task, bench) == pytest.approx(n_windows, rel=0.15)
+    assert windows_of_task("another", bench) == 32
+
+
 def test_tasks_and_weights_count_as_the_time_they_took(
     session: PruningSession, corpora: tuple[str, str]
 ) -> None:
-    """In windows; until they were measured, a task counts as 32 of them."""
+    """In windows, once they were measured."""
     task, recipe = f"continuation:{corpora[0]}", WeightRecipe("compensated")
     work: Any = (), (task,), Selection(0.5), recipe
     guess = session.n_windows(*work)
@@ -184,23 +220,6 @@ def test_tasks_and_weights_count_as_the_time_they_took(
     session.seconds_a_window = 2.0
     session.seconds = {task: 100.0, "compensated": 30.0}
     assert session.n_windows(*work) == 50 + 15 != guess
-
-
-def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
-    """The switch may move meanwhile; the running job names what it measures."""
-    tab, told = swept.evaluation.sweep, []
-
-    def move(change: dict[str, Any]) -> None:
-        told.append(change["new"])
-        if "starting" not in change["new"]:
-            swept.weights.weights.value = "compensated"
-
-    tab.job.text.observe(move, names="value")
-    tab.ratios.value, tab.estimators.value = "75%", ("heapr",)
-    press(tab.job)
-    assert swept.session.points["weights"].iloc[-1] == "masked"
-    named = "0.75 of the atoms, global scope, by atom, ragged, masked: pruned on "
-    assert any(named in text for text in told)
 
 
 def test_estimators_that_compare_within_layers_have_that_scope() -> None:
@@ -279,14 +298,3 @@ def test_windows_of_two_texts_are_not_paired(
         sweep.run(one, report=quiet, on_points=quiet)
     pd.testing.assert_frame_equal(differences(session), differences(fresh))
     pd.testing.assert_frame_equal(session.points, fresh.points)
-
-
-def test_curves_begin_with_the_dense_model(swept: Explorer) -> None:
-    """They begin at no loss, and have error bars."""
-    (ax,) = figure_points(swept.session.points).axes
-    lines = [line for line in ax.get_lines() if "masked" in str(line.get_label())]
-    assert [tuple(line.get_xydata()[0]) for line in lines] == [(0.0, 0.0)] * 2
-    assert [len(line.get_xdata()) for line in lines] == [3, 3]
-    assert [line.get_markevery() for line in lines] == [slice(1, None)] * 2
-    assert [bar.has_yerr for bar in ax.containers] == [True, True]
-    assert len(ax.collections) == 2  # the bars

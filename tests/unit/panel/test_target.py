@@ -1,6 +1,5 @@
 """A target loss is met by the largest ratio that was measured to be within it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -79,29 +78,18 @@ def test_a_search_goes_on_from_what_was_measured(panel: Explorer) -> None:
     assert set(first) < set(ratios(panel))
 
 
-def another_corpus(panel: Explorer) -> None:
-    """Choose the other corpus."""
-    panel.evaluation.corpora.value = panel.evaluation.corpora.options[1:]
-
-
-def other_weights(panel: Explorer) -> None:
-    """Compensate the weights."""
-    panel.weights.weights.value = "compensated"
-
-
-def another_scope(panel: Explorer) -> None:
-    """Rank within layers."""
-    panel.controls.scope.value = "layer"
-
-
-@pytest.mark.parametrize("change", [another_corpus, other_weights, another_scope])
-def test_a_ratio_is_of_what_it_was_measured_for(
-    panel: Explorer, change: Callable[[Explorer], None]
-) -> None:
+@pytest.mark.parametrize("change", ["corpus", "weights", "scope"])
+def test_a_ratio_is_of_what_it_was_measured_for(panel: Explorer, change: str) -> None:
     """Another corpus, other weights or another scope have no ratio yet."""
     press(panel.search)
     assert panel.error.value == ""
-    change(panel)
+    corpora = panel.evaluation.corpora
+    control, value = {
+        "corpus": (corpora, corpora.options[1:]),
+        "weights": (panel.weights.weights, "compensated"),
+        "scope": (panel.controls.scope, "layer"),
+    }[change]
+    control.value = value
     assert f"press {SEARCH}" in panel.error.value
 
 

@@ -130,15 +130,15 @@ def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> N
     panel.tabs.selected_index = 2
     tab.text.value = "aaab bbba abab"
     panel.controls.ratio.value = "0.4"
-    for job in (tab.compare, tab.route, tab.show_contexts):
+    shown = [tab.compare, tab.route, tab.show_contexts]
+    shown += [tab.why.attribute, tab.why.explain]
+    for job in shown:
         press(job)
-    shown = tab.compare, tab.route, tab.show_contexts
-    stale = [is_stale(each._view) for each in shown]
-    assert stale == [False] * 3
+        assert not is_stale(job._view)
     panel.controls.ratio.value = "0.8"
     assert all("Out of date" in each.note.value for each in shown)
     panel.controls.ratio.value = "0.4"
-    assert [each.note.value for each in shown] == [""] * 3
+    assert not any(each.note.value for each in shown)
     tab.text.value = ""
     assert is_stale(tab.compare._view)
     assert not is_stale(tab.show_contexts._view)  # the text does not matter to it
@@ -148,32 +148,6 @@ def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> N
     assert not is_stale(tab.compare._view)
     panel.controls.ratio.value = "40"
     assert is_stale(tab.compare._view)
-
-
-def test_a_failed_export_says_nothing_of_the_last(
-    panel: Explorer, tmp_path: Path
-) -> None:
-    """`Written to` goes with the next press, whatever comes of that."""
-    panel.controls.ratio.value = "0.4"
-    panel.export.folder.value = str(tmp_path / "pruned")
-    press(panel.export.job)
-    assert "Written to" in panel.export.job.value
-    assert "AutoModelForCausalLM.from_pretrained" in panel.export.job.value
-    assert "not empty" in error_of(panel.export.job)
-    assert panel.export.job.value == ""
-
-
-def test_what_was_measured_is_said(panel: Explorer) -> None:
-    """At an evaluated ratio it says measured, with the number; between, nothing."""
-    for ratio in ("0.3", "0.6"):
-        panel.controls.ratio.value = ratio
-        press(panel.evaluation.job)
-    loss = panel.session.points["delta_nll"].iloc[-1]
-    assert ">measured</span> perplexity" in panel.numbers.value
-    assert ">measured</span> Δloss" in panel.numbers.value
-    assert f">{loss:.3g}<" in panel.numbers.value
-    panel.controls.ratio.value = "0.45"
-    assert "measured" not in panel.numbers.value
 
 
 def test_every_job_names_what_it_is_of(panel: Explorer) -> None:
@@ -271,19 +245,6 @@ def test_what_was_written_is_marked_when_settings_change(
         assert "Written to" in tab.job.value
         control.value = before
         assert tab.job.note.value == ""
-
-
-def test_written_comparisons_are_of_the_rows_that_are_shown(
-    panel: Explorer, tmp_path: Path
-) -> None:
-    """An evaluation adds numbers that the files do not have."""
-    tab = panel.comparison
-    tab.folder.value = str(tmp_path / "comparison")
-    tab.pin_button.click()
-    tab.export_button.click()
-    assert "Written to" in tab.exported.value
-    press(panel.evaluation.job)
-    assert "Written to" not in tab.exported.value
 
 
 # --- what is drawn --------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from html_text import cells, marked
-from pressing import failed, press, stale
+from pressing import press
 
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
 from heapr_lab.inspection.passages import read_passage, token_losses
@@ -76,38 +76,6 @@ def test_explain(tab: InspectTab) -> None:
         expert: f"{1000 * value:+.3f}" for expert, value in by_expert.items()
     }
     assert len(marked(tab.why.explain.value)) == 1
-
-
-def test_results_go_out_of_date(tab: InspectTab) -> None:
-    """Another text or selection greys all; what made them brings them back."""
-    shown = tab.why.attribute, tab.why.explain
-    for job in shown:
-        press(job)
-    assert not any(map(stale, shown))
-    text = tab.text.value
-    tab.text.value = "another text"
-    assert all(map(stale, shown))
-    tab.text.value = text
-    assert not any(map(stale, shown))
-    tab.session.choose(Selection(ratio=0.25))
-    tab.refresh()
-    assert all(map(stale, shown))
-    tab.session.choose(Selection(ratio=0.5))
-    tab.refresh()
-    tab.position.value = 3
-    assert [stale(job) for job in shown] == [False, True]
-
-
-def test_an_error_leaves_no_result(tab: InspectTab) -> None:
-    """What was shown is gone, and the message is an alert below the button."""
-    jobs = tab.why.attribute, tab.why.explain
-    for job in jobs:
-        press(job)
-        assert job.value
-    tab.text.value = "a"  # one token: nothing is predicted
-    for job in jobs:
-        failed(job)
-        assert job.value == ""
 
 
 # --- the views ----------------------------------------------------------------------

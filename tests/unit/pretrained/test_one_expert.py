@@ -10,7 +10,7 @@ from families import randomise
 from keeps import assert_same_logits, logits_of
 from safetensors.torch import load_file
 from stored_tensors import changed_tensors
-from tiny_folder import D_VOCAB, write_model, write_tokenizer
+from tiny_folder import D_VOCAB, write_folder, write_model
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -60,9 +60,7 @@ def write_dense(
     config = AutoConfig.for_model(family, **(SIZES | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     randomise(model)
-    model.save_pretrained(folder, max_shard_size=shard)
-    write_tokenizer(folder)
-    return folder
+    return write_folder(folder, model, max_shard_size=shard)
 
 
 def check_equal(folder: Path, **options: Any) -> Any:

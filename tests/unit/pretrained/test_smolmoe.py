@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from carved_models import dense_model, described, one_expert_model, one_expert_state
-from tiny_folder import write_tokenizer
+from tiny_folder import write_folder
 
 from heapr_lab import hub
 from heapr_lab.errors import SpecError
@@ -20,7 +20,6 @@ from heapr_lab.pretrained.smollm2 import WHEEL
 from heapr_lab.storage import paths
 from heapr_lab.storage.files import checksum, read_json
 
-_IDS = torch.arange(24).view(2, 12) % 31
 _LAYOUT = Layout.named("s4e5x4k3")
 
 
@@ -28,8 +27,7 @@ _LAYOUT = Layout.named("s4e5x4k3")
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with a change of tiny weights, which stand for the published ones."""
     published = tmp_path / "published"
-    one_expert_model(dtype=torch.float32).save_pretrained(published)
-    write_tokenizer(published)
+    write_folder(published, one_expert_model(dtype=torch.float32))
     monkeypatch.setattr(smolmoe, "smollm2_folder", lambda: published)
     monkeypatch.setattr(paths, "project_dir", lambda: tmp_path)
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))

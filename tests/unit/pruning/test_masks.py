@@ -47,12 +47,15 @@ def test_the_atoms_of_a_mask_stay(keep: KeepMask, name: str) -> None:
     assert not isinstance(base, np.ndarray) or not base.flags.writeable
 
 
-def test_the_arrays_it_was_made_of_may_change() -> None:
-    """They are copied."""
-    array = np.array([[True, False]])
-    keep = KeepMask.from_arrays({0: array})
+def test_what_it_was_made_of_may_change() -> None:
+    """Arrays and settings are copied."""
+    array, settings = np.array([[True, False]]), {"ratio": 0.5}
+    keep = KeepMask({0: array}, settings)
     array[:] = False
+    settings["ratio"] = 0.7
     assert keep.n_kept == 1
+    assert keep.settings == {"ratio": 0.5}
+    assert KeepMask(keep.arrays).settings == {}
 
 
 def test_copies_are_equal_and_as_fixed(keep: KeepMask) -> None:
@@ -106,15 +109,6 @@ def test_rows_of_something_else_are_refused(
     """Another number of them, or no truth values."""
     with pytest.raises(SpecError, match=message):
         KeepMask.from_rows(keep, rows)
-
-
-def test_the_settings_it_was_made_with_may_change() -> None:
-    """They are copied, also when it is pickled."""
-    settings = {"ratio": 0.5}
-    keep = KeepMask({0: np.ones((1, 2), bool)}, settings)
-    settings["ratio"] = 0.7
-    assert keep.settings == {"ratio": 0.5}
-    assert KeepMask(keep.arrays).settings == {}
 
 
 def test_a_mask_is_no_other_thing(keep: KeepMask) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.experts import find_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.surgery import (
     check_table,
@@ -130,15 +130,10 @@ def test_slices_of_a_layer_need_no_gradients() -> None:
 # --- what belongs together --------------------------------------------------------
 
 
-def layers_of(model: nn.Module) -> list[ExpertsLayer]:
-    """The layers of a model that have experts."""
-    return find_experts(model)
-
-
 def test_masks_come_as_tensors_in_the_order_of_the_layers(model: nn.Module) -> None:
     """They are copies, so that nothing writes into the mask."""
     keep = random_keep(model)
-    masks = keeps_of(layers_of(model), keep)
+    masks = keeps_of(find_experts(model), keep)
     for number, kept in enumerate(masks):
         assert kept.dtype == torch.bool
         assert np.array_equal(kept.numpy(), keep.by_layer(number))
@@ -149,14 +144,14 @@ def test_masks_come_as_tensors_in_the_order_of_the_layers(model: nn.Module) -> N
 def test_a_table_is_of_the_model_it_was_measured_on(model: nn.Module) -> None:
     """It is known by its layers, and by what its specification says of the model."""
     table = collect_statistics(model, CalibrationSet.from_ids(IDS))
-    check_table(model, layers_of(model), table)
+    check_table(model, find_experts(model), table)
     other = tiny_model("qwen2_moe", seed=1)
     with pytest.raises(SpecError, match="differs in weights; collect the statistics"):
-        check_table(other, layers_of(other), table)
+        check_table(other, find_experts(other), table)
     fewer = tiny_model("qwen2_moe", num_experts=3)
     shapes = r"table of layer 0 has shape \(4, 8\), expected \(3, 8\)"
     with pytest.raises(SpecError, match=shapes):
-        check_table(fewer, layers_of(fewer), table)
+        check_table(fewer, find_experts(fewer), table)
 
 
 def test_all_that_differs_is_named(model: nn.Module) -> None:
@@ -167,7 +162,7 @@ def test_all_that_differs_is_named(model: nn.Module) -> None:
     del facts["dtype"]
     changed = ImportanceTable.from_frame(table.frame, spec={**spec, "model": facts})
     with pytest.raises(SpecError, match="differs in a, dtype, weights; collect"):
-        check_table(model, layers_of(model), changed)
+        check_table(model, find_experts(model), changed)
 
 
 @pytest.mark.parametrize("metadata", [{}, {"spec": None}, {"spec": {"schema": 1}}])
@@ -177,4 +172,4 @@ def test_a_table_that_does_not_say_is_taken(
     """As far as it tells, it is of this model."""
     table = collect_statistics(model, CalibrationSet.from_ids(IDS))
     silent = ImportanceTable.from_frame(table.frame, **metadata)
-    check_table(model, layers_of(model), silent)
+    check_table(model, find_experts(model), silent)

@@ -18,8 +18,7 @@ from heapr_lab.recipes.export import facts_of, write_checkpoint
 from heapr_lab.recipes.making import make
 from heapr_lab.recipes.weights import MASKED, WEIGHTS, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.opening import Opening
-from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.settings import Opening, Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 OTHER: dict[str, dict[str, Any]] = {

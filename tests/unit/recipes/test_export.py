@@ -108,7 +108,6 @@ def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     # The workbench measures with its own profile, here of the table's windows.
     setting = Setting(0.25, calibration=str(root / "text.txt"))
-    bench._table = None
     bench.profile = type(bench.profile)("small", 8, SEQ_LEN, 4, 8)
     rows = [
         numbers.iloc[0].to_dict(),

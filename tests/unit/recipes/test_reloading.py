@@ -1,27 +1,30 @@
 """What is written is loaded again before it gets its name."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from stored_tensors import changed_tensors
 from tiny_folder import write_model, write_text
 
 from heapr_lab.checkpoints import save
 from heapr_lab.errors import CacheError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
-from heapr_lab.recipes import export, reloading
+from heapr_lab.recipes import export
 from heapr_lab.recipes.making import make
-from heapr_lab.recipes.reloading import load_like
 from heapr_lab.recipes.weights import WeightRecipe
+from heapr_lab.streaming.opening import load_like
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
+
+BOTH_LOSSES = r"is \d+\.\d{6} nats per token in place of"
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +90,31 @@ def damage(folder: Path) -> None:
         tensors[name] += 0.05
 
 
-def test_a_wrong_tensor_leaves_nothing(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def cut(folder: Path) -> None:
+    """Leave out the end of the file."""
+    (path,) = folder.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(damage, BOTH_LOSSES), (cut, "cannot be loaded again")]
+)
+def test_files_that_are_wrong_leave_nothing(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    message: str,
 ) -> None:
     """The error has both losses, and there is neither folder nor partial folder."""
     written = save.save_tokenizer
 
-    def damaging(folder: Path, *args: Any, **options: Any) -> str:
-        damage(folder)
+    def changing(folder: Path, *args: Any, **options: Any) -> str:
+        change(folder)
         return written(folder, *args, **options)
 
-    monkeypatch.setattr(save, "save_tokenizer", damaging)
-    with pytest.raises(CacheError, match=r"is \d+\.\d{6} nats per token in place of"):
+    monkeypatch.setattr(save, "save_tokenizer", changing)
+    with pytest.raises(CacheError, match=message):
         write(root, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -133,47 +149,27 @@ def test_sliced_files_are_compared_with_the_mask(
         return names
 
     monkeypatch.setattr(save, "write_weights", damaging)
-    with pytest.raises(CacheError, match=r"is \d+\.\d{6} nats per token in place of"):
+    with pytest.raises(CacheError, match=BOTH_LOSSES):
         write_slices(tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_files_that_cannot_be_loaded_leave_nothing(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as a shard that is cut short."""
-    written = save.save_tokenizer
-
-    def cutting(folder: Path, *args: Any, **options: Any) -> str:
-        (path,) = folder.glob("*.safetensors")
-        path.write_bytes(path.read_bytes()[:-64])
-        return written(folder, *args, **options)
-
-    monkeypatch.setattr(save, "save_tokenizer", cutting)
-    with pytest.raises(CacheError, match="cannot be loaded again"):
-        write(root, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_too_large_for_a_second_copy(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is written, and the card says that it was not checked, and why."""
-    monkeypatch.setattr(reloading, "free_memory", lambda _device: 1000)
+    monkeypatch.setattr(export, "free_memory", lambda _device: 1000)
     told = write(root, tmp_path / "out")["reloaded"]
     assert told.startswith("not checked: a second copy of ")
 
 
 def test_a_loss_that_is_no_number_is_another(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN is not within any tolerance."""
-    model, _ = load_model(root / "moe")
-    windows: Any = type("Windows", (), {"ids": torch.randint(9, (4, 8))})
-    check = reloading.reload_check(model, windows, like=model, corpus="text")
-    monkeypatch.setattr(reloading, "_loss_of", lambda *_args: float("nan"))
+    monkeypatch.setattr(export, "_loss_of", lambda *_args: float("nan"))
     with pytest.raises(CacheError, match="is nan nats"):
-        check(root / "moe")
+        write(root, tmp_path / "out")
 
 
 def test_load_like(root: Path) -> None:
@@ -182,7 +178,7 @@ def test_load_like(root: Path) -> None:
         model, _ = load_model(root / "moe", **options)
         again = load_like(root / "moe", model)
         assert again.dtype == model.dtype
-        assert (reloading.stream_of(again) is None) == ("stream" not in options)
+        assert backend_of(again).runs_whole == ("stream" not in options)
         assert not again.training
 
 

@@ -1,11 +1,13 @@
 """Second moments of routed activations, against the products of a dense matrix."""
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import tiny_ids, tiny_model
-from oracles.features import features_of
+from oracles.features import all_grams, features_of
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
@@ -13,13 +15,14 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement import activation_grams
 from heapr_lab.refinement.activation_grams import (
     LayerGrams,
-    collect_grams,
+    StoredLayers,
     default_span,
     fits_in_memory,
     iter_grams,
     sizes_of,
 )
 from heapr_lab.streaming import layerwise
+from heapr_lab.streaming.sweep_store import SweepStore
 from heapr_lab.text.calibration import CalibrationSet
 
 N_WINDOWS = 6
@@ -65,12 +68,19 @@ def assert_right(
         assert grams.tokens.sum(1).tolist() == [2 * 9 * 4, 2 * 9 * 2]
 
 
+def watched(model: nn.Module, span: str) -> tuple[dict[int, LayerGrams], list[Any]]:
+    """What iter_grams gives, and what it tells."""
+    told: list[Any] = []
+    grams = iter_grams(model, WINDOWS, span=span, progress=lambda *n: told.append(n))
+    return {layer.layer: sums for layer, sums in grams}, told
+
+
 @pytest.mark.parametrize("span", ["expert", "layer"])
 def test_sums_are_those_of_the_dense_matrix(
     model: nn.Module, phi: dict[int, torch.Tensor], span: str
 ) -> None:
     """Tokens of both parts are counted for each expert."""
-    layers = collect_grams(model, WINDOWS, span=span)
+    layers = all_grams(model, WINDOWS, span=span)
     assert [*layers] == [0, 1]
     assert_right(layers, phi, span)
     for number, grams in layers.items():
@@ -87,7 +97,7 @@ def test_an_expert_without_tokens(model: nn.Module) -> None:
         other.model.layers[0].mlp.gate.weight[0] = 0
         other.model.layers[0].mlp.gate.weight[1:] *= 1e3
     for span in ("expert", "layer"):
-        grams = collect_grams(other, WINDOWS, span=span)[0]
+        grams = all_grams(other, WINDOWS, span=span)[0]
         for expert in (grams.tokens == 0).all(0).nonzero()[:, 0].tolist():
             first = slice(expert * D_INTER, (expert + 1) * D_INTER)
             sums = grams.total[expert] if span == "expert" else grams.total[0, first]
@@ -114,32 +124,24 @@ def test_forwards_are_of_a_few_windows(
     """As many as have about 4096 tokens, at least one; after each it is told."""
     assert activation_grams._TOKENS_AT_ONCE == 4096
     monkeypatch.setattr(activation_grams, "_TOKENS_AT_ONCE", tokens)
-    told: list[tuple[int, int]] = []
-    layers = collect_grams(model, WINDOWS, progress=lambda *n: told.append(n))
+    layers, told = watched(model, "expert")
     assert told == [(step, N_WINDOWS) for step in steps]
-    assert_right(layers, phi, "expert")
-
-
-def test_chosen_layers(model: nn.Module, phi: dict[int, torch.Tensor]) -> None:
-    """Only those layers are summed."""
-    layers = collect_grams(model, WINDOWS, layers=find_experts(model)[1:])
-    assert [*layers] == [1]
     assert_right(layers, phi, "expert")
 
 
 def test_too_little_to_sum(model: nn.Module) -> None:
     """Two windows are enough, one is not."""
     two = CalibrationSet.from_ids(IDS[:2])
-    assert collect_grams(model, two)[0].tokens.sum(1).tolist() == [18, 18]
+    assert all_grams(model, two)[0].tokens.sum(1).tolist() == [18, 18]
     with pytest.raises(SpecError, match="1 windows, expected at least 2"):
-        collect_grams(model, CalibrationSet.from_ids(IDS[:1]))
+        all_grams(model, CalibrationSet.from_ids(IDS[:1]))
     with pytest.raises(SpecError, match="span is 'row', expected one of expert, layer"):
-        collect_grams(model, WINDOWS, span="row")
+        all_grams(model, WINDOWS, span="row")
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(SpecError, match="autocast to bfloat16"),
     ):
-        collect_grams(model, WINDOWS)
+        all_grams(model, WINDOWS)
 
 
 def test_activations_of_low_precision_are_multiplied_in_single(
@@ -147,7 +149,7 @@ def test_activations_of_low_precision_are_multiplied_in_single(
 ) -> None:
     """They are added up in double precision."""
     model = tiny_model("qwen2_moe").to(torch.bfloat16)
-    sums = collect_grams(model, WINDOWS)[0].total
+    sums = all_grams(model, WINDOWS)[0].total
     assert sums.dtype == torch.float64
     right = expected(phi[0], "expert").sum(0)
     assert (sums - right).norm() < 0.05 * right.norm()
@@ -157,13 +159,6 @@ def test_activations_of_low_precision_are_multiplied_in_single(
 
 
 # --- layer by layer ---------------------------------------------------------------
-
-
-def walked(model: nn.Module, span: str) -> tuple[dict[int, LayerGrams], list[Any]]:
-    """What iter_grams gives, and what it tells."""
-    told: list[Any] = []
-    grams = iter_grams(model, WINDOWS, span=span, progress=lambda *n: told.append(n))
-    return {layer.layer: sums for layer, sums in grams}, told
 
 
 @pytest.fixture
@@ -177,12 +172,11 @@ def test_layers_are_run_one_by_one_where_sums_do_not_fit(
     model: nn.Module, phi: dict[int, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The sums are the same; after each of two layers half of the windows are done."""
-    layers, told = walked(model, "expert")
+    layers, told = watched(model, "expert")
     assert [*layers] == [0, 1]
     assert told == [(3, N_WINDOWS), (6, N_WINDOWS)]
     assert_right(layers, phi, "expert")
     assert caplog.text == ""
-    assert len(list(iter_grams(model, WINDOWS, span="expert"))) == 2
 
 
 @pytest.mark.usefixtures("small")
@@ -197,31 +191,12 @@ def test_passes_for_groups_where_layers_do_not_run_alone(
     def refuse(*_: object) -> None:
         raise LayoutError("no")
 
-    groups: list[object] = []
-
-    def noted(*args: object, **options: Any) -> dict[int, LayerGrams]:
-        groups.append([layer.layer for layer in options["layers"]])
-        return collect_grams(*args, **options)
-
     monkeypatch.setattr(layerwise, "LayerByLayer", refuse)
-    monkeypatch.setattr(activation_grams, "collect_grams", noted)
-    layers, told = walked(model, "expert")
+    layers, told = watched(model, "expert")
     assert caplog.messages == ["no; so 2 forward passes are used instead of one"]
     assert told == [(2, 6), (3, 6), (5, 6), (6, 6)]
-    assert groups == [[0], [1]]
     assert [*layers] == [0, 1]
     assert_right(layers, phi, "expert")
-    assert len(list(iter_grams(model, WINDOWS, span="expert"))) == 2
-
-
-@pytest.mark.usefixtures("small")
-def test_nothing_is_run_that_is_refused(model: nn.Module) -> None:
-    """As where all sums fit: one window, tokens that there are not."""
-    with pytest.raises(SpecError, match="1 windows, expected at least 2"):
-        next(iter_grams(model, CalibrationSet.from_ids(IDS[:1]), span="expert"))
-    outside = CalibrationSet.from_ids(IDS + 48)
-    with pytest.raises(SpecError, match="48"):
-        next(iter_grams(model, outside, span="expert"))
 
 
 # --- sizes ------------------------------------------------------------------------
@@ -256,3 +231,43 @@ def test_the_span_by_default(model: nn.Module, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     monkeypatch.setattr(layers[1].module, "has_post_expert_norm", True)
     assert default_span(layers) == "expert"
+
+
+# --- layers of a streamed model ---------------------------------------------------
+
+
+def down(value: float) -> torch.Tensor:
+    """A weight of two experts."""
+    return torch.full((2, 3, 4), value, dtype=torch.float64)
+
+
+@pytest.fixture(params=[0, 10**6])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> SweepStore:
+    """A store in files, and one in memory."""
+    return SweepStore(tmp_path, budget=request.param, durable=False)
+
+
+def test_it_is_a_mapping(store: SweepStore) -> None:
+    """It acts as a dict, also after a layer is given new weights."""
+    downs, expected = StoredLayers(store, "down"), dict[int, torch.Tensor]()
+    for number, value in ((3, 1.0), (1, 2.0), (3, 3.0), (11, 4.0), (1, 5.0)):
+        downs[number] = down(value)
+        expected[number] = down(value)
+        assert list(downs) == list(expected)
+        assert len(downs) == len(expected)
+        for key, tensor in expected.items():
+            assert torch.equal(downs[key], tensor)
+    with pytest.raises(KeyError):
+        downs[2]
+
+
+def test_two_of_one_store_are_apart(store: SweepStore, tmp_path: Path) -> None:
+    """Each has its own weights, and removes them alone."""
+    first, second = StoredLayers(store, "down"), StoredLayers(store, "down")
+    first[0], second[0] = down(1.0), down(2.0)
+    assert (first[0].unique().item(), second[0].unique().item()) == (1.0, 2.0)
+    del first
+    gc.collect()
+    assert second._store is store
+    assert len(store._memory) + len(list(tmp_path.iterdir())) == 1
+    assert second[0].unique().item() == 2.0

@@ -5,23 +5,20 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_ids
+from oracles.features import all_grams
 from torch import nn
 
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement import calibrated as refinement
-from heapr_lab.refinement.activation_grams import (
-    HELD_OUT,
-    collect_grams,
-    iter_grams,
-)
+from heapr_lab.refinement.activation_grams import HELD_OUT, iter_grams
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
+from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=12))
-HALF = Selection(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -42,21 +39,23 @@ def test_the_spans_share_one_pass(
 
     monkeypatch.setattr(refinement, "iter_grams", counted)
     calibrated.compensated(Selection(0.5, estimator="elimination"))
-    within = collect_grams(model, WINDOWS, span="expert")
-    for solver in calibrated.sums.solvers("expert"):
+    within = all_grams(model, WINDOWS)
+    for solver in calibrated.solvers("expert"):
         torch.testing.assert_close(solver.grams.sums, within[solver.layer.layer].sums)
         assert solver.grams.sums[HELD_OUT].any()
     assert len(passes) == 1
 
 
+@pytest.mark.parametrize("estimator", ["heapr", "fisher", "elimination"])
 def test_masks_and_weights_are_those_of_single_steps(
-    model: nn.Module, calibrated: CalibratedModel
+    model: nn.Module, calibrated: CalibratedModel, estimator: str
 ) -> None:
-    """Steps: `collect_statistics`, `select` and `fit_compensation`, for both spans."""
-    expected = select(collect_statistics(model, WINDOWS), HALF)
-    assert calibrated.keep(HALF).fingerprint == expected.fingerprint
+    """Steps: `eliminate`, `select` and `fit_compensation`, for both spans."""
+    selection = Selection(0.5, estimator=estimator)
+    table = eliminate(model, collect_statistics(model, WINDOWS), WINDOWS)
+    expected = select(table, selection)
     for span in ("layer", "expert"):
-        keep, weights = calibrated.compensated(HALF, span=span)
+        keep, weights = calibrated.compensated(selection, span=span)
         assert keep.fingerprint == expected.fingerprint
         once = fit_compensation(model, expected, WINDOWS, span=span)
         for layer, down in once.down_projs.items():

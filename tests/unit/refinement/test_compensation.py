@@ -1,5 +1,6 @@
 """What is reported of a compensation, and when weights stay as they are, by hand."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -69,15 +70,19 @@ def solved(
 # --- by hand ----------------------------------------------------------------------
 
 
-def test_a_column_takes_over_what_it_shares(layer: ExpertsLayer) -> None:
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_a_column_takes_over_what_it_shares(layer: ExpertsLayer, scale: float) -> None:
     """Without atom 1 the other's column 1 becomes 1 + 2 · 1/2: the error 8 → 6.
 
-    The ridge 1/4 adds 1 to the 4 of atom 0, of both parts together.
+    The ridge 1/4 adds 1 to the 4 of atom 0, of both parts together. Errors are shares
+    of the output, however small that is.
     """
+    with torch.no_grad():
+        layer.down.mul_(scale)
     grams = grams_of(COUPLED, COUPLED)
-    keep = without(1)
-    column, row = solved(layer, grams, keep=keep, ridge=0.25)
-    assert column.tolist() == pytest.approx([1 + 2 * 2 / 5, *[0] * 7])
+    column, row = solved(layer, grams, keep=without(1), ridge=0.25)
+    expected = [scale * (1 + 2 * 2 / 5), *[0] * 7]
+    assert column.tolist() == pytest.approx(expected, rel=1e-6, abs=0)
     # Of held-out tokens, fitted to the others: x = 2 / (2 + 1/2) leaves, of the output
     # 2 + 4 + 8, the error 8 - 2 · 2 x + 2 x² with x = 4/5.
     assert row == {
@@ -110,21 +115,30 @@ def test_weights_stay_where_held_out_tokens_say_otherwise(
     assert row["compensated"] == pytest.approx((8 + 4 * 0.8 + 2 * 0.64) / 6)
 
 
-def test_a_mask_that_drops_nothing_changes_nothing(
-    layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("products", "gone", "ridge", "error"),
+    [
+        (COUPLED, (), None, 0),  # the mask drops nothing
+        ([[0.0, 0.0], [0.0, 0.0]], (1,), None, 0),  # no output, rather than 0 / 0
+        (COUPLED, range(8), 0.0, 1),  # an expert without atoms
+    ],
+)
+def test_where_there_is_nothing_to_solve_for(
+    layer: ExpertsLayer,
+    caplog: pytest.LogCaptureFixture,
+    products: list[list[float]],
+    gone: Sequence[int],
+    ridge: float | None,
+    error: int,
 ) -> None:
-    """There is no error, and nothing to warn of."""
-    column, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(), ridge=None)
-    assert column.tolist() == [1.0, 2.0, *[0] * 6]
-    assert (row["changed"], row["dropped"], row["compensated"]) == (False, 0, 0)
+    """Weights stay, and there is nothing to warn of."""
+    grams = grams_of(products, products)
+    column, row = solved(layer, grams, keep=without(*gone), ridge=ridge)
+    expected = [0 if atom in gone else w for atom, w in enumerate((1, 2, *[0] * 6))]
+    assert column.tolist() == expected
+    assert (row["dropped"], row["compensated"], row["singular"]) == (error, error, 0)
+    assert row["changed"] == (ridge is not None)
     assert not caplog.text
-
-
-def test_a_layer_without_output_has_no_error(layer: ExpertsLayer) -> None:
-    """The error is 0 rather than not a number."""
-    silent = [[0.0, 0.0], [0.0, 0.0]]
-    _, row = solved(layer, grams_of(silent, silent), keep=without(1), ridge=None)
-    assert (row["changed"], row["dropped"], row["compensated"]) == (False, 0, 0)
 
 
 def test_an_expert_needs_as_many_tokens_as_it_keeps_atoms(
@@ -179,23 +193,6 @@ def test_an_atom_that_no_token_reaches_is_left_as_it_is(layer: ExpertsLayer) -> 
     assert row["singular"] == 0
 
 
-def test_an_expert_without_atoms_has_nothing_to_solve_for(layer: ExpertsLayer) -> None:
-    """Nor is that singular."""
-    grams = grams_of(COUPLED, COUPLED)
-    column, row = solved(layer, grams, keep=without(*range(8)))
-    assert column.count_nonzero() == 0
-    assert (row["singular"], row["dropped"]) == (0, 1)
-
-
-def test_errors_are_shares_of_the_output(layer: ExpertsLayer) -> None:
-    """They are, however small that is."""
-    with torch.no_grad():
-        layer.down.mul_(1e-6)
-    _, row = solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=0.25)
-    assert row["dropped"] == pytest.approx(8 / 14)
-    assert row["compensated"] == pytest.approx((8 - 4 * 0.8 + 2 * 0.64) / 14)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("written", ["without the sink", "with it"])
 def test_weights_stay_where_the_loss_says_otherwise(
@@ -237,18 +234,6 @@ def _written(model: nn.Module, *, n_windows: int, seq_len: int) -> torch.Tensor:
     return ids
 
 
-def test_layers_are_solved_for_their_own_sums(model: nn.Module) -> None:
-    """They are in the order of the layers, each with its row."""
-    keep = random_keep(model)
-    compensation = fit_compensation(model, keep, WINDOWS)
-    assert compensation.report["layer"].tolist() == [0, 1]
-    assert compensation.report.index.tolist() == [0, 1]
-    assert list(compensation.down_projs) == [0, 1]
-    assert compensation.settings == {"span": "layer", "ridge": None}
-    other = fit_compensation(model, keep, WINDOWS, span="expert", ridge=0.5)
-    assert other.settings == {"span": "expert", "ridge": 0.5}
-
-
 # --- what is said of it -----------------------------------------------------------
 
 
@@ -264,6 +249,8 @@ def test_the_pruned_model_has_the_report_and_says_what_was_done(
     )
     fit = fit_compensation(model, keep, WINDOWS, **options)
     assert done[-1] == (8, 8)
+    assert fit.settings == options
+    assert list(fit.down_projs) == fit.report["layer"].tolist() == [0, 1]
     assert pruned.heapr_report.equals(fit.report)
     text = (
         "W_down compensated by least squares (span expert) on 8 windows of 12 tokens "

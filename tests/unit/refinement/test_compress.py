@@ -20,14 +20,12 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement import compensation, compress
 from heapr_lab.refinement.calibrated import CalibratedModel
-from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.compress import (
     COMPENSATED,
     PAPER,
     FittedCompression,
     fit_compression,
 )
-from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=24, seq_len=12))
@@ -46,12 +44,6 @@ def fitted(model: nn.Module) -> CalibratedModel:
 def found(model: nn.Module, fitted: CalibratedModel) -> FittedCompression:
     """The model with half of its atoms removed."""
     return fit_compression(model, WINDOWS, HALF, fitted=fitted)
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compensation is taken whatever the windows that decide say."""
-    monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
 
 
 def paper(model: nn.Module, ratio: float) -> Any:
@@ -121,26 +113,6 @@ def test_where_compensation_is_not_better_the_papers_mask_is_taken(
     assert compression.keep.settings["estimator"] == "heapr"
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("made", COMPENSATED)
-def test_else_a_mask_is_compensated(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, made: str
-) -> None:
-    """It is as `compensate` makes it, of the same windows."""
-    estimator = COMPENSATED[made]
-    monkeypatch.setattr(compress, "COMPENSATED", {made: estimator})
-    compression = fit_compression(model, WINDOWS, HALF)
-    table = collect_statistics(model, FIT)
-    if estimator == "elimination":
-        table = eliminate(model, table, FIT)
-    keep = select(table, ratio=0.5, estimator=estimator)
-    assert compression.keep.fingerprint == keep.fingerprint
-    assert compression.compensation is not None
-    expected = fit_compensation(model, keep, FIT)
-    for layer, down in expected.down_projs.items():
-        torch.testing.assert_close(compression.compensation.down_projs[layer], down)
-
-
 def test_the_report_has_the_measured_losses(
     model: nn.Module, fitted: CalibratedModel, found: FittedCompression
 ) -> None:
@@ -185,21 +157,6 @@ def test_the_model_that_comes_back_is_the_one_that_was_judged(
 
 
 # --- what is held out -------------------------------------------------------------
-
-
-def test_fits_do_not_see_the_other_windows(model: nn.Module) -> None:
-    """Other windows in their places: the same masks and weights."""
-    others = WINDOWS.ids.clone()
-    others[1::4] = tiny_ids(n_sequences=6, seq_len=12, seed=9)
-    made = []
-    for ids in (WINDOWS.ids, others):
-        windows = CalibrationSet.from_ids(ids).three_parts()[0]
-        made.append(CalibratedModel(model, windows).compensated(HALF))
-    (keep, weights), (other_keep, other_weights) = made
-    assert keep.fingerprint == other_keep.fingerprint
-    assert keep.layers == tuple(weights.down_projs) == tuple(other_weights.down_projs)
-    for layer, down in weights.down_projs.items():
-        assert torch.equal(other_weights.down_projs[layer], down)
 
 
 def test_three_of_four_windows_are_fitted_to() -> None:

@@ -11,7 +11,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.refinement.activation_grams import LayerGrams, collect_grams
+from heapr_lab.refinement.activation_grams import LayerGrams, iter_grams
 from heapr_lab.refinement.elimination import (
     eliminate,
     elimination_spec,
@@ -39,13 +39,11 @@ def layer() -> ExpertsLayer:
     return layer
 
 
-def grams_of(*blocks: list[list[float]], span: str = "expert") -> LayerGrams:
+def grams_of(block: list[list[float]]) -> LayerGrams:
     """Sums over eight tokens of each expert, 0 but for the first atoms of the first."""
     sums = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
-    for expert, block in enumerate(blocks):
-        values = torch.tensor(block, dtype=torch.float64)
-        sums[0, expert, : len(block), : len(block)] = values
-    return LayerGrams(span, sums, torch.full((2, 4), 4))
+    sums[0, 0, : len(block), : len(block)] = torch.tensor(block)
+    return LayerGrams("expert", sums, torch.full((2, 4), 4))
 
 
 # --- by hand ----------------------------------------------------------------------
@@ -55,65 +53,74 @@ def grams_of(*blocks: list[list[float]], span: str = "expert") -> LayerGrams:
 COUPLED = [[2.0, 1.0], [1.0, 2.0]]
 
 
-def test_later_atoms_never_cost_less(layer: ExpertsLayer) -> None:
-    """Columns (1, -1): 8/3, then (1 - 1/3)² · 3 = 4/3, which is raised to 8/3."""
-    with torch.no_grad():
-        layer.down[0, 5, :2] = torch.tensor([1.0, -1.0])
+def costs_of(
+    layer: ExpertsLayer,
+    columns: list[float],
+    energy: float,
+    *,
+    products: list[list[float]] = COUPLED,
+    ridge: float = 0.5,
+    n_steps: int = 8,
+) -> list[float]:
+    """The costs of the first expert's atoms, whose columns have these entries.
+
+    The sum of its scores is `energy`, that of its atoms unless a price is meant.
+    """
     base = torch.zeros(4, 8)
-    base[0, 3] = 4.0  # as much as the energy
-    costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.5, n_steps=8)
-    assert costs[0, :2].tolist() == pytest.approx([8 / 3, 8 / 3])
+    base[0, 3] = energy
+    with torch.no_grad():
+        layer.down[0, 5, : len(columns)] = torch.tensor(columns)
+    grams = grams_of(products)
+    costs = layer_costs(layer, grams, base, ridge=ridge, n_steps=n_steps)
+    return list(costs[0].tolist())
 
 
-def test_atoms_of_one_step_cost_what_they_do_at_its_start(layer: ExpertsLayer) -> None:
-    """Both at once: 8/3 and 4 · 8/3, as if the other one stayed."""
-    with torch.no_grad():
-        layer.down[0, 5, :2] = torch.tensor([2.0, 1.0])
-    base = torch.zeros(4, 8)
-    base[0, 3] = 10.0  # as much as the energy
-    costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.5, n_steps=1)
-    assert costs[0, :2].tolist() == pytest.approx([32 / 3, 8 / 3])
+@pytest.mark.parametrize(
+    ("columns", "energy", "n_steps", "expected"),
+    [
+        # Later atoms never cost less: 8/3, then (1 - 1/3)² · 3 = 4/3, raised to 8/3.
+        ([1.0, -1.0], 4.0, 8, [8 / 3, 8 / 3]),
+        # Those of one step cost what they do at its start, as if the others stayed.
+        ([2.0, 1.0], 10.0, 1, [32 / 3, 8 / 3]),
+        # One that no token reaches costs nothing, and changes no other's cost.
+        ([1.0, 2.0, 100.0], 10.0, 8, [8 / 3, 49 / 3, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_costs_of_two_coupled_atoms(
+    layer: ExpertsLayer,
+    columns: list[float],
+    energy: float,
+    n_steps: int,
+    expected: list[float],
+) -> None:
+    """By hand, in the order in which they go."""
+    costs = costs_of(layer, columns, energy, n_steps=n_steps)
+    assert costs[: len(expected)] == pytest.approx(expected)
 
 
 def test_a_share_of_the_atoms_goes_in_each_step(layer: ExpertsLayer) -> None:
     """Eight atoms in two steps are four and four, of which three are never routed."""
-    C = torch.full((5, 5), 1.0) + torch.eye(5)
-    with torch.no_grad():
-        layer.down[0, 5, :5] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    base = torch.zeros(4, 8)
-    base[0, 0] = 2.0 * 55  # as much as the energy
-    costs = layer_costs(layer, grams_of(C.tolist()), base, ridge=0.5, n_steps=2)
+    C = (torch.full((5, 5), 1.0) + torch.eye(5)).tolist()
+    columns = [1.0, 2.0, 3.0, 4.0, 5.0]
+    costs = costs_of(layer, columns, 2.0 * 55, products=C, n_steps=2)
     # C + λ S² = 2 I + 11ᵀ, and so B = I/2 - 11ᵀ/14: 3/7 on its diagonal. With the first
     # atom go the three that no token reaches.
-    assert costs[0].tolist()[:1] == pytest.approx([7 / 3])
+    assert costs[0] == pytest.approx(7 / 3)
     # Of four atoms (2 I + 11ᵀ)⁻¹ is I/2 - 11ᵀ/12: 5/12. The first one's column, 1, is
     # left to them in equal parts of 1/6.
     left = [(k + 1 / 6) ** 2 * 12 / 5 for k in (2, 3, 4, 5)]
-    assert costs[0, 1:5].tolist() == pytest.approx(left)
+    assert costs[1:5] == pytest.approx(left)
 
 
-def test_an_atom_that_no_token_reaches_costs_nothing(layer: ExpertsLayer) -> None:
-    """Whatever its column, and it changes no other's cost."""
-    with torch.no_grad():
-        layer.down[0, 5, :3] = torch.tensor([1.0, 2.0, 100.0])
-    base = torch.zeros(4, 8)
-    base[0, 3] = 10.0
-    costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.5, n_steps=8)
-    assert costs[0].tolist() == pytest.approx([8 / 3, 49 / 3, 0, 0, 0, 0, 0, 0])
-
-
-def test_costs_do_not_depend_on_the_scale_of_columns(layer: ExpertsLayer) -> None:
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_costs_do_not_depend_on_the_scale_of_columns(
+    layer: ExpertsLayer, scale: float
+) -> None:
     """The rate makes up for it: λ = 1/20 adds 1/10, and leaves (2.1² - 1) / 2.1."""
-    base = torch.zeros(4, 8)
-    base[0, 3] = 10.0
-    for scale in (1.0, 1e-6):
-        with torch.no_grad():
-            layer.down[0, 5, :2] = scale * torch.tensor([1.0, 2.0])
-        costs = layer_costs(layer, grams_of(COUPLED), base, ridge=0.05, n_steps=8)
-        first = 3.41 / 2.1
-        # In all wᵀ(C + λ S²)w = 2.1 + 4 + 4 · 2.1.
-        expected = pytest.approx([first, 14.5 - first], rel=1e-5)  # float32
-        assert costs[0, :2].tolist() == expected
+    costs = costs_of(layer, [scale, 2 * scale], 10.0, ridge=0.05)
+    first = 3.41 / 2.1
+    # In all wᵀ(C + λ S²)w = 2.1 + 4 + 4 · 2.1.
+    assert costs[:2] == pytest.approx([first, 14.5 - first], rel=1e-5)  # float32
 
 
 # --- the table --------------------------------------------------------------------
@@ -142,9 +149,7 @@ def test_settings_are_those_that_the_specification_names(
 ) -> None:
     """Whichever function is called; the small model goes by layers."""
     expected = eliminate(model, table, WINDOWS).frame["elimination"]
-    layers = find_experts(model)
-    sums = collect_grams(model, WINDOWS, span="layer")
-    pairs = [(layer, sums[layer.layer]) for layer in layers]
+    pairs = list(iter_grams(model, WINDOWS, span="layer"))
     assert with_elimination(table, pairs).frame["elimination"].equals(expected)
     base = torch.tensor(table.score("fisher").to_numpy()).view(2, 4, 8)
     costs = [
@@ -158,8 +163,7 @@ def test_without_a_specification_the_table_has_none(
     model: nn.Module, table: ImportanceTable
 ) -> None:
     """Not that of the table it was made of, which other numbers would belong to."""
-    sums = collect_grams(model, WINDOWS)
-    pairs = [(layer, sums[layer.layer]) for layer in find_experts(model)]
+    pairs = list(iter_grams(model, WINDOWS, span="expert"))
     metadata = with_elimination(table, pairs).metadata
     assert {"spec", "spec_hash"} & metadata.keys() == set()
     assert metadata["N"] == table.metadata["N"]

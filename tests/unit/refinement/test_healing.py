@@ -48,6 +48,11 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
+def assert_same(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """The weights of the model are these, bit for bit."""
+    torch.testing.assert_close(weights_of(model), weights, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_gradients_are_those_of_whole_logits(family: str) -> None:
     """The gradients of -log q and KL(p ‖ q) in one expression, in float64."""
@@ -110,8 +115,7 @@ def test_held_out_losses_never_rise(dense: nn.Module) -> None:
         learning_rate=1.0,
     )
     assert pruned.heapr_healing["held_out"].idxmin() == 0
-    for name, weight in pruned.named_parameters():
-        assert torch.equal(weight, before[name])
+    assert_same(pruned, before)
 
 
 def test_two_rises_end_it(dense: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +130,7 @@ def test_two_rises_end_it(dense: nn.Module, monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [*range(1, 7)]
     assert pruned.heapr_healing["tokens"].tolist() == [0, 54, 108]
     assert "then healed on 108 tokens" in pruned.heapr_weights
-    for name, weight in pruned.named_parameters():
-        assert torch.equal(weight, before[name])
+    assert_same(pruned, before)
 
 
 class Stop(Exception):  # noqa: N818
@@ -156,8 +159,7 @@ def test_an_interrupted_one_resumes(
     assert seen == [(step, 12) for step in range(8, 13)]
     assert not state.exists()
     assert again.heapr_healing.equals(whole.heapr_healing)
-    for name, weight in weights_of(whole).items():
-        assert torch.equal(weights_of(again)[name], weight)
+    assert_same(again, weights_of(whole))
 
 
 @pytest.mark.gpu

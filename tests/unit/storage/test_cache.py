@@ -13,6 +13,7 @@ from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.storage import cache as store
 from heapr_lab.storage import files, paths
 from heapr_lab.storage.files import SCHEMA_VERSION
+from heapr_lab.storage.hashing import digest
 
 FRAME = pd.DataFrame(
     {
@@ -38,14 +39,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_cache_dir_without_setting_is_the_users_cache_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """$HEAPR_CACHE_DIR comes first, then $XDG_CACHE_HOME, then ~/.cache."""
+    """$HEAPR_CACHE_DIR comes first, then $XDG_CACHE_HOME, then ~/.cache.
+
+    A tilde is the user's home; an empty setting is none.
+    """
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert paths.cache_dir() == tmp_path / "cache"
+    monkeypatch.setenv("HEAPR_CACHE_DIR", "~/mine")
+    assert paths.cache_dir() == tmp_path / "mine"
     monkeypatch.delenv("HEAPR_CACHE_DIR")
     assert paths.cache_dir() == tmp_path / "xdg" / "heapr_lab"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HEAPR_CACHE_DIR", "")
     assert paths.cache_dir() == tmp_path / ".cache" / "heapr_lab"
+
+
+def test_a_result_lies_under_the_hash_of_its_key(cache: Path) -> None:
+    """Kind, then sixteen digits: the names that earlier results have."""
+    path = store.cache_path("kind", {"x": 1}, extension="json")
+    assert path == cache / "kind" / f"{digest({'x': 1})[:16]}.json"
+    assert path.name == "5041bf1f713df204.json"
 
 
 # --- parquet --------------------------------------------------------------------
@@ -172,16 +186,6 @@ def test_the_right_to_write_passes_on(tmp_path: Path) -> None:
 
 
 # --- JSON and states ------------------------------------------------------------
-
-
-def test_json_round_trip_and_truncation(tmp_path: Path) -> None:
-    """Plain data comes back; half a file is refused by name."""
-    path = tmp_path / "x.json"
-    files.write_json(path, {"b": [1, 2.5, None], "a": "ℓ"})
-    assert files.read_json(path) == {"b": [1, 2.5, None], "a": "ℓ"}
-    path.write_text(path.read_text("utf-8")[:10], "utf-8")
-    with pytest.raises(CacheError, match=r"x\.json is truncated"):
-        files.read_json(path)
 
 
 def test_state_round_trip(tmp_path: Path) -> None:

@@ -10,21 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model
 from keeps import full_keep
 from score_tables import make_table
-from tiny_folder import write_tokenizer
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
 from heapr_lab.figures.files import write_files
-from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.inspection import rows
-from heapr_lab.models.loading import load_model
+from heapr_lab.inspection import stored
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import cache, disk, files
-from heapr_lab.text.calibration import CalibrationSet
 
 MASK = KeepMask.from_arrays({0: [[True, False]]})
 
@@ -59,7 +55,10 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "a figure": lambda path: write_files(path, {"csv": b"1"}),
     "a checkpoint": checkpoint,
     "a result": lambda _: cache.cached_json("kind", {}, lambda: [1]),
-    "rows": lambda _: rows.cached_rows("kind", {}, [1], row, at_once=1),
+    "rows": lambda _: stored.cached_rows("kind", {}, [1], row, at_once=1),
+    "a folder": lambda _: cache.cached_folder(
+        "kind", {}, lambda folder: MASK.write(folder / "mask"), name="x"
+    ),
 }
 
 
@@ -80,25 +79,13 @@ def test_a_full_disk_is_one_line(write: Callable[[Path], Any], place: Path) -> N
     write(place / "out")
 
 
-def test_a_streamed_pass_on_a_full_disk(place: Path) -> None:
-    """It says so, and can be run again."""
-    tiny_model("qwen3_moe").save_pretrained(place / "moe")
-    write_tokenizer(place / "moe")
-    options: dict[str, Any] = {"device": "cpu", "stream": True, "host_memory": 0}
-    model, _ = load_model(place / "moe", **options)
-    windows = CalibrationSet.from_ids(tiny_ids())
-    with full_disk(), pytest.raises(SpecError, match=r"HEAPR_CACHE_DIR \(now "):
-        collect_statistics(model, windows)
-    collect_statistics(model, windows)
-
-
 def test_a_cache_below_a_file_is_one_line(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it is asked for something."""
     (place / "file").write_text("a file")
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(place / "file" / "cache"))
-    for name in ("a result", "rows"):
+    for name in ("a result", "rows", "a folder"):
         with pytest.raises(SpecError, match="part of this path is missing or is not"):
             WRITERS[name](place)
 

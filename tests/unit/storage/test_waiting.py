@@ -73,14 +73,6 @@ def test_a_result_made_while_one_waited_is_that_of_its_key(
         answer(1)
 
 
-def test_a_lock_makes_its_folder(folder: Path) -> None:
-    """Given as a text or a path, it stands beside the file that it is for."""
-    with cache.lock(str(folder / "a" / "b" / "x.json")) as lock:
-        assert Path(lock.lock_file) == folder / "a" / "b" / "x.json.lock"
-    with cache.lock(folder / "a" / "b" / "y.json"):
-        pass
-
-
 def test_the_key_is_written_before_the_result() -> None:
     """So that a result that is there always has its key."""
     path = cache.cache_path("answers", {"x": 1}, extension="json")
@@ -213,14 +205,3 @@ def test_a_folder_of_another_key_is_refused(folder: Path) -> None:
     files.write_json(target.with_name("tiny.key.json"), {"x": 2})
     with pytest.raises(CacheError, match="was made for another key"):
         cache.cached_folder("models", {"x": 1}, make, name="tiny")
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It names another place to put it; here a file stands in the way."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder / "file" / "cache"))
-    (folder / "file").touch()
-    with pytest.raises(SpecError, match="place for the results") as error:
-        cache.cached_folder("models", {"x": 1}, lambda _partial: None, name="tiny")
-    assert "\n" not in str(error.value)

@@ -2,18 +2,19 @@
 
 import os
 import re
+from copy import copy
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from families import tiny_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from lm_eval.api.instance import Instance
+from tiny_folder import D_VOCAB
 
 from heapr_lab.errors import CorpusError, SpecError
-from heapr_lab.tasks.continuation import continuation_items
-from heapr_lab.tasks.harness import continuation_task, run_tasks
+from heapr_lab.tasks.harness import continuation_items, continuation_task, run_tasks
+from heapr_lab.tasks.harness_model import PackingHFLM, _row
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.corpora import Corpus
 
@@ -34,26 +35,27 @@ def corpus_of(n_texts, *, n_words=70):
     return Corpus("numbered", "test", texts, "made here")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    """One token for each byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<|end|>": 0} | {c: i for i, c in enumerate(alphabet, start=1)}
-    bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<|end|>")
-
-
 def byte_model(family="qwen2_moe", **changes):
     """A tiny model over the bytes, float32."""
-    return tiny_model(
-        family,
-        dtype=torch.float32,
-        vocab_size=257,
-        max_position_embeddings=2048,
-        **changes,
-    )
+    sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
+    return tiny_model(family, dtype=torch.float32, **sizes, **changes)
+
+
+def asked(n_items):
+    """What the harness asks of the items of nine texts."""
+    task = continuation_task(corpus_of(9, n_words=62), n_items=n_items)
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    return task.instances
+
+
+def check_answers(got, model, tokenizer, instances):
+    """The answers are those of the harness alone, to 1e-4."""
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(pretrained=model, tokenizer=copy(tokenizer), batch_size=1)
+    expected = theirs.loglikelihood(instances, disable_tqdm=True)
+    assert [a[0] for a in got] == pytest.approx([a[0] for a in expected], rel=1e-4)
+    assert [a[1] for a in got] == [a[1] for a in expected]
 
 
 # --- items --------------------------------------------------------------------------
@@ -108,22 +110,17 @@ def test_short_texts_are_joined():
 # --- running ------------------------------------------------------------------------
 
 
-def test_prompts_are_the_items(tokenizer):
+def test_prompts_are_the_items():
     """The harness asks for exactly the texts of the items, white space included."""
-    corpus = corpus_of(6)
-    task = continuation_task(corpus, n_items=5)
-    task.build_all_requests(limit=None, rank=0, world_size=1)
-    items = continuation_items(corpus, n_items=5)
-    expected = [
-        (item.context, choice) for item in items.itertuples() for choice in item.choices
-    ]
-    assert [request.args for request in task.instances] == expected
+    items = continuation_items(corpus_of(9, n_words=62), n_items=7).itertuples()
+    expected = [(item.context, choice) for item in items for choice in item.choices]
+    assert [request.args for request in asked(7)] == expected
 
 
 def test_accuracy_is_that_of_the_likelihoods(tokenizer):
     """Accuracy, by hand: the share of items whose right choice is the likeliest."""
     model, corpus = byte_model(), corpus_of(12)
-    items = continuation_items(corpus, n_items=10)
+    items, pad = continuation_items(corpus, n_items=10), tokenizer.pad_token
     right, right_norm = [], []
     for item in items.itertuples():
         scores = []
@@ -151,7 +148,7 @@ def test_accuracy_is_that_of_the_likelihoods(tokenizer):
     assert set(frame["n"]) == {10}
     assert set(frame["source"]) == {"numbered test: made here"}
     assert heard == [(done, 40) for done in range(1, 41)]
-    assert tokenizer.pad_token is None
+    assert tokenizer.pad_token == pad
 
 
 @pytest.mark.parametrize(
@@ -166,32 +163,18 @@ def test_accuracy_is_that_of_the_likelihoods(tokenizer):
 )
 def test_packed_contexts_change_nothing(tokenizer, caplog, family, changes, packs):
     """Where contexts are shared the answers are the harness's own to 1e-4."""
-    from lm_eval.models.huggingface import HFLM
-
-    from heapr_lab.tasks.harness_model import PackingHFLM
-
-    model = byte_model(family, **changes)
-    task = continuation_task(corpus_of(9, n_words=62), n_items=7)
-    task.build_all_requests(limit=None, rank=0, world_size=1)
+    model, instances = byte_model(family, **changes), asked(7)
     ours = PackingHFLM(model, tokenizer)
     ours.tokens_at_once = 900
     assert ours.packs == packs
-    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
-    expected = theirs.loglikelihood(task.instances, disable_tqdm=True)
-    got = ours.loglikelihood(task.instances)
-    assert [a[0] for a in got] == pytest.approx([a[0] for a in expected], rel=1e-4)
-    assert [a[1] for a in got] == [a[1] for a in expected]
+    got = ours.loglikelihood(instances)
+    check_answers(got, model, tokenizer, instances)
     assert pd.Series([a[0] for a in got]).std() > 1
-    assert "by itself" not in caplog.text
+    assert "does not support" not in caplog.text
 
 
 def test_a_shared_prefix_is_fed_once(tokenizer):
     """Also of contexts that differ, as WinoGrande's: a tree gives the same answers."""
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    from heapr_lab.tasks.harness_model import PackingHFLM, _row
-
     requests = [("a", [7, 8], [3, 4]), ("b", [7, 9], [3, 4, 5]), ("c", [7, 8], [3, 6])]
     row = _row(requests, range(3), 10)
     assert (row.ids, row.parents) == ([7, 8, 3, 9, 3, 4], [-1, 0, 1, 0, 3, 4])
@@ -206,43 +189,29 @@ def test_a_shared_prefix_is_fed_once(tokenizer):
         Instance("loglikelihood", {}, pair, 0, metadata=("two", number // 2, 1))
         for number, pair in enumerate(pairs)
     ]
-    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
-    expected = theirs.loglikelihood(instances, disable_tqdm=True)
     got = PackingHFLM(model, tokenizer).loglikelihood(instances)
-    assert [a[0] for a in got] == pytest.approx([a[0] for a in expected], rel=1e-5)
+    check_answers(got, model, tokenizer, instances)
 
 
 def test_packing_that_would_be_wrong_is_not_used(tokenizer, caplog):
     """A recurrent layer sees past a mask: the first item shows it, the harness runs."""
-    from lm_eval.models.huggingface import HFLM
-
-    from heapr_lab.tasks.harness_model import PackingHFLM
-
-    model = byte_model("qwen3_next")
-    task = continuation_task(corpus_of(9, n_words=62), n_items=4)
-    task.build_all_requests(limit=None, rank=0, world_size=1)
+    model, instances = byte_model("qwen3_next"), asked(4)
     ours = PackingHFLM(model, tokenizer)
     ours.packs = True
-    got = ours.loglikelihood(task.instances)
+    got = ours.loglikelihood(instances)
     assert "Qwen3NextForCausalLM does not support packed contexts" in caplog.text
-    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
-    expected = theirs.loglikelihood(task.instances, disable_tqdm=True)
-    assert [a[0] for a in got] == pytest.approx([a[0] for a in expected], rel=1e-4)
+    check_answers(got, model, tokenizer, instances)
 
 
 def test_packing_is_compared_once_for_a_model(tokenizer, monkeypatch):
     """Not again for each mask of it: the comparison costs as much as an item's runs."""
-    from heapr_lab.tasks.harness_model import PackingHFLM
-
-    model = byte_model()
-    task = continuation_task(corpus_of(9, n_words=62), n_items=4)
-    task.build_all_requests(limit=None, rank=0, world_size=1)
-    agrees, seen = PackingHFLM._agrees, []
+    model, instances, seen = byte_model(), asked(4), []
+    agrees = PackingHFLM._agrees
     monkeypatch.setattr(
         PackingHFLM, "_agrees", lambda lm, some: seen.append(lm) or agrees(lm, some)
     )
     first, again = (PackingHFLM(model, tokenizer) for _ in range(2))
-    assert first.loglikelihood(task.instances) == again.loglikelihood(task.instances)
+    assert first.loglikelihood(instances) == again.loglikelihood(instances)
     assert seen == [first]
     assert again.packs
 
@@ -281,9 +250,3 @@ def test_a_task_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path))
     with pytest.raises(CorpusError, match=r"'piqa' are not available.*HEAPR_TASKS_DIR"):
         run_tasks(byte_model(), tokenizer, ["piqa"])
-
-
-def test_no_tasks(tokenizer):
-    """An empty list is an error that names tasks."""
-    with pytest.raises(SpecError, match="no tasks given; for example openbookqa"):
-        run_tasks(byte_model(), tokenizer, [])

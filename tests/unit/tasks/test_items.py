@@ -1,5 +1,6 @@
 """Accuracy item by item: which items, what is kept, and differences between states."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,11 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import random_keep
-from tiny_folder import D_VOCAB, write_tokenizer
+from tiny_folder import D_VOCAB
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.inspection.stored import stored_perplexity
-from heapr_lab.models.folders import read_tokenizer
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks import items as module
 from heapr_lab.tasks.harness import continuation_task, run_tasks
@@ -30,13 +30,6 @@ SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder of this test's own."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-
-
-@pytest.fixture(name="tokenizer")
-def tokenizer_(tmp_path: Path) -> Any:
-    """One token for each byte."""
-    write_tokenizer(tmp_path)
-    return read_tokenizer(str(tmp_path))
 
 
 def model() -> Any:
@@ -201,21 +194,22 @@ def test_windows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("heapr_lab.inspection.stored._TOKENS_AT_ONCE", 64)
     dense = model()
     ids = torch.randint(D_VOCAB, (7, 32), generator=torch.Generator().manual_seed(0))
-    whole = evaluate_perplexity(dense, ids)
+    heard: list[tuple[int, int]] = []
 
     def stop(done: int, _total: int) -> None:
         if done == 4:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        stored_perplexity(dense, ids, progress=stop)
-    heard: list[tuple[int, int]] = []
-    for _ in range(2):
-        stored = stored_perplexity(dense, ids, progress=lambda *now: heard.append(now))
-        assert stored.windows == pytest.approx(whole.windows)
-        assert (stored.nll, stored.n_tokens) == (pytest.approx(whole.nll), 7 * 31)
-    assert heard == [(4, 7), (6, 7), (7, 7), (7, 7)]
-    with masking(dense, random_keep(dense)):
-        masked = stored_perplexity(dense, ids)
-        assert masked.windows == pytest.approx(evaluate_perplexity(dense, ids).windows)
-    assert masked.nll != stored.nll
+    for mask in (contextlib.nullcontext(), masking(dense, random_keep(dense))):
+        with mask:
+            whole = evaluate_perplexity(dense, ids)
+            with pytest.raises(KeyboardInterrupt):
+                stored_perplexity(dense, ids, progress=stop)
+            for _ in range(2):
+                stored = stored_perplexity(
+                    dense, ids, progress=lambda *now: heard.append(now)
+                )
+                assert stored.windows == pytest.approx(whole.windows)
+                assert stored.nll == pytest.approx(whole.nll)
+                assert stored.n_tokens == 7 * 31
+    assert heard == [(4, 7), (6, 7), (7, 7), (7, 7)] * 2

@@ -76,25 +76,6 @@ def test_a_limit_is_that_of_drawn_items(bench: Workbench) -> None:
     assert len(bench.task_results(None, "piqa")[0]["items"]) == N_ITEMS
 
 
-def test_progress_goes_on_within_a_task_and_ends_it(bench: Workbench) -> None:
-    """Item by item; what an interrupt stopped is asked again, what is done is not."""
-    heard: list[tuple[int, int]] = []
-
-    def stop(done: int, in_all: int) -> None:
-        heard.append((done, in_all))
-        if done == 20:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        bench.task_accuracy(None, "piqa", progress=stop)
-    assert list(dict.fromkeys(heard)) == [(done, 50) for done in range(21)]
-    assert bench.task_accuracy(None, "piqa")["n"] == 50
-    heard.clear()
-    bench.task_accuracy(None, "piqa", progress=stop)
-    bench.task_results(None, "piqa", limit=49, progress=stop)
-    assert set(heard) <= {(49, 49)}
-
-
 def test_the_continuation_task_has_a_number_of_its_own() -> None:
     """It is the profile's, as before; each other task has at least 50 items."""
     profile = PROFILES["pretrained"]

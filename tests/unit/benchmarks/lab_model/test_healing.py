@@ -1,6 +1,7 @@
 """Distillation of a dense model into its experts: its gradient, and resuming."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,8 +50,9 @@ def test_it_comes_nearer_to_the_dense_model() -> None:
 def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     """Weights, biases and losses, to the bit."""
     dense = dense_model()
+    work = dense, _IDS, _SPEC
     whole = student_of(dense, _LAYOUT)
-    expected = heal(whole, dense, _IDS, _SPEC)
+    expected = heal(whole, *work)
 
     def stop(step: int, _n: int, _kl: float) -> None:
         if step == 7:
@@ -60,25 +62,11 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.lab_model.healing._SAVE_SECONDS", 0.0)
         with pytest.raises(StopError):
-            heal(
-                student_of(dense, _LAYOUT),
-                dense,
-                _IDS,
-                _SPEC,
-                state=state,
-                on_step=stop,
-            )
+            heal(student_of(dense, _LAYOUT), *work, state=state, on_step=stop)
     student = student_of(dense, _LAYOUT)
-    steps: list[int] = []
-    losses = heal(
-        student,
-        dense,
-        _IDS,
-        _SPEC,
-        state=state,
-        on_step=lambda s, _n, _kl: steps.append(s),
-    )
-    assert steps == list(range(7, 17))  # the seventh was not saved
+    steps: list[Any] = []
+    losses = heal(student, *work, state=state, on_step=lambda *at: steps.append(at))
+    assert [step for step, *_ in steps] == [*range(7, 17)]  # the seventh was not saved
     assert losses == expected
     for name, weight in whole.state_dict().items():
         assert torch.equal(student.state_dict()[name], weight)

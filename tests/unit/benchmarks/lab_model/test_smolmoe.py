@@ -105,24 +105,18 @@ def test_another_seed_begins_anew(
         build_smolmoe(first, tmp_path / "work", other)
     assert "\n" not in str(error.value)
 
-    def check(name: str) -> bytes:
-        folders = [tmp_path / f"{name} {place}" for place in ("beside", "alone")]
-        for folder, work in zip(
-            folders, (tmp_path / "work", tmp_path / name), strict=True
-        ):
-            build_smolmoe(folder, work, other)
-        files = [(f / "delta.safetensors").read_bytes() for f in folders]
-        assert files[0] == files[1]
-        assert read_json(folders[0] / "training.json") == read_json(
-            folders[1] / "training.json"
-        )
-        return files[0]
+    def built(name: str, work: str) -> list[bytes]:
+        out = build_smolmoe(tmp_path / name, tmp_path / work, other)
+        return [
+            (out / file).read_bytes() for file in ("delta.safetensors", "training.json")
+        ]
 
-    seeded = check("seed")
+    seeded = built("beside", "work")
+    assert seeded == built("alone", "work alone")
     monkeypatch.setattr(
         smolmoe, "training_windows", lambda *a, seed: _windows(*a, seed=seed + 50)
     )
-    assert check("text") != seeded
+    assert built("text", "work") == built("text alone", "work of text") != seeded
 
 
 def test_the_card_calls_items_the_same_where_they_are(tmp_path: Path) -> None:

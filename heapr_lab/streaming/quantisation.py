@@ -1,0 +1,319 @@
+"""Quantised weights: numbers in blocks with scales, and what reads them from files.
+
+FP8 has a scale for each block. transformers derives the size from the grid of scales,
+and divides rows and columns evenly among them. That is wrong wherever the last block is
+smaller than the others: 24 rows in blocks of 16 have a scale for 16 rows and one for 8,
+not two for 12.
+
+NVFP4 has two numbers in each byte, which are dequantised when they are read: 16 columns
+of a row have a scale in FP8, and the matrix has one in float32. modelopt multiplies by
+both; compressed-tensors divides by the second, and has other names.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from transformers import FineGrainedFP8Config
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.quantizers.auto import (
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from heapr_lab.models.dtypes import FP8, NVFP4, format_of
+
+SCALES = "_scale_inv"
+"""What is added to the name of a weight in that of its scales."""
+BLOCK_OF_FP4 = 1, 32
+"""Rows and columns of a block of four-bit numbers, of which each byte has two."""
+_OUR_FP8, _OUR_NVFP4 = "heapr_fp8", "heapr_nvfp4"
+"""The formats under which transformers finds the classes below."""
+BLOCK_OF_NVFP4 = 1, 16
+"""Rows and columns of NVFP4 that have a scale in common."""
+_POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+"""Numbers of the lower three bits; the fourth is the sign."""
+_RENAMED = {
+    r"\.weight_packed": ".weight",
+    r"\.weight_global_scale": ".weight_scale_2",
+    r"\.input_global_scale": ".input_scale",
+    r"\.[kv]_scale": ".input_scale",
+}
+"""Names in files that are others here; those of inputs' scales are not used."""
+_EIGHT_BITS = torch.float8_e4m3fn, torch.float8_e5m2
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def quantised(
+    weight: torch.Tensor,
+    block: Sequence[int],
+    scales: torch.dtype = torch.float32,
+    *,
+    powers: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 numbers of a weight, and the scale of each block.
+
+    The largest number of a block is the largest of its type (e4m3): 448.
+
+    Shapes: weight (..., rows, columns); scales (..., blocks of rows, of columns).
+
+    Args:
+        weight: in floats.
+        block: rows and columns of a block, of which the last may be smaller.
+        scales: their type.
+        powers: whether they are powers of two, the next ones above.
+    """
+    wide, (rows, columns) = weight.float(), block
+    missing = 0, -wide.shape[-1] % columns, 0, -wide.shape[-2] % rows
+    tiles = F.pad(wide, missing).unflatten(-1, (-1, columns))
+    tiles = tiles.unflatten(-3, (-1, rows))
+    grid = tiles.abs().amax((-3, -1)) / _LARGEST
+    grid = grid.clamp(min=torch.finfo(torch.float32).tiny)
+    if powers:
+        mantissa, exponent = torch.frexp(grid)
+        grid = torch.ldexp(torch.ones_like(grid), exponent - (mantissa == 0.5).int())
+    grid = grid.to(scales)
+    numbers = wide / _of_each(grid.float(), wide.shape, block)
+    return numbers.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), grid
+
+
+def dequantised(
+    numbers: torch.Tensor, scales: torch.Tensor, block: Sequence[int]
+) -> torch.Tensor:
+    """The weight of FP8 numbers and of the scale of each block, in float32.
+
+    Shapes: as in `quantised`.
+    """
+    return numbers.float() * _of_each(scales.float(), numbers.shape, block)
+
+
+def _of_each(
+    scales: torch.Tensor, shape: torch.Size, block: Sequence[int]
+) -> torch.Tensor:
+    """The scale of each number, by its block."""
+    rows = scales.repeat_interleave(block[0], -2)[..., : shape[-2], :]
+    return rows.repeat_interleave(block[1], -1)[..., : shape[-1]]
+
+
+# --- when files are read ----------------------------------------------------------
+
+
+def with_our_classes(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of quantised weights, read by our classes if we have some."""
+    if format_of(settings) == NVFP4:
+        divides = settings["quant_method"] == "compressed-tensors"
+        return {"quant_method": _OUR_NVFP4, "divides": divides}
+    if settings.get("quant_method") == FP8:
+        return settings | {"quant_method": _OUR_FP8}
+    return settings
+
+
+def check_grid(
+    weight: tuple[int, ...], scales: tuple[int, ...], block: Sequence[int] | None
+) -> None:
+    """Check that there is one scale for each block, of which the last may be smaller.
+
+    Args:
+        weight: shape of the weights, (..., rows, columns).
+        scales: shape of their scales; one without axes is that of the whole matrix.
+        block: rows and columns of a block, if the configuration names them; else one
+            scale is expected for the whole matrix.
+
+    Raises:
+        ValueError: there are others.
+    """
+    rows, columns = block or weight[-2:]
+    expected = -(-weight[-2] // rows), -(-weight[-1] // columns)
+    if len(scales) > 1 and tuple(scales[-2:]) != expected:
+        raise ValueError(
+            f"weights of {tuple(weight)} have scales of {tuple(scales)}, expected "
+            f"{expected[0]} x {expected[1]} for blocks of {rows} x {columns} "
+            "(as config.json says): download both again"
+        )
+
+
+class BlockDequantize(Fp8Dequantize):
+    """transformers' operation, on weights that are padded to whole blocks."""
+
+    def _dequantize_one(
+        self, quantized: torch.Tensor, scales: torch.Tensor, *args: Any, **options: Any
+    ) -> torch.Tensor:
+        if quantized.dtype == torch.int8:
+            rows, columns = quantized.shape[-2:]
+            check_grid((rows, 2 * columns), scales.shape, BLOCK_OF_FP4)
+        if quantized.dtype not in _EIGHT_BITS or scales.dim() < 2:
+            return super()._dequantize_one(quantized, scales, *args, **options)
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        check_grid(quantized.shape, scales.shape, block)
+        rows, columns = quantized.shape[-2:]
+        n_rows, n_columns = block or (rows, columns)
+        missing = 0, -columns % n_columns, 0, -rows % n_rows
+        padded = F.pad(quantized.float(), missing)
+        whole = super()._dequantize_one(padded, scales, *args, **options)
+        return whole[..., :rows, :columns].contiguous()
+
+
+@register_quantization_config(_OUR_FP8)
+class Fp8Config(FineGrainedFP8Config):
+    """transformers' settings, for weights that are always dequantised."""
+
+    def post_init(self) -> None:
+        """Check the settings."""
+        super().post_init()
+        self.dequantize = True
+
+
+@register_quantizer(_OUR_FP8)
+class Fp8Quantizer(FineGrainedFP8HfQuantizer):
+    """transformers' quantizer, with blocks of the size that is configured."""
+
+    def preprocess_model(self, model: Any, *args: Any, **options: Any) -> None:
+        """Prepare the model for the weights, in whose files no scale may be missing.
+
+        transformers would read weights outside the experts as if theirs were 1.
+
+        Raises:
+            ValueError: weights have none.
+        """
+        dtypes: dict[str, str] = {}
+        for file in options.get("checkpoint_files") or ():
+            with safe_open(file, "pt") as stored:
+                names = stored.keys()
+                dtypes |= {name: stored.get_slice(name).get_dtype() for name in names}
+        for name, dtype in dtypes.items():
+            scales = [f"{name}_scale_inv", f"{name.removesuffix('weight')}scale"]
+            if dtype.startswith("F8_E4M3") and not dtypes.keys() & set(scales):
+                raise ValueError(f"{name} ({dtype}) has no {scales[0]}")
+        super().preprocess_model(model, *args, **options)
+
+    def update_weight_conversions(self, conversions: Any, *args: Any) -> list[Any]:
+        """The conversions, with transformers' operation replaced by `BlockDequantize`.
+
+        Args:
+            conversions: of the model's family.
+            args: the model, in versions of transformers that give it.
+        """
+        converters: list[Any] = super().update_weight_conversions(conversions, *args)
+        for converter in converters:
+            if isinstance(converter, WeightConverter):
+                converter.operations = [
+                    BlockDequantize(self) if isinstance(op, Fp8Dequantize) else op
+                    for op in converter.operations
+                ]
+        return converters
+
+
+# --- NVFP4 ------------------------------------------------------------------------
+
+
+def unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """The numbers in bytes, of which the lower bits are the first, in float32.
+
+    Shapes: packed (rows, columns / 2), uint8; result (rows, columns).
+    """
+    numbers = torch.tensor(_POSITIVE, device=packed.device)
+    numbers = torch.cat([numbers, -numbers])
+    pairs = torch.stack([packed & 15, packed >> 4], dim=-1)
+    return numbers[pairs.flatten(-2).long()]
+
+
+@register_quantization_config(_OUR_NVFP4)
+class Nvfp4Config(QuantizationConfigMixin):
+    """The settings, for weights that are always dequantised."""
+
+    def __init__(self, *, divides: bool = False, **_others: Any) -> None:
+        """Note whether weights are divided by the scale of the matrix."""
+        self.quant_method: Any = _OUR_NVFP4
+        self.divides, self.dequantize = divides, True
+
+
+class Nvfp4Dequantize(ConversionOps):
+    """Makes floats of weights that have scales; others stay as they are."""
+
+    def __init__(self, hf_quantizer: "Nvfp4Quantizer") -> None:
+        self.hf_quantizer = hf_quantizer
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],  # noqa: ARG002
+        target_patterns: list[str],  # noqa: ARG002
+        full_layer_name: str = "",
+        model: Any = None,
+        **_kwargs: Any,
+    ) -> dict[str, Any]:
+        """The weights that transformers collected for one parameter, in its type.
+
+        Raises:
+            ValueError: they have not one scale for 16 columns, and one more.
+        """
+        dtype = model.get_parameter(full_layer_name).dtype
+        floats = {}
+        for name, stored in input_dict.items():
+            if name.endswith("weight"):
+                scales = [input_dict.get(f"{name}_scale{n}", []) for n in ("", "_2")]
+                whole = stored if not any(scales) else self._in_floats(stored, *scales)
+                floats[name] = [weight.to(dtype) for weight in whole]
+        return {full_layer_name: floats["weight"][0]} if "weight" in floats else floats
+
+    def _in_floats(self, *parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The weights that numbers and scales of both kinds stand for.
+
+        Raises:
+            ValueError: as `convert`.
+        """
+        if len({len(part) for part in parts}) > 1:
+            raise ValueError(
+                f"{len(parts[0])} weights have {len(parts[1])} and {len(parts[2])} "
+                "scales in NVFP4, expected two each: download the files again"
+            )
+        divides = self.hf_quantizer.quantization_config.divides
+        for packed, scales, last in zip(*parts, strict=True):
+            numbers = unpacked(packed)
+            check_grid(numbers.shape, scales.shape, BLOCK_OF_NVFP4)
+            factor = 1 / last.float() if divides else last.float()
+            yield dequantised(numbers, scales.float() * factor, BLOCK_OF_NVFP4)
+
+
+@register_quantizer(_OUR_NVFP4)
+class Nvfp4Quantizer(HfQuantizer):
+    """transformers' seam, with the class above."""
+
+    quantization_config: Nvfp4Config
+    serialized_names = {  # noqa: RUF012
+        "weight": ["weight", "weight_scale", "weight_scale_2", "input_scale"]
+    }
+
+    def get_load_operations(self) -> dict[str, Any]:
+        """What makes a weight of its parts."""
+        return {"dequantize": Nvfp4Dequantize}
+
+    def update_weight_conversions(self, conversions: Any, *args: Any) -> list[Any]:
+        """The conversions, after which names are those of modelopt.
+
+        Args:
+            conversions: of the model's family.
+            args: the model, in versions of transformers that give it.
+        """
+        renamed = [WeightRenaming(*pair) for pair in _RENAMED.items()]
+        return [*renamed, *super().update_weight_conversions(conversions, *args)]
+
+    def is_serializable(self) -> bool:
+        """Whether the model can be saved: yes, in floats."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the model can be trained: yes."""
+        return True
