@@ -22,10 +22,14 @@ _ERRORS = 2.0
 _METHODS = ("heapr", "heapr-expert", "reap", "evoesap")
 _OF_EXPERTS = (
     "heapr-expert",
+    "msan",
+    "man",
     "naee",
     "reap",
     "frequency",
     "hc-smoe",
+    "ream",
+    "random-groups",
     "sub-moe-like",
     "mc-smoe",
 )
