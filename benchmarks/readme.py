@@ -134,7 +134,7 @@ def gpu_evidence(rows: pd.DataFrame) -> pd.DataFrame:
     """`Evidence.gpu` of the models of `benchmarks/gpu.py` that were scored whole."""
     runs = gpu_runs(rows)
     ways = runs["way"].str.removeprefix("scores, ")
-    scored = ways.ne(runs["way"]) & runs["case"].ne("scores, same batch")
+    scored = runs["case"].isin(["scores", "scores, batch 1"])
     whole = runs["n_layers"].eq(runs["of_layers"])
     device = BENCHMARKS["gpu"].machine()["device"]
     return runs.assign(way=ways, device=device)[scored & whole]

@@ -348,10 +348,10 @@ def drawn(n_experts: int, number: int, rng: np.random.Generator) -> Groups:
 
 def _random_groups(request: Request) -> ExpertComposition:
     """Groups that `seed` draws, as many in each layer as other methods make."""
-    rng, layers = np.random.default_rng(request.seed), request.measured.architecture
+    rng = np.random.default_rng(request.seed)
     groups = {
         layer: drawn(shape.n_experts, n_groups(shape, request.ratio), rng)
-        for layer, shape in layers.layers.items()
+        for layer, shape in request.shapes.items()
     }
     return merged_by_frequency(request, groups)
 

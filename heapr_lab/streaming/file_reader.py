@@ -37,6 +37,7 @@ from heapr_lab.streaming.quantisation import (
     Fp8Quantizer,
     Nvfp4Quantizer,
     check_grid,
+    scales_of,
 )
 from heapr_lab.streaming.stream import put_tensor, tensor_of
 
@@ -179,7 +180,7 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
     tensors = {entry.name: entry.tensor for entry in every}
     for entry in every:
         there = []
-        for names in _scales_of(entry):
+        for names in scales_of(entry.name, entry.tensor.dtype):
             there += [next((tensors[name] for name in names if name in tensors), None)]
             if there[-1] is None:
                 raise LayoutError(
@@ -200,21 +201,6 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
             check_grid((*rows, columns), there[0].shape, block)
         except ValueError as error:
             raise LayoutError(f"{entry.file}: {entry.name}: {error}") from error
-
-
-def _scales_of(entry: FoundTensor) -> list[list[str]]:
-    """Names of its scales if a tensor is in 8 or 4 bits; files have one of each."""
-    stem, _, leaf = entry.name.rpartition(".")
-    if leaf.endswith("_blocks"):
-        return [[f"{entry.name.removesuffix('_blocks')}_scales"]]
-    if leaf == "weight" and entry.tensor.dtype.startswith("F8_E"):
-        return [[f"{entry.name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"]]
-    if leaf == "weight" and entry.tensor.dtype == "I8":
-        return [[f"{stem}.scale", f"{entry.name}_scale_inv"]]
-    if leaf in ("weight", "weight_packed") and entry.tensor.dtype == "U8":
-        second = ("_scale_2", "_global_scale")[leaf == "weight_packed"]
-        return [[f"{stem}.weight{end}"] for end in ("_scale", second)]
-    return []
 
 
 # --- reading ----------------------------------------------------------------------

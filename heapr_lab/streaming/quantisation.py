@@ -118,6 +118,21 @@ def with_our_classes(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def scales_of(name: str, dtype: str) -> list[list[str]]:
+    """Names of its scales if a tensor is in 8 or 4 bits; files have one of each."""
+    stem, _, leaf = name.rpartition(".")
+    if leaf.endswith("_blocks"):
+        return [[f"{name.removesuffix('_blocks')}_scales"]]
+    if leaf == "weight" and dtype.startswith("F8_E"):
+        return [[f"{name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"]]
+    if leaf == "weight" and dtype == "I8":
+        return [[f"{stem}.scale", f"{name}_scale_inv"]]
+    if leaf in ("weight", "weight_packed") and dtype == "U8":
+        second = ("_scale_2", "_global_scale")[leaf == "weight_packed"]
+        return [[f"{stem}.weight{end}"] for end in ("_scale", second)]
+    return []
+
+
 def check_grid(
     weight: tuple[int, ...], scales: tuple[int, ...], block: Sequence[int] | None
 ) -> None:
@@ -191,9 +206,9 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
                 names = stored.keys()
                 dtypes |= {name: stored.get_slice(name).get_dtype() for name in names}
         for name, dtype in dtypes.items():
-            scales = [f"{name}_scale_inv", f"{name.removesuffix('weight')}scale"]
-            if dtype.startswith("F8_E4M3") and not dtypes.keys() & set(scales):
-                raise ValueError(f"{name} ({dtype}) has no {scales[0]}")
+            for scales in scales_of(name, dtype):
+                if not dtypes.keys() & set(scales):
+                    raise ValueError(f"{name} ({dtype}) has no {scales[0]}")
         super().preprocess_model(model, *args, **options)
 
     def update_weight_conversions(self, conversions: Any, *args: Any) -> list[Any]:
