@@ -24,6 +24,7 @@ a sixteenth.
 
 import argparse
 import dataclasses
+import importlib.util
 import logging
 import shutil
 import statistics
@@ -93,6 +94,9 @@ PARTS = (
     "memory:Qwen2-57B-A14B",
     "streamed:Qwen1.5-MoE-A2.7B",
 )
+
+SUMS = "kernel" if importlib.util.find_spec("triton") else "expert by expert"
+"""How `LayerMoments` adds up on a GPU."""
 
 Row = dict[str, Any]
 
@@ -300,7 +304,7 @@ def _depths(run: Run, name: str, depth: int, row: Row) -> Row:
     whole = row.get("seconds", np.nan) * n_layers / depth
     n_tokens = run.size[0] * run.size[1]
     sizes = {"n_layers": depth, "of_layers": n_layers, "n_tokens": n_tokens}
-    return {**row, **sizes, "seconds_all_layers": whole}
+    return {**row, **sizes, "sums": SUMS, "seconds_all_layers": whole}
 
 
 def _bytes(model: Any) -> int:

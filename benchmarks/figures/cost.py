@@ -183,6 +183,7 @@ def gpu_table(rows: pd.DataFrame) -> pd.DataFrame:
             "model": runs["model"],
             "layers": layers["n_layers"] + " of " + layers["of_layers"],
             "what": runs["way"],
+            "sums": runs["sums"].where(runs["way"].str.startswith("scores"), "–"),
             **{name: said_or_dash(column) for name, column in numbers.items()},
         }
     )

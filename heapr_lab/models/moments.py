@@ -5,7 +5,9 @@ expert, n in all. Letters: h atom activation, g = dl/dh its gradient (nats per u
 h), p routing weight, T_i tokens routed to expert i.
 """
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,9 +17,6 @@ MAXIMA = ("max_abs_h", "max_abs_ph")
 """Atom columns whose maximum is kept."""
 EXPERT_SUMS = ("tokens", "sum_p", "sum_p_out")
 """Expert columns that are summed."""
-_PIECE = 256
-"""Most rows that are reduced one after the other on a GPU."""
-
 _Reduced = tuple[torch.Tensor, torch.Tensor]
 """Sums (6, E, I) and maxima (2, E, I), in the order of `SUMS` and `MAXIMA`."""
 
@@ -51,14 +50,14 @@ class LayerMoments:
         out_norm: torch.Tensor,
         tokens: torch.Tensor,
     ) -> None:
-        """Add one batch; on a GPU the host does not wait for it.
+        """Add one batch; on a GPU with Triton the host does not wait for it.
 
         Shapes: h, g (n, I); p, out_norm (n,), where out_norm is the Euclidean norm of
         an expert's output before its routing weight; tokens: rows of each expert, (E,).
         """
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         p = p.to(wide)
-        reduce, total = (at_once, _totals) if h.is_cuda else (one_by_one, _totals_cpu)
+        reduce, total = _ways(h.device)
         sums, maxima = reduce(h, g, p, tokens)
         self._sums += sums
         torch.maximum(self._maxima, maxima.to(self._maxima.dtype), out=self._maxima)
@@ -76,13 +75,21 @@ class LayerMoments:
             total.copy_(state[name])
 
 
-# --- on a CPU: the rows of one expert stay in the processor's cache -----------------
+def _ways(device: torch.device) -> tuple[Callable[..., _Reduced], Callable[..., Any]]:
+    """How matrices and vectors are reduced on a device."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return one_by_one, _totals
+    from heapr_lab.models import moments_kernel
+
+    return moments_kernel.at_once, moments_kernel.totals
 
 
 def one_by_one(
     h: torch.Tensor, g: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor
 ) -> _Reduced:
     """The sums and maxima over each expert's rows, one expert after the other.
+
+    On a CPU the rows of one expert stay in the processor's cache.
 
     Shapes: h, g (n, I); p (n,) in the type of the results; tokens (E,).
     """
@@ -99,7 +106,7 @@ def one_by_one(
     return sums, maxima
 
 
-def _totals_cpu(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _totals(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The sum over each expert's rows of x (n,), (E,)."""
     return torch.stack([rows.sum() for rows in x.split(tokens.tolist())])
 
@@ -125,78 +132,3 @@ def _measure(
     torch.sum(x, 0, out=out["sum_abs_h"])
     torch.amax(x, 0, out=out["max_abs_h"])
     torch.amax(x.mul_(p.abs()[:, None]), 0, out=out["max_abs_ph"])
-
-
-# --- on a GPU: as many kernels for one expert as for a thousand ---------------------
-
-
-def at_once(
-    h: torch.Tensor, g: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor
-) -> _Reduced:
-    """The sums and maxima over each expert's rows, all experts together.
-
-    Shapes: h, g (n, I); p (n,) in the type of the results; tokens (E,).
-    """
-    h, g, p = h.to(p.dtype), g.to(p.dtype), p[:, None]
-    pieces, experts = _pieces(tokens, len(h))
-
-    def reduced(rows: torch.Tensor, how: str) -> torch.Tensor:
-        return _segments(_segments(rows, how, pieces), how, experts)
-
-    parts = {
-        name: reduced(rows, "max" if name in MAXIMA else "sum")
-        for name, rows in _measures(h, g, p)
-    }
-    sums, maxima = (
-        torch.stack([parts[name] for name in names]) for names in (SUMS, MAXIMA)
-    )
-    return sums, maxima
-
-
-def _measures(
-    h: torch.Tensor, g: torch.Tensor, p: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """What each of `SUMS` and `MAXIMA` is reduced from, (n, I), in one buffer."""
-    x = h.abs()
-    yield "sum_abs_h", x
-    yield "max_abs_h", x
-    yield "max_abs_ph", x.mul_(p.abs())
-    yield "sum_ph2", x.square_()
-    yield "sum_hg", torch.mul(h, g, out=x)
-    yield "sum_hg2", x.square_()
-    yield "sum_h2", torch.mul(h, h, out=x)
-    yield "sum_g2", torch.mul(g, g, out=x)
-
-
-def _totals(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The sum over each expert's rows of x (n,), (E,)."""
-    return _segments(x, "sum", _with_zero(tokens.cumsum(0)))
-
-
-def _pieces(tokens: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut n rows where an expert ends, and after every 256 rows.
-
-    So experts with many rows take no longer than others, and float32 sums have few
-    terms. The number of pieces depends on n and E alone, not on the routing; some are
-    empty.
-
-    Returns:
-        The first row of each piece and n; the first piece of each expert and their
-        number.
-    """
-    ends = tokens.cumsum(0)
-    cuts = torch.arange(0, n, _PIECE, device=tokens.device)
-    cuts, _ = torch.cat([cuts, ends]).sort()
-    return cuts, _with_zero(torch.searchsorted(cuts, ends))
-
-
-def _with_zero(ends: torch.Tensor) -> torch.Tensor:
-    return torch.cat([ends.new_zeros(1), ends])
-
-
-def _segments(x: torch.Tensor, how: str, offsets: torch.Tensor) -> torch.Tensor:
-    """The sum or the maximum, at least 0, over the rows of each segment.
-
-    Shapes: x (n, ...); offsets (S + 1,); result (S, ...).
-    """
-    return torch.segment_reduce(x, how, offsets=offsets, unsafe=True, initial=0)
