@@ -1,11 +1,13 @@
-"""Exception classes, and the check of whole numbers, for all other modules.
+"""Exception classes, and the checks of settings, for all other modules.
 
 This module imports no other module of the package.
 """
 
+import numbers
 import operator
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -44,11 +46,14 @@ class CacheError(HeaprLabError):
     """A stored file is damaged, or is not the expected one."""
 
 
-def whole_number(value: Any, *, name: str, least: int = 1) -> int:
+def whole_number(
+    value: Any, *, name: str, least: int = 1, most: int | None = None
+) -> int:
     """`value` as an int; NumPy's integers are accepted.
 
     Raises:
-        SpecError: it is not a whole number of at least `least` (a bool is not one).
+        SpecError: it is not a whole number from `least` to `most`, if there is a limit
+            (a bool is not one).
 
     Example:
         >>> whole_number(0, name="batch_size")
@@ -60,6 +65,35 @@ def whole_number(value: Any, *, name: str, least: int = 1) -> int:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool) or number < least:
-        raise SpecError(f"{name} must be a whole number from {least}, got {value!r}")
+    if (
+        number is None
+        or isinstance(value, bool)
+        or not (least <= number <= (number if most is None else most))
+    ):
+        span = f"{least}" if most is None else f"{least} to {most}"
+        raise SpecError(f"{name} must be a whole number from {span}, got {value!r}")
     return number
+
+
+def one_of(value: Any, known: Iterable[Any], *, name: str) -> Any:
+    """`value`, which is one of the known ones.
+
+    Raises:
+        SpecError: it is not.
+    """
+    if value not in known:
+        words = ", ".join(map(repr, known))
+        raise SpecError(f"{name} must be one of {words}, got {value!r}")
+    return value
+
+
+def number_to(most: float, value: Any, *, name: str) -> float:
+    """`value` as a float, which is in [0, most].
+
+    Raises:
+        SpecError: it is not a number (a bool is not one), or is out of range.
+    """
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not 0 <= value <= most:
+        raise SpecError(f"{name} must be a number in [0, {most:g}], got {value!r}")
+    return float(value)

@@ -4,7 +4,6 @@ Windows do not overlap; losses are summed over tokens, so that neither the batch
 nor a smaller last batch changes the result.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -213,7 +212,10 @@ def _for_batches(
         together = backend_of(model).at_once(model, size * seq_len) // seq_len
         while done < n_windows:
             group = windows[done : done + together].split(size)
-            by_mask = [_states(model, group, keep) for keep in masks]
+            by_mask = []
+            for keep in masks:
+                with masking(model, keep):
+                    by_mask.append(states_of_all(model, group))
             for batch, *states in zip(group, *by_mask, strict=True):
                 work(batch, *(hidden.to(input_device(model)) for hidden in states))
                 done += len(batch)
@@ -228,19 +230,6 @@ def _for_batches(
             )
             halving_batches(run, size, model=model)
     return n_windows * (seq_len - 1)
-
-
-def _states(
-    model: nn.Module, batches: Sequence[torch.Tensor], keep: KeepMask | None
-) -> list[torch.Tensor]:
-    with _masked(model, keep):
-        return states_of_all(model, batches)
-
-
-def _masked(
-    model: nn.Module, keep: KeepMask | None
-) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if keep is None else masking(model, keep)
 
 
 def exp_nll(nll: float) -> float:

@@ -162,29 +162,25 @@ def _published_grain() -> str:
 
 
 def _published_flops() -> str:
-    table = paper_table("granularity").query("level == 'Atomic Expert'")
-    text = " and ".join(
-        f"{row['flops_reduction']:.0%} at {row['ratio']:.0%}"
-        for row in table.to_dict("records")
-    )
+    form = "{flops_reduction:.0%} at {ratio:.0%}"
+    rows = paper_table("granularity").query("level == 'Atomic Expert'")
+    text = _rows_as(form, rows, between=" and ")
     return f'"nearly 20%" in its abstract; {text} in its table'
 
 
 def _published_boundary() -> str:
-    table = paper_table("boundary")
-    return "; ".join(
-        f"{row['accuracy_retained']:.0%} of the accuracy at "
-        f"{row['share_of_model_removed']} of the model"
-        for row in table.to_dict("records")
-    )
+    form = "{accuracy_retained:.0%} of the accuracy at {share_of_model_removed} of "
+    return _rows_as(form + "the model", paper_table("boundary"))
 
 
 def _published_cost() -> str:
     rows = paper_table("cost").query("method == 'HEAPr'")
-    return "; ".join(
-        f"{row['model']}: {row['gpu_minutes']} min, {row['memory_gb']} GB"
-        for row in rows.to_dict("records")
-    )
+    return _rows_as("{model}: {gpu_minutes} min, {memory_gb} GB", rows)
+
+
+def _rows_as(form: str, rows: pd.DataFrame, *, between: str = "; ") -> str:
+    """Rows as text, each in a form with names of columns."""
+    return between.join(form.format_map(row) for row in rows.to_dict("records"))
 
 
 # --- tests ------------------------------------------------------------------------

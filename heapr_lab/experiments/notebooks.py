@@ -219,21 +219,18 @@ def _environment(threads: int | None) -> dict[str, str]:
     """
     inherited = os.environ.get("PYTHONPATH")
     folders = [str(paths.project_dir()), *([inherited] if inherited else [])]
-    share = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return (
-        os.environ
-        | share
-        | {
-            "HEAPR_LAB_PROGRESS": "0",
-            "HEAPR_LAB_RESUME": "0",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            "PYTHONHASHSEED": "0",
-            # The notebooks run the code that executes them.
-            "PYTHONPATH": os.pathsep.join(folders),
-        }
-    )
+    return {
+        **os.environ,
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+        "HEAPR_LAB_PROGRESS": "0",
+        "HEAPR_LAB_RESUME": "0",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "PYTHONHASHSEED": "0",
+        # The notebooks run the code that executes them.
+        "PYTHONPATH": os.pathsep.join(folders),
+    }
 
 
 # --- what a notebook was made from ------------------------------------------------

@@ -106,8 +106,7 @@ def results(
     bench: Workbench, settings: Iterable[Setting], corpora: Sequence[str]
 ) -> pd.DataFrame:
     """Evaluation rows of the dense model, then of `settings`."""
-    frames = [bench.evaluate(None, corpora)]
-    frames += [bench.evaluate(setting, corpora) for setting in settings]
+    frames = [bench.evaluate(setting, corpora) for setting in (None, *settings)]
     return pd.concat(frames, ignore_index=True)
 
 
@@ -128,21 +127,15 @@ def window_losses(bench: Workbench, corpora: Sequence[str]) -> pd.DataFrame:
     for name, fields in COMPARED.items():
         for ratio in METHOD_RATIOS:
             masks[name, ratio] = bench.keep(Setting(ratio, **fields))
-    frames = [
-        pd.DataFrame(
-            {
-                "method": name,
-                "ratio": ratio,
-                "corpus": corpus,
-                "nll": bench.perplexity(keep, bench.test_windows(corpus)).windows,
-            }
-        )
-        .rename_axis("window")
-        .reset_index()
-        for (name, ratio), keep in masks.items()
+    rows = [
+        (window, *state, corpus, nll)
+        for state, keep in masks.items()
         for corpus in corpora
+        for window, nll in enumerate(
+            bench.perplexity(keep, bench.test_windows(corpus)).windows
+        )
     ]
-    return pd.concat(frames, ignore_index=True)
+    return pd.DataFrame(rows, columns=["window", "method", "ratio", "corpus", "nll"])
 
 
 def layer_masks(bench: Workbench) -> dict[float, KeepMask]:
@@ -157,14 +150,11 @@ def layer_shares(bench: Workbench) -> pd.DataFrame:
         Columns seed, ratio, layer, share.
     """
     frames = []
-    for draw in calibration_draws(bench):
-        if draw.corpus != DEFAULT_CORPUS:
-            continue
-        *_, table = nested_tables(bench, draw).values()
+    for seed in range(bench.profile.n_seeds):
+        *_, table = nested_tables(bench, Calibration(seed=seed)).values()
         for ratio in LAYER_RATIOS:
             shares = select(table, Selection(ratio)).layer_ratios().rename("share")
-            frame = shares.rename_axis("layer").reset_index()
-            frames.append(frame.assign(seed=draw.seed, ratio=ratio))
+            frames.append(shares.reset_index().assign(seed=seed, ratio=ratio))
     return pd.concat(frames, ignore_index=True)
 
 

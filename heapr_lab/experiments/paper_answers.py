@@ -59,20 +59,21 @@ def _extremes(part: pd.DataFrame) -> str:
 
 def early_peak(part: pd.DataFrame) -> Interval:
     """How much more the first third of the layers loses than the middle, over draws."""
-    wide = part.pivot(index="seed", columns="layer", values="share")
-    first, middle, _ = _thirds(wide)
+    first, middle, _ = _early_middle_last(part)
     return interval_of((first - middle).to_numpy())
 
 
 def late_rise(part: pd.DataFrame) -> Interval:
     """How much more the last layer loses than the middle third, over draws."""
+    _, middle, last = _early_middle_last(part)
+    return interval_of((last - middle).to_numpy())
+
+
+def _early_middle_last(part: pd.DataFrame) -> tuple["pd.Series[float]", ...]:
+    """What the first and the middle third and the last layer lose, for each draw."""
     wide = part.pivot(index="seed", columns="layer", values="share")
-    return interval_of((wide.iloc[:, -1] - _thirds(wide)[1]).to_numpy())
-
-
-def _thirds(wide: pd.DataFrame) -> tuple["pd.Series[float]", ...]:
     third = max(1, wide.shape[1] // 3)
-    cuts = (slice(0, third), slice(third, -third), slice(-third, None))
+    cuts = (slice(0, third), slice(third, -third), slice(-1, None))
     return tuple(wide.iloc[:, cut].mean(axis="columns") for cut in cuts)
 
 

@@ -17,7 +17,7 @@ from heapr_lab.figures.curves import (
     savings_curves,
     sort_curves,
 )
-from heapr_lab.figures.paper import paper_label, paper_table
+from heapr_lab.figures.paper import paper_table
 from heapr_lab.figures.style import (
     LABELS,
     PAPER_GREY,
@@ -101,7 +101,8 @@ def plot_boundary(data: pd.DataFrame, *, quantity: str, ax: Axes | None = None) 
     for dataset in ours["dataset"].drop_duplicates():
         _draw_curve(ax, ours[ours["dataset"].eq(dataset)], column=column)
     statements = rows[rows["source"].eq("paper")]
-    _draw_statements(ax, statements, column=column)
+    draw_paper_points(ax, statements, column=column)
+    _draw_ranges(ax, statements[statements["at_most"]], column=column)
     if quantity != "perplexity":
         ax.set_ylim(bottom=0)
     _draw_model_axis(ax, data)
@@ -119,17 +120,8 @@ def _draw_curve(ax: Axes, curve: pd.DataFrame, *, column: str) -> None:
     draw_curve(ax, curve, column=column, **shown.keywords() | {"label": label})
 
 
-def _draw_statements(ax: Axes, statements: pd.DataFrame, *, column: str) -> None:
-    if statements.empty:
-        return
-    draw_paper_points(
-        ax,
-        statements["ratio"],
-        statements[column],
-        marker="o",
-        label=paper_label(statements["model"].iloc[0], "HEAPr"),
-    )
-    for row in statements[statements["at_most"]].to_dict("records"):
+def _draw_ranges(ax: Axes, statements: pd.DataFrame, *, column: str) -> None:
+    for row in statements.to_dict("records"):
         # "below 0.4" includes every smaller share: an arrow to the left
         ends = row["ratio"] - np.array([0.13, 0.03])
         ax.plot(ends, 2 * [row[column]], "<-", color=PAPER_GREY, markevery=2, lw=1)

@@ -15,11 +15,10 @@ from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_LINE,
     add_legend,
+    figure_of,
     literal,
     look,
     own_axes,
-    panels,
-    share_legend,
     show_percent,
     styled,
 )
@@ -57,7 +56,7 @@ def plot_calibration_size(
 ) -> Axes:
     """One metric against the number of calibration sequences, one curve per corpus.
 
-    Error bars are one standard deviation over the seeds.
+    Error bars are one standard deviation over the seeds, as the legend says.
 
     Args:
         data: from `calibration_size_data`.
@@ -82,6 +81,9 @@ def plot_calibration_size(
             **shown.keywords() | {"label": f"calibrated on {shown.label}"},
         )
     ax.axhline(rows["dense"].iloc[0], label="dense model", **REFERENCE_LINE)
+    if (seeds := int(data["n_seeds"].max())) > 1:
+        note = f"error bars: ± 1 s.d. over {seeds} seeds"
+        ax.plot([], [], linestyle="none", marker="|", color="#555555", label=note)
     _finish(ax, rows, metric=metric)
     ax.set_title(literal(look(dataset).label))
     add_legend(ax)
@@ -101,14 +103,9 @@ def _finish(ax: Axes, rows: pd.DataFrame, *, metric: str) -> None:
 
 @styled
 def figure_calibration_size(data: pd.DataFrame) -> Figure:
-    """Every metric and data set, one panel each; the legend names the error bars."""
-    pairs = panels_of(data)
-    figure, axes = panels(len(pairs), height=2.6)
-    for (metric, dataset), ax in zip(pairs, axes, strict=True):
-        plot_calibration_size(data, metric=metric, dataset=dataset, ax=ax)
-    seeds = int(data["n_seeds"].max())
-    if seeds > 1:
-        note = f"error bars: ± 1 s.d. over {seeds} seeds"
-        axes[0].plot([], [], linestyle="none", marker="|", color="#555555", label=note)
-    share_legend(figure)
-    return figure
+    """Every metric and data set, one panel each, with one legend."""
+
+    def draw(pair: tuple[str, str], ax: Axes) -> None:
+        plot_calibration_size(data, metric=pair[0], dataset=pair[1], ax=ax)
+
+    return figure_of(panels_of(data), draw, height=2.6)

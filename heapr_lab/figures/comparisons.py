@@ -106,16 +106,19 @@ def main_data(results: pd.DataFrame) -> pd.DataFrame:
 def _paper_heapr() -> pd.DataFrame:
     table = paper_table("main_results")
     rows = table[table["model"].eq(_PAPER_MODEL) & table["method"].eq("HEAPr")]
-    perplexity = rows["wikitext2_ppl"].astype(float)
-    return rows[["ratio"]].assign(
-        value=perplexity,
-        relative=perplexity / paper_dense(_PAPER_MODEL)["perplexity"],
-        source="paper",
+    perplexity = rows[["ratio"]].assign(
+        value=rows["wikitext2_ppl"].astype(float),
         name="heapr",
-        model=_PAPER_MODEL,
         metric="perplexity",
         dataset="wikitext2",
     )
+    return _of_paper(perplexity, _PAPER_MODEL)
+
+
+def _of_paper(rows: pd.DataFrame, model: str) -> pd.DataFrame:
+    """Values of the paper as rows of a curve frame, relative to its dense model."""
+    relative = rows["value"] / rows["metric"].map(paper_dense(model))
+    return rows.assign(relative=relative, source="paper", model=model)
 
 
 def _title(metric: str, dataset: str) -> str:
@@ -125,7 +128,6 @@ def _title(metric: str, dataset: str) -> str:
 
 def _paper_granularity() -> pd.DataFrame:
     table = paper_table("granularity")
-    dense = paper_dense(_PAPER_MODEL)
     table = table[table["model"].eq(_PAPER_MODEL)]
     wide = pd.DataFrame(
         {
@@ -137,25 +139,22 @@ def _paper_granularity() -> pd.DataFrame:
         }
     )
     rows = wide.melt(["name", "ratio"], var_name="metric")
-    rows["relative"] = rows["value"] / rows["metric"].map(dense)
-    return rows.assign(source="paper", model=_PAPER_MODEL, dataset="")
+    return _of_paper(rows.assign(dataset=""), _PAPER_MODEL)
 
 
 def _paper_scopes() -> pd.DataFrame:
     table = paper_table("global_vs_layer")
-    dense = paper_dense(_SCOPE_MODEL)
     table = table[table["model"].eq(_SCOPE_MODEL) & table["method"].isin(list(_SCOPES))]
     rows = pd.DataFrame(
         {
             "name": table["method"].map(_SCOPES),
             "ratio": table["ratio"],
             "value": table[list(PAPER_TASKS)].mean(axis=1) / 100,
+            "metric": "accuracy",
+            "dataset": "",
         }
     )
-    rows["relative"] = rows["value"] / dense["accuracy"]
-    return rows.assign(
-        source="paper", model=_SCOPE_MODEL, metric="accuracy", dataset=""
-    )
+    return _of_paper(rows, _SCOPE_MODEL)
 
 
 @styled

@@ -218,33 +218,25 @@ def draw_curves(ax: Axes, rows: pd.DataFrame, *, column: str) -> None:
         curve = ours[ours["name"].eq(name)].sort_values("ratio")
         depth = 3 - 0.01 * place(name)  # the first in the legend lies on top
         draw_curve(ax, curve, column=column, zorder=depth, **look(name).keywords())
+    draw_paper_points(ax, rows, column=column)
+
+
+def draw_paper_points(ax: Axes, rows: pd.DataFrame, *, column: str) -> None:
+    """The paper's points among rows of a curve frame as hollow grey markers."""
     paper = rows[rows["source"].eq("paper")]
     for (name, model), points in paper.groupby(["name", "model"], sort=False):
-        draw_paper_points(
-            ax,
+        ax.plot(
             points["ratio"],
             points[column],
+            linestyle="none",
             marker=look(name).marker,
+            markersize=6.5,
+            markerfacecolor="none",
+            markeredgecolor=PAPER_GREY,
+            markeredgewidth=1.2,
+            zorder=4,
             label=paper_label(model, look(name).label),
         )
-
-
-def draw_paper_points(
-    ax: Axes, x: Sequence[float], y: Sequence[float], *, marker: str, label: str
-) -> None:
-    """Hollow grey points."""
-    ax.plot(
-        x,
-        y,
-        linestyle="none",
-        marker=marker,
-        markersize=6.5,
-        markerfacecolor="none",
-        markeredgecolor=PAPER_GREY,
-        markeredgewidth=1.2,
-        zorder=4,
-        label=label,
-    )
 
 
 def finish_panel(ax: Axes, rows: pd.DataFrame, metric: str, *, relative: bool) -> None:

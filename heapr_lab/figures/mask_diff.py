@@ -99,14 +99,13 @@ def _draw_overlap(ax: Axes, data: pd.DataFrame) -> None:
             label=label,
         )  # fmt: skip
         bottom = bottom + data[fate]
-    ax.errorbar(
-        data["layer"], data["expected"], yerr=_N_SD * data["sd"], fmt="_", ms=9,
-        color="white", ecolor="white", mew=3.5, elinewidth=3.5,
-    )  # fmt: skip
-    ax.errorbar(
-        data["layer"], data["expected"], yerr=_N_SD * data["sd"], fmt="_", ms=8,
-        color="black", mew=1.5, label=f"both, by chance ± {_N_SD} sd",
-    )  # fmt: skip
+    chance = {"color": "black", "label": f"both, by chance ± {_N_SD} sd"}
+    white = {"color": "white", "ecolor": "white", "elinewidth": 3.5}
+    for size, width, line in ((9, 3.5, white), (8, 1.5, chance)):
+        ax.errorbar(
+            data["layer"], data["expected"], yerr=_N_SD * data["sd"], fmt="_",
+            ms=size, mew=width, **line,
+        )  # fmt: skip
     ax.set(xlabel="MoE layer [index]", ylabel=LABELS["layer_ratio"])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(0, 1.05 * max(bottom.max(), 1e-3))

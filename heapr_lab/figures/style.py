@@ -187,23 +187,12 @@ def figure_with(ax: Axes) -> Figure:
     return figure
 
 
-def panels(count: int, *, height: float = 2.7) -> tuple[Figure, list[Axes]]:
-    """A figure of README width with `count` panels, at most three in a row."""
-    columns = min(count, 3) if count != 4 else 2
-    rows = -(-count // columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(7, height * rows + 0.5), squeeze=False
-    )
-    axes = list(grid.flat)
-    for spare in axes[count:]:
-        spare.remove()
-    return figure, axes[:count]
-
-
 def figure_of(
     items: Iterable[T], draw: Callable[[T, Axes], object], *, height: float = 2.7
 ) -> Figure:
-    """A figure with a panel for each item and one legend.
+    """A figure of README width with a panel for each item and one legend.
+
+    At most three panels are in a row.
 
     Args:
         items: what the panels show.
@@ -211,8 +200,14 @@ def figure_of(
         height: the height of a row of panels, in inches.
     """
     items = list(items)
-    figure, axes = panels(len(items), height=height)
-    for item, ax in zip(items, axes, strict=True):
+    columns = min(len(items), 3) if len(items) != 4 else 2
+    rows = -(-len(items) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(7, height * rows + 0.5), squeeze=False
+    )
+    for spare in grid.flat[len(items) :]:
+        spare.remove()
+    for item, ax in zip(items, grid.flat, strict=False):
         draw(item, ax)
     share_legend(figure)
     return figure

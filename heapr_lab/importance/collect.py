@@ -23,18 +23,13 @@ from heapr_lab.importance.measured import (
     rows_of,
     warn_of_underflow,
 )
-from heapr_lab.importance.ranks import Ranks
-from heapr_lab.importance.resuming import SavedSums
+from heapr_lab.importance.resuming import Ranks, SavedSums
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, describe, find_experts
 from heapr_lab.models.hooks import Probe, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
-from heapr_lab.models.likelihood import (
-    check_fits,
-    input_device,
-    token_nll,
-)
+from heapr_lab.models.likelihood import check_fits, input_device, token_nll
 from heapr_lab.models.memory import halving_batches, starting_batch_size
 from heapr_lab.models.modes import differentiating
 from heapr_lab.progress import Progress, no_report
@@ -165,7 +160,7 @@ def _table(
             seconds=round(seconds, 2),
         ),
     )
-    check_coverage(table, run.layers)
+    check_coverage(table)
     warn_of_underflow(table)
     return table
 

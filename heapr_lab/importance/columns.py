@@ -95,10 +95,10 @@ def check_values(frame: pd.DataFrame) -> None:
     """Check that the measured values are possible.
 
     Raises:
-        SpecError: a sum, a maximum or a norm is not finite, or is negative although its
-            terms cannot be (column, row and value are named).
+        SpecError: a sum, a maximum, a norm or a score of elimination is not finite, or
+            is negative although its terms cannot be (column, row and value are named).
     """
-    for name in (*SUMS, *MAXIMA, *NORMS):
+    for name in (*SUMS, *MAXIMA, *NORMS, ELIMINATION):
         if name not in frame:
             continue
         values = frame[name].to_numpy()

@@ -17,10 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from heapr_lab.errors import SpecError
-
-_SHOWN = 3  # rows named in a message about values that are not finite
-
+from heapr_lab.errors import SpecError, number_to, one_of, whole_number
+from heapr_lab.importance.columns import KEYS
 
 _Scores = npt.NDArray[np.float64]
 
@@ -54,9 +52,8 @@ class Option:
     """A number from 0 that changes an estimator's formula."""
 
     default: float
-    whole: bool = False
     most: float | None = None
-    """The largest valid value; None if there is no limit."""
+    """The largest valid value; None for a whole number without a limit."""
 
     def checked(self, value: Any, *, name: str) -> float:
         """`value` as the formula expects it: an int or a float.
@@ -64,13 +61,9 @@ class Option:
         Raises:
             SpecError: it is not a number, or is out of range.
         """
-        kinds = (int, np.integer) if self.whole else (int, float, np.number)
-        most = np.inf if self.most is None else self.most
-        if isinstance(value, kinds) and 0 <= value <= most:
-            return int(value) if self.whole else float(value)
-        number = "a whole number" if self.whole else "a number"
-        span = "from 0" if self.most is None else f"in [0, {self.most:g}]"
-        raise SpecError(f"{name} must be {number} {span}, got {value!r}")
+        if self.most is None:
+            return whole_number(value, name=name, least=0)
+        return number_to(self.most, value, name=name)
 
 
 @dataclass(frozen=True)
@@ -278,7 +271,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "random",
                 "control: uniform numbers from a seed",
                 _random,
-                options={"seed": Option(0, whole=True)},
+                options={"seed": Option(0)},
             ),
         )
     }
@@ -292,11 +285,7 @@ def find_estimator(name: str) -> Estimator:
     Raises:
         SpecError: there is none.
     """
-    if name not in ESTIMATORS:
-        raise SpecError(
-            f"unknown estimator {name!r}; choose one of {', '.join(ESTIMATORS)}"
-        )
-    return ESTIMATORS[name]
+    return ESTIMATORS[one_of(name, ESTIMATORS, name="estimator")]
 
 
 def unit_of(name: str) -> str:
@@ -335,7 +324,8 @@ def score(
     Atoms of experts without routed tokens score 0 in the second-order estimators.
 
     Args:
-        frame: rows (layer, expert, atom) with the columns the estimator needs.
+        frame: rows (layer, expert, atom) with the columns the estimator needs, all of
+            which are finite, as in any `ImportanceTable`.
         metadata: metadata of the table: `N`, and `architecture` if it is known.
         estimator: a name in `ESTIMATORS`.
         options: options of the estimator (`alpha` of camera, `seed` of random).
@@ -351,8 +341,8 @@ def score(
         5.0
     """
     chosen = find_estimator(estimator)
-    needs = _needed(chosen, frame, metadata)
-    missing = [name for name in needs if name not in frame]
+    needed = _needed(chosen, frame, metadata)
+    missing = [name for name in needed if name not in frame]
     if missing:
         raise SpecError(
             f"estimator {estimator!r} needs column {', '.join(missing)}; the table has "
@@ -364,7 +354,7 @@ def score(
         values = chosen.formula(inputs)
     if chosen.second_order and "tokens" in frame:
         values = np.where(frame["tokens"].to_numpy() > 0, values, 0.0)
-    _check_finite(frame, values, estimator=estimator, needs=needs)
+    _check_finite(frame, values, estimator=estimator)
     return values
 
 
@@ -391,25 +381,17 @@ def _predicted_tokens(chosen: Estimator, metadata: Mapping[str, Any]) -> float:
     return float(N)
 
 
-def _check_finite(
-    frame: pd.DataFrame, values: _Scores, *, estimator: str, needs: tuple[str, ...]
-) -> None:
-    """Check that every score is finite.
+def _check_finite(frame: pd.DataFrame, values: _Scores, *, estimator: str) -> None:
+    """Check that every score is finite, as the columns of a table are.
 
     Raises:
-        SpecError: one is not (the columns and the first rows are named).
+        SpecError: one is not (the first row is named).
     """
-    bad = ~np.isfinite(values)
-    if not bad.any():
-        return
-    rows = np.flatnonzero(bad)
-    columns = [n for n in needs if not np.isfinite(frame[n].to_numpy()[rows]).all()]
-    keys = [name for name in ("layer", "expert", "atom") if name in frame]
-    atoms = frame[keys].iloc[rows[:_SHOWN]].to_numpy().tolist()
-    more = " ..." if len(rows) > _SHOWN else ""
-    raise SpecError(
-        f"{len(rows)} {estimator!r} scores are not finite because of column "
-        f"{', '.join(columns) or 'values too large'}, at ({', '.join(keys)}) "
-        f"{', '.join(str(tuple(atom)) for atom in atoms)}{more}; collect again, with "
-        "dtype float32 if the model overflows in a smaller one"
-    )
+    rows = np.flatnonzero(~np.isfinite(values))
+    if len(rows):
+        atom = tuple(int(frame[key].iloc[rows[0]]) for key in KEYS)
+        raise SpecError(
+            f"{len(rows)} {estimator!r} scores are not finite, because their columns "
+            f"are too large, first at (layer, expert, atom) {atom}; collect again, "
+            "with dtype float32 if the model overflows in a smaller one"
+        )

@@ -232,14 +232,8 @@ class ImportanceTable:
         Raises:
             CacheError: the file is truncated, damaged, or is not an importance table.
         """
-        kind = files.read_metadata(path).get("kind")
-        if kind != _KIND:
-            raise CacheError(
-                f"{path} holds {kind or 'another kind of table'}, expected an "
-                f"{_KIND}; give the path of a file that ImportanceTable.write made"
-            )
         wanted = None if columns is None else list(dict.fromkeys([*KEYS, *columns]))
-        frame, metadata = files.read_frame(path, wanted)
+        frame, metadata = files.read_frame(path, wanted, kind=_KIND)
         del metadata["kind"]
         if is_outdated(frame.columns, metadata.get("spec")):
             logger.warning(

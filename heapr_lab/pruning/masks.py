@@ -119,13 +119,7 @@ class KeepMask:
         Raises:
             CacheError: the file is truncated or changed, or is not a keep mask.
         """
-        kind = files.read_metadata(path).get("kind")
-        if kind != _KIND:
-            raise CacheError(
-                f"{path} holds {kind or 'another kind of table'}, expected a {_KIND}; "
-                "give the path of a file written by KeepMask.write or `heapr-lab prune`"
-            )
-        frame, metadata = files.read_frame(path)
+        frame, metadata = files.read_frame(path, kind=_KIND)
         settings, expected = metadata.get("settings"), metadata.get("fingerprint")
         arrays = _arrays_of(frame)
         if not isinstance(settings, dict) or not arrays:

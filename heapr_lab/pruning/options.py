@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.errors import SpecError, one_of, whole_number
 from heapr_lab.importance.estimators import complete_options, find_estimator
 from heapr_lab.repr_html import card_html
 
@@ -29,8 +29,8 @@ CHOICES = {
 """The fields of a `Selection` that are one of a few words, with these words."""
 BUDGETS = {"atoms": "atoms", "model": "parameters (model)"}
 """What the ratio counts, as text; `of` and `--of` take the keys."""
-_TOO_MANY = 2**31
-"""More atoms than any expert has."""
+_MOST_ATOMS = 2**31 - 1
+"""No expert has more."""
 _LAYERS = re.compile(r"([0-9]{1,6})(?:\s*[-–]\s*([0-9]{1,6}))?")
 _REMOVED: Mapping[str, Any] = {
     "price": None,
@@ -55,27 +55,17 @@ def exact_ratio(value: Any, *, name: str = "pruning ratio") -> Fraction:
         >>> exact_ratio(0.29) * 100
         Fraction(29, 1)
     """
-    ratio = as_fraction(value, name=name)
+    number = "" if isinstance(value, bool | np.bool_ | str) else str(value)
+    try:
+        ratio = Fraction(number)  # str gives the shortest decimal of a float
+    except ValueError as error:
+        raise SpecError(f"{name} must be a number in [0, 1), got {value!r}") from error
     if not 0 <= ratio < 1:
         raise SpecError(
             f"{name} must be in [0, 1), got {value}; give a fraction (0.25), not per "
             "cent"
         )
     return ratio
-
-
-def as_fraction(value: Any, *, name: str) -> Fraction:
-    """The decimal that `value` was written as.
-
-    Raises:
-        SpecError: it is not a number.
-    """
-    if isinstance(value, bool | np.bool_ | str):
-        raise SpecError(f"{name} must be a number in [0, 1), got {value!r}")
-    try:
-        return Fraction(str(value))  # str gives the shortest decimal of a float
-    except ValueError as error:
-        raise SpecError(f"{name} must be a number in [0, 1), got {value!r}") from error
 
 
 def layer_numbers(values: Iterable[Any], *, name: str) -> tuple[int, ...]:
@@ -106,11 +96,10 @@ def read_ratio(text: str) -> float:
         >>> read_ratio("0.333"), read_ratio("33.3 %"), read_ratio("0,4")
         (0.333, 0.333, 0.4)
     """
-    number, percent = text.strip().replace(",", "."), False
-    if number.endswith("%"):
-        number, percent = number[:-1].strip(), True
+    number = text.strip().replace(",", ".")
+    percent = number.endswith("%")
     try:
-        value = Decimal(number) / (100 if percent else 1)
+        value = Decimal(number.removesuffix("%").strip()) / (100 if percent else 1)
     except InvalidOperation:
         value = Decimal("NaN")
     if not value.is_finite() or not 0 <= value < 1:
@@ -218,11 +207,7 @@ class Selection:
 
     def _settle_words(self) -> None:
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise SpecError(
-                    f"{name} must be one of {', '.join(map(repr, known))}, got "
-                    f"{getattr(self, name)!r}"
-                )
+            one_of(getattr(self, name), known, name=name)
         options = complete_options(self.estimator, dict(self.estimator_options))
         self._set(estimator_options=tuple(sorted(options.items())))
         if find_estimator(self.estimator).within_layer and self.scope == "global":
@@ -239,11 +224,7 @@ class Selection:
         for name, least in (("min_atoms", 0), ("multiple", 1)):
             value = getattr(self, name)
             if value is not None:
-                number = whole_number(value, name=name, least=least)
-                if number >= _TOO_MANY:
-                    raise SpecError(
-                        f"{name} is {number:,}: no expert has so many atoms"
-                    )
+                number = whole_number(value, name=name, least=least, most=_MOST_ATOMS)
                 self._set(**{name: number})
         self._set(protect_unrouted=bool(self.protect_unrouted))
 

@@ -36,7 +36,6 @@ import numpy as np
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.architecture import Architecture
 from heapr_lab.pruning.options import Selection
 
 
@@ -241,30 +240,20 @@ def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
     Raises:
         SpecError: parameters are counted, but the rows are not the model's atoms.
     """
-    shapes = table.shapes()
+    measured = table.shapes()
     if unit == "atoms":
-        return {layer: np.ones(n, np.int64) for layer, (n, _) in shapes.items()}
-    model = _measured_model(table)
+        return {layer: np.ones(n, np.int64) for layer, (n, _) in measured.items()}
+    model = table.architecture
+    shapes = {k: (s.n_experts, s.d_inter) for k, s in model.layers.items()}
+    if shapes != measured:
+        raise SpecError(
+            "a share of the parameters needs a row for each atom of the model, "
+            f"(experts, atoms) by layer {shapes}, got {measured}"
+        )
     return {
         layer: np.full(n, model.atom_parameters(layer), np.int64)
         for layer, (n, _) in shapes.items()
     }
-
-
-def _measured_model(table: ImportanceTable) -> Architecture:
-    """The architecture of the model, all of whose atoms are in `table`.
-
-    Raises:
-        SpecError: the rows of the table are not the atoms of the model.
-    """
-    model = table.architecture
-    shapes = {k: (s.n_experts, s.d_inter) for k, s in model.layers.items()}
-    if shapes != table.shapes():
-        raise SpecError(
-            "a share of the parameters needs a row for each atom of the model, "
-            f"(experts, atoms) by layer {shapes}, got {table.shapes()}"
-        )
-    return model
 
 
 def protected_atoms(table: ImportanceTable, selection: Selection) -> np.ndarray:

@@ -24,7 +24,7 @@ ReplacedDownProj = Mapping[int, torch.Tensor]
 
 @contextlib.contextmanager
 def masking(
-    model: nn.Module, keep: KeepMask, down_projs: ReplacedDownProj | None = None
+    model: nn.Module, keep: KeepMask | None, down_projs: ReplacedDownProj | None = None
 ) -> Iterator[nn.Module]:
     """Run `model` without the atoms outside `keep`; its weights are not changed.
 
@@ -34,7 +34,7 @@ def masking(
 
     Args:
         model: the dense model.
-        keep: the kept atoms.
+        keep: the kept atoms; with None the model stays as it is.
         down_projs: replacement for W_down, as `compensation` makes it.
 
     Raises:
@@ -45,6 +45,9 @@ def masking(
         >>> with masking(model, keep):  # doctest: +SKIP
         ...     pruned = model(ids).logits
     """
+    if keep is None:
+        yield model
+        return
     layers = find_experts(model)
     downs = [_replacement(model, down_projs or {}, layer.layer) for layer in layers]
     with masked(layers, keeps_of(layers, keep), downs):
@@ -87,40 +90,29 @@ def prune(
             layer.name,
             layer.module,
             empty=functools.partial(RaggedExperts, widths=kept.sum(1).tolist()),
-            made=functools.partial(_sliced, layer, kept, down_projs or {}),
+            made=functools.partial(sliced, layer, kept, down_projs or {}),
         )
         for layer, kept in zip(layers, keeps_of(layers, keep), strict=True)
     ]
     if inplace:
         pruned = backend_of(model).replaced(model, new)
-        return _marked(pruned, keep, changed=down_projs is not None)
-    pruned = copied(model, {}, new)
-    for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
-        pruned.__dict__.pop(name, None)
-    return _marked(pruned, keep, changed=down_projs is not None)
-
-
-def _sliced(
-    layer: ExpertsLayer, keep: torch.Tensor, down_projs: ReplacedDownProj
-) -> RaggedExperts:
-    return sliced(layer, keep, down_projs.get(layer.layer))
-
-
-def _marked(model: nn.Module, keep: KeepMask, *, changed: bool) -> nn.Module:
-    """`model` with a record of how it was pruned."""
-    model.__dict__["heapr_keep"] = keep
-    if changed:
-        model.__dict__["heapr_weights"] = "W_down replaced, all else sliced"
-    return model
+    else:
+        pruned = copied(model, {}, new)
+        for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
+            pruned.__dict__.pop(name, None)
+    pruned.__dict__["heapr_keep"] = keep  # a record of how it was pruned
+    if down_projs is not None:
+        pruned.__dict__["heapr_weights"] = "W_down replaced, all else sliced"
+    return pruned
 
 
 @torch.no_grad()
 def sliced(
-    layer: ExpertsLayer, keep: torch.Tensor, down: torch.Tensor | None = None
+    layer: ExpertsLayer, keep: torch.Tensor, down_projs: ReplacedDownProj
 ) -> RaggedExperts:
     """A copy of the experts of `layer` without the atoms outside `keep` (E, I).
 
-    `down` (E, D, I) replaces the layer's W_down if given.
+    Its W_down (E, D, I) is that of `down_projs`, if the layer has one there.
     """
     experts = RaggedExperts(layer.module, keep.sum(1).tolist())
     atoms = [row.nonzero()[:, 0].to(layer.device) for row in keep]
@@ -128,7 +120,7 @@ def sliced(
     pairs = list(zip(range(layer.n_experts), rows, atoms, strict=True))
     up_rows = torch.cat([layer.up_rows[e][r] for e, r, _ in pairs])
     experts.up_rows = nn.Parameter(up_rows)  # may be of another type than W_down
-    down = layer.down if down is None else down.to(layer.device, layer.down.dtype)
+    down = down_projs.get(layer.layer, layer.down).to(layer.device, layer.down.dtype)
     down_columns = torch.cat([down[e].T[a] for e, _, a in pairs])
     experts.down_columns = nn.Parameter(down_columns)
     up_bias: Any = layer.up_bias

@@ -103,15 +103,14 @@ def cached(
         extension: the end of the file's name, without the dot.
     """
     path = cache_path(kind, key, extension=extension)
-    if not path.exists():
-        with _locked(path):
-            if not path.exists():  # else another made it while this one waited
-                value = compute()
-                # The key first: a result without a key is then never one of ours.
-                write_json(_key_path(path), dict(key))
-                with replacing(path) as temporary:
-                    write(temporary, value)
-                return value
+    with _to_be_made(path) as missing:
+        if missing:
+            value = compute()
+            # The key first: a result without a key is then never one of ours.
+            write_json(_key_path(path), dict(key))
+            with replacing(path) as temporary:
+                write(temporary, value)
+            return value
     _check_key(path, key)
     return read(path)
 
@@ -142,13 +141,10 @@ def cached_folder(
         CacheError: there is a folder of another key, or one without its key.
     """
     folder = cache_dir() / kind / digest(dict(key))[:16] / name
-    if not folder.is_dir():
-        with writable(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder):
-                if not folder.is_dir():  # else another made it while this one waited
-                    write_json(_key_path(folder), dict(key))
-                    _make(folder, make)
+    with writable(folder), _to_be_made(folder) as missing:
+        if missing:
+            write_json(_key_path(folder), dict(key))
+            _make(folder, make)
     _check_key(folder, key)
     return folder
 
@@ -165,14 +161,21 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
         partial.replace(folder)
 
 
-def _locked(path: Path) -> filelock.AcquireReturnProxy:
+@contextlib.contextmanager
+def _to_be_made(path: Path) -> Iterator[bool]:
+    """Whether `path` is missing; if it is, others wait until the block has ended."""
+    if path.exists():
+        yield False
+        return
     guard = lock(path)
     with writable(path):
         try:
-            return guard.acquire(timeout=0)
+            hold = guard.acquire(timeout=0)
         except filelock.Timeout:
             logger.info("waiting for %s, which another is computing", path)
-            return guard.acquire()
+            hold = guard.acquire()
+    with hold:
+        yield not path.exists()
 
 
 def _key_path(path: Path) -> Path:

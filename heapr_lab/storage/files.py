@@ -135,17 +135,22 @@ def _repeats(column: pa.ChunkedArray) -> bool:
 
 
 def read_frame(
-    path: Path | str, columns: Sequence[str] | None = None
+    path: Path | str,
+    columns: Sequence[str] | None = None,
+    *,
+    kind: str | None = None,
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The frame and the metadata that `write_frame` wrote to `path`.
 
     Args:
         path: the file.
         columns: read only these (and the index); by default all.
+        kind: what the metadata has to say that the file holds; by default anything.
 
     Raises:
         CacheError: the file is truncated or damaged, was not written by this package,
-            was written by a newer version of it, or lacks one of the columns.
+            was written by a newer version of it, is of another kind, or lacks one of
+            the columns.
     """
     path = Path(path)
     with (
@@ -153,7 +158,13 @@ def read_frame(
         pq.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file,
     ):
         schema = file.schema_arrow
-        metadata = _metadata((schema.metadata or {}).get(_KEY.encode()), path)
+        metadata = _header((schema.metadata or {}).get(_KEY.encode()), path)["metadata"]
+        if kind is not None and metadata.get("kind") != kind:
+            raise CacheError(
+                f"{path} holds {metadata.get('kind') or 'another kind of table'}, "
+                f"expected {kind}; give the path of a file that {kind}.write or the "
+                "command line made"
+            )
         missing = [name for name in columns or () if name not in schema.names]
         if missing:
             raise CacheError(
@@ -191,7 +202,8 @@ def read_metadata(path: Path | str) -> dict[str, Any]:
     path = Path(path)
     with readable(path):
         entries = pq.read_schema(path, memory_map=True).metadata or {}
-    return _metadata(entries.get(_KEY.encode()), path)
+    metadata: dict[str, Any] = _header(entries.get(_KEY.encode()), path)["metadata"]
+    return metadata
 
 
 @contextlib.contextmanager
@@ -213,19 +225,24 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _metadata(header: bytes | str | None, path: Path) -> dict[str, Any]:
-    """The metadata in the header of a file that heapr_lab wrote.
+def _header(text: bytes | str | None, path: Path) -> dict[str, Any]:
+    """The header of a file that heapr_lab wrote, with its `metadata`.
 
     Raises:
         CacheError: heapr_lab did not write it, or a newer version did.
     """
-    if header is None:
+    if text is None:
         raise CacheError(
             f"{path} was not written by heapr_lab: it has no {_KEY!r} metadata; "
             f"{remedy(path)}"
         )
-    schema, metadata = _content(header)
-    if not isinstance(schema, int) or not isinstance(metadata, dict):
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    header = content if isinstance(content, dict) else {}
+    schema = header.get("schema")
+    if not isinstance(schema, int) or not isinstance(header.get("metadata"), dict):
         raise CacheError(
             f"{path} is damaged: its {_KEY!r} metadata is no JSON object with schema "
             f"and metadata; {remedy(path)}"
@@ -235,17 +252,7 @@ def _metadata(header: bytes | str | None, path: Path) -> dict[str, Any]:
             f"{path} has schema version {schema}, this heapr_lab reads up to "
             f"{SCHEMA_VERSION}: it was written by a newer one; upgrade heapr_lab"
         )
-    return metadata
-
-
-def _content(header: bytes | str) -> tuple[Any, Any]:
-    """Schema version and metadata in a header; None for each that is missing."""
-    try:
-        content = json.loads(header)
-    except (ValueError, RecursionError):
-        return None, None
-    fields = content if isinstance(content, dict) else {}
-    return fields.get("schema"), fields.get("metadata")
+    return header
 
 
 # --- JSON -----------------------------------------------------------------------
@@ -331,10 +338,9 @@ def unsealed(
     Raises:
         CacheError: the arrays or the meta are not those that were sealed.
     """
-    header = (metadata or {}).get(_KEY)
-    meta = _metadata(header, path)
-    stated = json.loads(header or "{}").get(_CRC)
-    if stated is not None and stated != _crc(arrays, meta):
+    header = _header((metadata or {}).get(_KEY), path)
+    meta: dict[str, Any] = header["metadata"]
+    if header.get(_CRC, crc := _crc(arrays, meta)) != crc:
         raise CacheError(
             f"{path} is damaged: its checksum is not that of its contents; "
             f"{remedy(path)}"

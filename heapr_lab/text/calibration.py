@@ -21,7 +21,6 @@ from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache, files
 from heapr_lab.storage.hashing import canonical_json
 from heapr_lab.text.calibration_spec import check_seed, corpora_of, shares_of
-from heapr_lab.text.conversations import rendered
 from heapr_lab.text.corpora import Corpus, load_corpus, source_key
 from heapr_lab.text.tokenization import tokenise
 
@@ -238,13 +237,7 @@ def load_calibration(
     parts, sources = [], []
     for name, count in shares_of(corpus, n_sequences).items():
         text = load_corpus(name, split=split)
-        windows = _windows(text, tokenizer, seq_len)
-        if count > len(windows):
-            raise CorpusError(
-                f"{name} ({split}) has {len(windows)} windows of {seq_len} tokens, "
-                f"{count} were requested: request at most {len(windows)}, or shorter "
-                "ones (seq_len)"
-            )
+        windows = _windows(text, tokenizer, seq_len, least=count)
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randperm(len(windows), generator=generator)[:count]
         parts.append(windows[drawn])
@@ -278,15 +271,9 @@ def load_windows(
     if n_sequences is not None:
         whole_number(n_sequences, name="n_sequences")
     text = load_corpus(corpus, split=split)
-    windows = _windows(text, tokenizer, seq_len)
-    wanted = len(windows) if n_sequences is None else n_sequences
-    if wanted > len(windows) or not len(windows):
-        raise CorpusError(
-            f"{corpus} ({split}) has {len(windows)} windows of {seq_len} tokens, "
-            f"{wanted or 1} were requested: request fewer, or shorter ones (seq_len)"
-        )
+    windows = _windows(text, tokenizer, seq_len, least=n_sequences or 1)
     provenance = {"corpus": corpus, "split": split, "sources": [text.provenance]}
-    return CalibrationSet(windows[:wanted], provenance)
+    return CalibrationSet(windows[:n_sequences], provenance)
 
 
 def windows_key(corpus: str, *, split: str) -> tuple[Hashable, ...]:
@@ -298,12 +285,22 @@ def windows_key(corpus: str, *, split: str) -> tuple[Hashable, ...]:
     return corpus, *(source_key(name, split=split) for name in corpora_of(corpus))
 
 
-def _windows(corpus: Corpus, tokenizer: Any, seq_len: int) -> torch.Tensor:
-    """Consecutive windows (n, seq_len); the last, incomplete one is dropped."""
+def _windows(
+    corpus: Corpus, tokenizer: Any, seq_len: int, *, least: int
+) -> torch.Tensor:
+    """Consecutive windows (n, seq_len); the last, incomplete one is dropped.
+
+    Raises:
+        CorpusError: there are fewer than `least`.
+    """
     ids = torch.from_numpy(_token_ids(corpus, tokenizer))
     n_windows = len(ids) // seq_len
-    width = min(seq_len, len(ids) + 1)  # if the text is shorter, there is no window
-    return ids[: n_windows * width].view(n_windows, width).long()
+    if n_windows < least:
+        raise CorpusError(
+            f"{corpus.name} ({corpus.split}) has {n_windows} windows of {seq_len} "
+            f"tokens, {least} were requested: request fewer, or shorter ones (seq_len)"
+        )
+    return ids[: n_windows * seq_len].view(n_windows, seq_len).long()
 
 
 def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:
@@ -311,9 +308,8 @@ def _token_ids(corpus: Corpus, tokenizer: Any) -> np.ndarray:
     key = {"corpus": corpus.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer)}
     if corpus.chat:
         key["chat_template"] = repr(getattr(tokenizer, "chat_template", None))
-
     return cached_ids(
-        "tokens", key, lambda: tokenise(rendered(corpus, tokenizer), tokenizer)
+        "tokens", key, lambda: tokenise(corpus.joined(tokenizer), tokenizer)
     )
 
 

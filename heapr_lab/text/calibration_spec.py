@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-import numpy as np
-
-from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.errors import SpecError, number_to, whole_number
 from heapr_lab.repr_html import card_html
 
 DEFAULT_CORPUS = "pydocs"
@@ -56,13 +54,9 @@ class Calibration:
                     self, name, whole_number(value, name=name, least=least)
                 )
         check_seed(self.seed)
-        share = self.own_text
-        number = isinstance(share, int | float) and not isinstance(share, bool)
-        if not number or not 0 <= share <= _MOST_OWN_TEXT:
-            raise SpecError(
-                f"own_text is {share!r}, expected a number from 0 to {_MOST_OWN_TEXT}, "
-                "such as 0.25: windows that the model writes for each of the corpus"
-            )
+        name = "own_text (windows that the model writes for each of the corpus)"
+        share = number_to(_MOST_OWN_TEXT, self.own_text, name=name)
+        object.__setattr__(self, "own_text", share)
 
     def n_own(self, n_sequences: int) -> int:
         """How many windows the model writes itself, besides so many of the corpus.
@@ -104,11 +98,7 @@ def check_seed(seed: int) -> None:
     Raises:
         SpecError: it is not a whole number of 64 bits.
     """
-    whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
-    if not whole or not -(2**63) <= seed < 2**63:
-        raise SpecError(
-            f"seed is {seed!r}, expected a whole number from -2⁶³ to 2⁶³ - 1"
-        )
+    whole_number(seed, name="seed", least=-(2**63), most=2**63 - 1)
 
 
 def corpora_of(corpus: str) -> tuple[str, ...]:

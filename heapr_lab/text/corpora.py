@@ -21,10 +21,12 @@ available raises a `CorpusError` that says how to get it.
 
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from heapr_lab import hub
 from heapr_lab.errors import CorpusError
@@ -50,8 +52,8 @@ class Corpus:
     source: str = field(repr=False)
     """Where the texts came from: a folder, a hub data set, package versions."""
     chat: bool = False
-    """Whether each text is a conversation as JSON; `conversations.rendered` makes text
-    of it, with the chat template of a tokenizer."""
+    """Whether each text is a conversation as JSON, a list of messages with a `role` and
+    a `content`; `joined` makes text of it, with the chat template of a tokenizer."""
 
     def _repr_html_(self) -> str:
         facts = {
@@ -71,12 +73,37 @@ class Corpus:
             sha.update(b"\0")
         return sha.hexdigest()
 
-    def joined(self) -> str:
-        """The whole split as one string, texts separated by a blank line.
+    def joined(self, tokenizer: Any = None) -> str:
+        """The whole split as one string, as `tokenizer` is given it.
+
+        Texts are separated by a blank line. Conversations go through the chat template,
+        whose special tokens separate them: models that were trained to chat see it at
+        run time, so their scores should, too.
 
         Source: HEAPr, appendix on the calibration data.
+
+        Raises:
+            CorpusError: there is no chat template for conversations, or it refuses one.
         """
-        return "\n\n".join(self.texts)
+        if not self.chat:
+            return "\n\n".join(self.texts)
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise CorpusError(
+                f"corpus {self.name!r} has conversations, and the tokenizer has no "
+                "chat template: give plain text (a 'text' column), or a chat model"
+            )
+        parts = []
+        for number, text in enumerate(self.texts, start=1):
+            messages = json.loads(text)
+            try:
+                part = tokenizer.apply_chat_template(messages, tokenize=False)
+            except Exception as error:  # a template is a program of its own
+                raise CorpusError(
+                    f"corpus {self.name!r}, conversation {number}: the chat template "
+                    f"refuses it ({type(error).__name__}: {str(error)[:200]})"
+                ) from error
+            parts.append(str(part))
+        return "".join(parts)
 
     @property
     def provenance(self) -> dict[str, str | int]:
@@ -160,8 +187,10 @@ def load_corpus(name: str, *, split: str = "train") -> Corpus:
     """
     if split not in SPLITS:
         raise CorpusError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
-    if Path(name).suffix in FILE_TYPES:
-        return _file_corpus(Path(name), split)
+    path = Path(name)
+    if path.suffix in FILE_TYPES:
+        texts, chat = read_texts(path)
+        return Corpus(str(path), split, texts, f"file {path.name}, used whole", chat)
     return _named_corpus(name, split, _source_file(name, split))
 
 
@@ -210,15 +239,23 @@ def _source_file(name: str, split: str) -> _File | None:
 
 @functools.lru_cache(maxsize=32)
 def _named_corpus(name: str, split: str, file: _File | None) -> Corpus:
-    if name == "pydocs" or name.startswith("pydocs:"):
-        texts, source = harvested(name.partition(":")[2])
+    dataset = _DATASETS.get(name)
+    harvest, _, package = name.partition(":")
+    if harvest == "pydocs":
+        texts, source = harvested(package)
+    elif dataset is None or file is None:
+        raise CorpusError(
+            f"corpus {name!r} is unknown: expected one of {', '.join(corpus_names())}, "
+            "or the path of a .txt, .jsonl or .parquet file"
+        )
+    elif file.path.suffix:
+        texts = read_column(file.path, dataset.column)
+        source = f"{dataset.folder}/{file.path.name}"
+    else:
+        texts, source = _from_hub(name, dataset.split(split), dataset)
+    if dataset is None or dataset.single:
         return _hash_split(name, split, texts, source)
-    if file is not None:
-        return _dataset_corpus(name, split, file)
-    raise CorpusError(
-        f"corpus {name!r} is unknown: expected one of {', '.join(corpus_names())}, "
-        "or the path of a .txt, .jsonl or .parquet file"
-    )
+    return Corpus(name, split, texts, source)
 
 
 def _hash_split(name: str, split: str, texts: Iterable[str], source: str) -> Corpus:
@@ -232,19 +269,7 @@ def _split_of(text: str) -> str:
     return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
 
 
-# --- data sets and files --------------------------------------------------------
-
-
-def _dataset_corpus(name: str, split: str, file: _File) -> Corpus:
-    dataset = _DATASETS[name]
-    if file.path.suffix:
-        texts = read_column(file.path, dataset.column)
-        source = f"{dataset.folder}/{file.path.name}"
-    else:
-        texts, source = _from_hub(name, dataset.split(split), dataset)
-    if dataset.single:
-        return _hash_split(name, split, texts, source)
-    return Corpus(name, split, texts, source)
+# --- data sets --------------------------------------------------------
 
 
 def _local_folder(dataset: _Dataset, data_dir: str | None) -> Path | None:
@@ -290,11 +315,6 @@ def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...]
     source = f"hub:{dataset.hub_path} {dataset.hub_name or ''} {split}"
     source += f" ({_C4_SHARD})" if dataset.single else ""
     return tuple(rows[dataset.column]), source
-
-
-def _file_corpus(path: Path, split: str) -> Corpus:
-    texts, chat = read_texts(path)
-    return Corpus(str(path), split, texts, f"file {path.name}, used whole", chat)
 
 
 def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -1,10 +1,14 @@
 """Texts and conversations in files of one's own."""
 
+import contextlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from heapr_lab.errors import CorpusError
 
@@ -102,41 +106,45 @@ def _conversation(messages: Any) -> str:
 _READERS: dict[str, Callable[[Any], str]] = {"text": _plain_text, _CHAT: _conversation}
 
 
-def _read_utf8(path: Path) -> str:
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Errors of reading `path` here become one that names it.
+
+    Raises:
+        CorpusError: it is damaged, is not UTF-8, or cannot be opened.
+    """
     try:
-        return path.read_text("utf-8")
+        yield
     except UnicodeDecodeError as error:
         raise CorpusError(
             f"corpus file {str(path)!r} is not UTF-8 ({error}): convert it"
         ) from error
-    except OSError as error:
+    except (OSError, pa.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CorpusError(
-            f"corpus file {str(path)!r} cannot be read ({error.strerror})"
+            f"corpus file {str(path)!r} cannot be read ({reason})"
         ) from error
 
 
+def _read_utf8(path: Path) -> str:
+    with _readable(path):
+        return path.read_text("utf-8")
+
+
 def _read_parquet(path: Path) -> tuple[tuple[str, ...], bool]:
-    names = _columns(path)
-    column = next((n for n in _TEXT if n in names), None)
-    if column is None and _CHAT in names:
+    with _readable(path):
+        names = pq.read_schema(path).names
+    if _CHAT in names and not {*_TEXT} & {*names}:
         return _read_conversations(path), True
-    return read_column(path, column), False
+    return read_column(path, next((n for n in _TEXT if n in names), "text")), False
 
 
-def read_column(path: Path, column: str | None) -> tuple[str, ...]:
+def read_column(path: Path, column: str) -> tuple[str, ...]:
     """The texts of a column of a parquet file.
 
     Raises:
         CorpusError: the file cannot be read, or has no such column of texts.
     """
-    import pyarrow as pa
-
-    names = _columns(path)
-    if column is None or column not in names:
-        raise CorpusError(
-            f"{path} has the columns {names}, expected one called 'text', or "
-            "'messages' for conversations"
-        )
     cells = _cells(path, column)
     if cells.null_count or not (
         pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
@@ -145,13 +153,15 @@ def read_column(path: Path, column: str | None) -> tuple[str, ...]:
             f"{path}: column {column!r} has type {cells.type} and lacks "
             f"{cells.null_count} of {len(cells)} values, expected a text in each row"
         )
-    return tuple(_values(path, column, cells))
+    with _readable(path):
+        return tuple(cells.to_pylist())
 
 
 def _read_conversations(path: Path) -> tuple[str, ...]:
     texts = []
-    cells = _cells(path, _CHAT)
-    for number, messages in enumerate(_values(path, _CHAT, cells), start=1):
+    with _readable(path):
+        rows = _cells(path, _CHAT).to_pylist()
+    for number, messages in enumerate(rows, start=1):
         try:
             texts.append(_conversation(messages))
         except TypeError as error:
@@ -161,32 +171,12 @@ def _read_conversations(path: Path) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _columns(path: Path) -> list[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        names: list[str] = pq.read_schema(path).names
-    except (OSError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read the corpus file {path}: {error}") from error
-    return names
-
-
 def _cells(path: Path, column: str) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(path, columns=[column])[column]
-    except (OSError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read the corpus file {path}: {error}") from error
-
-
-def _values(path: Path, column: str, cells: Any) -> list[Any]:
-    try:
-        values: list[Any] = cells.to_pylist()
-    except UnicodeDecodeError as error:
-        raise CorpusError(
-            f"{path}: column {column!r} is not UTF-8 ({error}): convert it"
-        ) from error
-    return values
+    with _readable(path), pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if column in names:
+            return file.read([column])[column]
+    raise CorpusError(
+        f"{path} has the columns {names}, expected one called 'text', or "
+        "'messages' for conversations"
+    )

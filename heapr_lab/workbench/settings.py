@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import one_of
 from heapr_lab.models.named import LAB, dense_of
 from heapr_lab.models.paper_models import hub_id
 from heapr_lab.pruning.options import Selection
@@ -214,6 +214,4 @@ def profile_of(name_or_path: str, profile: str | None) -> Profile:
         SpecError: there is no such profile.
     """
     chosen = profile or _BY_MODEL.get(name_or_path, "paper")
-    if chosen not in PROFILES:
-        raise SpecError(f"profile is {chosen!r}, expected one of {', '.join(PROFILES)}")
-    return PROFILES[chosen]
+    return PROFILES[one_of(chosen, PROFILES, name="profile")]

@@ -5,7 +5,6 @@ evaluate on); a `Setting` describes how atoms are selected. Every result is comp
 once and read from the cache afterwards, by any process.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from heapr_lab.evaluation.perplexity import (
 )
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.importance.estimators import find_estimator
-from heapr_lab.importance.ranks import Ranks
+from heapr_lab.importance.resuming import Ranks
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.identity import (
     check_unchanged,
@@ -250,9 +249,9 @@ class Workbench:
 
         `progress` is called besides the progress bar if they are computed.
         """
-        spec = statistics_spec(self.identity, windows)
-        options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-        return _cached_table(spec, lambda: self._collected(windows, spec, **options))
+        return _cached_table(
+            *self._collecting(windows, also=progress, batch_size=batch_size)
+        )
 
     def measure_on(
         self, ranks: Ranks, windows: CalibrationSet, *, batch_size: int | None = None
@@ -261,28 +260,24 @@ class Workbench:
 
         Only rank 0 reads and writes the cache, and gets the table; others get None.
         """
-        spec = statistics_spec(self.identity, windows)
-        options: dict[str, Any] = {"batch_size": batch_size, "ranks": ranks}
-        return ranks.stored(
-            functools.partial(_cached_table, spec),
-            lambda: self._collected(windows, spec, **options),
-        )
+        spec, compute = self._collecting(windows, ranks=ranks, batch_size=batch_size)
+        return ranks.stored(functools.partial(_cached_table, spec), compute)
 
-    def _collected(
-        self,
-        windows: CalibrationSet,
-        spec: dict[str, Any],
-        *,
-        progress: Progress | None = None,
-        **options: Any,
-    ) -> ImportanceTable:
-        """The statistics on `windows`, computed, or resumed from a saved state."""
-        label = f"importance on {windows.label}"
+    def _collecting(
+        self, windows: CalibrationSet, *, also: Progress | None = None, **options: Any
+    ) -> tuple[dict[str, Any], Callable[[], ImportanceTable]]:
+        """The key of the statistics on `windows`, and what computes or resumes them."""
+        spec = statistics_spec(self.identity, windows)
         state = cache.cache_path("importance", spec, extension="state")
-        with progress_bar(label, "window", also=progress) as bar:
-            return collect_statistics(
-                self.model, windows, state=state, progress=bar, **options
-            )
+
+        def compute() -> ImportanceTable:
+            label = f"importance on {windows.label}"
+            with progress_bar(label, "window", also=also) as bar:
+                return collect_statistics(
+                    self.model, windows, state=state, progress=bar, **options
+                )
+
+        return spec, compute
 
     def fitted(self, calibration: Calibration | None = None) -> Any:
         """The model on those windows of `calibration` that `compress` fits to."""
@@ -327,7 +322,7 @@ class Workbench:
 
         def compute() -> dict[str, Any]:
             # Entered in the thread that runs the model, because masks are per thread.
-            pruned = self._pruned(keep, down_projs)
+            pruned = masking(self.model, keep, down_projs)
             with pruned, progress_bar(windows.label, "window") as bar:
                 result = evaluate_perplexity(
                     self.model, windows.ids, progress=progress or bar
@@ -394,7 +389,7 @@ class Workbench:
         data = digest(self.task_key(task, limit))
 
         def compute() -> list[dict[str, Any]]:
-            with self._pruned(keep, down_projs):
+            with masking(self.model, keep, down_projs):
                 return self.run_task(task, limit=limit, stored=True, progress=progress)
 
         stored = down_projs is None
@@ -492,13 +487,6 @@ class Workbench:
             self._windows[key] = compute()
         return self._windows[key]
 
-    def _pruned(
-        self, keep: KeepMask | None, down_projs: ReplacedDownProj | None = None
-    ) -> contextlib.AbstractContextManager[Any]:
-        if keep is None:
-            return contextlib.nullcontext()
-        return masking(self.model, keep, down_projs)
-
     def _evaluated(
         self,
         kind: str,
@@ -563,18 +551,11 @@ def open_workbench(
     chosen = profile_of(name_or_path, profile)
     if seq_len is not None:
         chosen = replace(chosen, seq_len=seq_len)
-    model, tokenizer = load_model(
-        name_or_path,
-        device=device,
-        dtype=dtype,
-        stream=stream,
-        host_memory=host_memory,
-        seq_len=chosen.seq_len,
-    )
-    opening = Opening.of(
-        name_or_path, profile=profile, seq_len=seq_len, device=device, dtype=dtype,
-        stream=stream, host_memory=host_memory,
-    )  # fmt: skip
+    loading: dict[str, Any] = {
+        "device": device, "dtype": dtype, "stream": stream, "host_memory": host_memory
+    }  # fmt: skip
+    model, tokenizer = load_model(name_or_path, seq_len=chosen.seq_len, **loading)
+    opening = Opening.of(name_or_path, profile=profile, seq_len=seq_len, **loading)
     bench = Workbench(model, tokenizer, name=opening.name, profile=chosen)
     bench.opening = opening
     return bench

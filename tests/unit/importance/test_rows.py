@@ -91,7 +91,7 @@ def test_values_at_the_edge_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1e-30, np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["tokens", "sum_h2", "max_abs_h", "w_down_sq"])
+@pytest.mark.parametrize("name", ["tokens", "sum_h2", "max_abs_h", "elimination"])
 def test_the_atom_of_an_impossible_value_is_named(name: str, bad: float) -> None:
     """The first one, and what was expected there."""
     message = rf"column {name} has {bad} at \(layer, expert, atom\) \(4, 5, 7\), "

@@ -166,7 +166,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ImportanceTable.read(path)
     for kind, label in (("Evaluation", "Evaluation"), (None, "another kind of table")):
         files.write_frame(path, stats.frame, {"kind": kind} if kind else {})
-        with pytest.raises(CacheError, match=f"holds {label}, expected an Importance"):
+        with pytest.raises(CacheError, match=f"holds {label}, expected Importance"):
             ImportanceTable.read(path)
     files.write_frame(path, stats.frame.assign(atom=0), {"kind": "ImportanceTable"})
     with pytest.raises(CacheError, match="is damaged: 1 rows are repeated"):

@@ -72,12 +72,6 @@ def test_unrouted_atoms_go_first() -> None:
     assert kept(table, ratio=0.5, protect_unrouted=True) == {0: [[0, 0], [1, 1]]}
 
 
-def test_scores_that_are_not_finite_are_refused() -> None:
-    """No mask comes from a score that is not a number."""
-    with pytest.raises(SpecError, match="column sum_g2"):
-        select(make_table({0: [[1, np.nan]]}), ratio=0.5)
-
-
 # --- whole experts --------------------------------------------------------------
 
 
@@ -171,7 +165,7 @@ def test_every_expert_keeps_its_least() -> None:
         ({"structure": "aligned"}, "'aligned' needs `multiple`"),
         ({"multiple": 4}, "'ragged' does not round widths"),
         ({"structure": "aligned", "multiple": 0}, "multiple must be a whole number"),
-        ({"min_atoms": 1.5}, "min_atoms must be a whole number from 0, got 1.5"),
+        ({"min_atoms": 1.5}, "min_atoms must be a whole number from 0 .*got 1.5"),
         ({"granularity": "expert", "structure": "uniform"}, "requires structure"),
         ({"exclude_layers": [7]}, "no routed experts in layers 7; layers .* 0, 1"),
         ({"exclude_layers": [0, 1]}, "names every layer"),

@@ -112,7 +112,7 @@ def test_slices_of_a_layer_need_no_gradients() -> None:
     keep = torch.zeros(4, 8, dtype=torch.bool)
     keep[1, [2, 5]] = True
     keep[3, 7] = True
-    experts = sliced(layer, keep)
+    experts = sliced(layer, keep, {})
     assert experts.heapr_widths == [0, 2, 0, 1]
     assert experts.down_columns.grad_fn is None
     expected = [layer.down[1, :, 2], layer.down[1, :, 5], layer.down[3, :, 7]]
@@ -122,7 +122,7 @@ def test_slices_of_a_layer_need_no_gradients() -> None:
     assert torch.equal(experts.up_bias, biases)
     assert torch.equal(experts.down_bias, layer.down_bias)
     new = torch.randn(layer.down.shape, dtype=layer.dtype)
-    replaced = sliced(layer, keep, new)
+    replaced = sliced(layer, keep, {layer.layer: new})
     assert torch.equal(replaced.down_columns[2], new[3, :, 7])
     assert torch.equal(replaced.up_rows, experts.up_rows)
 

@@ -25,5 +25,5 @@ def test_a_model_has_its_own_profile_unless_one_is_given(
 
 def test_an_unknown_profile_is_refused() -> None:
     """The message has the names there are."""
-    with pytest.raises(SpecError, match="small, lab, pretrained, paper"):
+    with pytest.raises(SpecError, match="'small', 'lab', 'pretrained', 'paper'"):
         profile_of("lab", "large")
