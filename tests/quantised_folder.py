@@ -78,6 +78,7 @@ def configure(folder: Path, **settings: Any) -> None:
         config["quantization_config"] = settings
 
 
+POWERS = "compressed-tensors, powers of two"
 LAYOUTS = {
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "compressed-tensors": {
@@ -85,32 +86,40 @@ LAYOUTS = {
         "format": "nvfp4-pack-quantized",
         "config_groups": {"group_0": {"format": "nvfp4-pack-quantized"}},
     },
+    POWERS: {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+    },
 }
-"""What config.json says of NVFP4, by what writes it."""
+"""What config.json says of NVFP4, and last of MXFP4, by what writes it."""
 _NUMBERS = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
-def in_nvfp4(folder: Path, layout: str) -> dict[str, torch.Tensor]:
-    """Replace matrices of layers, whose columns are in sixteens, by random ones.
+def in_pairs(folder: Path, layout: str) -> dict[str, torch.Tensor]:
+    """Replace matrices of layers, whose columns are in blocks, by random ones.
 
     Returns:
         What they are, number by number, in float64.
     """
     generator, exact = torch.Generator().manual_seed(0), {}
+    width = 32 if layout == POWERS else 16
     with changed_tensors(folder) as tensors:
         for name in [n for n in tensors if "_proj.weight" in n and "layers" in n]:
             rows, columns = tensors[name].shape
-            if columns % 16:
+            if columns % width:
                 continue
             packed = torch.randint(0, 256, (rows, columns // 2), generator=generator)
-            scales = torch.rand(rows, columns // 16, generator=generator) + 0.5
-            scales = scales.to(torch.float8_e4m3fn)
+            scales = torch.rand(rows, columns // width, generator=generator) + 0.5
             last = torch.rand((), generator=generator) / 100
+            if layout == POWERS:
+                exponents = torch.randint(-7, 2, scales.shape, generator=generator)
+                scales, last = 2.0**exponents, torch.ones(())
+            scales = scales.to(torch.float8_e4m3fn)
             exact[name] = torch.tensor(
                 [
                     [
                         _NUMBERS[int(packed[i, j // 2]) >> 4 * (j % 2) & 15]
-                        * float(scales[i, j // 16])
+                        * float(scales[i, j // width])
                         * float(last)
                         for j in range(columns)
                     ]
@@ -122,11 +131,13 @@ def in_nvfp4(folder: Path, layout: str) -> dict[str, torch.Tensor]:
             stem = name.removesuffix("weight")
             if layout == "modelopt":
                 new = {"weight": packed.byte(), "weight_scale_2": last}
-                new |= {"input_scale": last}
+                new |= {"input_scale": last, "weight_scale": scales}
+            elif layout == POWERS:
+                new = {"weight_packed": packed.byte()}
+                new |= {"weight_scale": (127 + exponents).byte()}
             else:
                 new = {"weight_packed": packed.byte(), "input_global_scale": last[None]}
-                new |= {"weight_global_scale": 1 / last[None]}
-            new |= {"weight_scale": scales}
+                new |= {"weight_global_scale": 1 / last[None], "weight_scale": scales}
             new |= {"k_scale": last} if stem.endswith("k_proj.") else {}
             tensors |= {f"{stem}{key}": tensor for key, tensor in new.items()}
     configure(folder, **LAYOUTS[layout])

@@ -7,17 +7,20 @@ from heapr_lab.errors import SpecError
 
 NAMES = ("float32", "bfloat16", "float16", "float64")
 """Types in which everything in this package can be computed."""
-FP8, NVFP4 = "fp8", "nvfp4"
-DEQUANTISED = (FP8, "mxfp4", NVFP4)
+FP8, MXFP4, NVFP4 = DEQUANTISED = "fp8", "mxfp4", "nvfp4"
 """Formats of quantised weights that are dequantised when they are read."""
 
 
-_NVFP4 = {
-    "modelopt": "NVFP4",
-    "compressed-tensors": "nvfp4-pack-quantized",
-    NVFP4: "",
+FP4_LAYOUTS: dict[str, dict[str, str]] = {
+    "modelopt": {"NVFP4": NVFP4},
+    "compressed-tensors": {
+        "nvfp4-pack-quantized": NVFP4,
+        "mxfp4-pack-quantized": MXFP4,
+    },
+    NVFP4: {},
 }
-"""Layouts of NVFP4, by what writes it; that of transformers itself is not known."""
+"""Formats by the names of their layouts, by what writes them; that of transformers for
+NVFP4 is not known."""
 
 
 def check_dtype(name: str) -> None:
@@ -37,16 +40,15 @@ def format_of(settings: Mapping[str, Any]) -> str:
     """The name of the format that `quantization_config` in a config.json describes."""
     method = settings.get("quant_method", "unknown")
     method = str(getattr(method, "value", method))
-    if method not in _NVFP4:
+    if method not in FP4_LAYOUTS:
         return method
     groups = (settings.get("config_groups") or {}).values()
     formats = {group.get("format") for group in groups}
     formats |= {settings.get("quant_algo"), settings.get("format")}
     formats |= {"with transforms"} if settings.get("transform_config") else set()
     layouts = sorted(map(str, formats - {None}))
-    if layouts == [_NVFP4[method]]:
-        return NVFP4
-    return f"{method} ({', '.join(layouts)})"
+    other = f"{method} ({', '.join(layouts)})"
+    return other if len(layouts) != 1 else FP4_LAYOUTS[method].get(layouts[0], other)
 
 
 def check_format(source: object, kind: str | None) -> None:

@@ -26,7 +26,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from heapr_lab import registry
 from heapr_lab.errors import SpecError
-from heapr_lab.models.dtypes import FP8, NVFP4, check_format, format_of, stays_float32
+from heapr_lab.models.dtypes import check_format, format_of, stays_float32
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import check_no_missing_weights
@@ -250,7 +250,7 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     refuse_by_name(config)
     read_generation(Path(source))  # of which transformers ignores a damaged one
     kind = quantisation(config)
-    if kind in (FP8, NVFP4):
+    if kind is not None:
         read_by_us = registry.find("settings of quantised weights")
         config.quantization_config = read_by_us(config.quantization_config)
         options["config"] = config
@@ -263,7 +263,7 @@ def read_weights(source: str | Path, **options: Any) -> Any:
             **options,
         )
     model, info = loaded
-    for name, weight in model.named_parameters() if kind in (FP8, NVFP4) else ():
+    for name, weight in model.named_parameters() if kind is not None else ():
         if not stays_float32(model, name):  # transformers leaves some in their own type
             weight.data = weight.data.to(model.config.dtype)
     if kind is not None and not hasattr(model, "hf_quantizer"):

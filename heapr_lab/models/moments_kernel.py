@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from heapr_lab.models.moments import MAXIMA, SUMS
-
+_N_SUMS, _N_MAXIMA = 6, 2
 _PIECE = 256
 """Most rows that one program adds up."""
 _ROWS, _COLUMNS = 4, 128
@@ -28,8 +27,8 @@ def at_once(
     h, g, p = h.contiguous(), g.contiguous(), p.contiguous()
     cuts, experts = _pieces(tokens, len(h))
     n_pieces, width = len(cuts) - 1, h.shape[1]
-    sums = p.new_empty(n_pieces, len(SUMS), width)
-    maxima = p.new_empty(n_pieces, len(MAXIMA), width)
+    sums = p.new_empty(n_pieces, _N_SUMS, width)
+    maxima = p.new_empty(n_pieces, _N_MAXIMA, width)
     grid = n_pieces, triton.cdiv(width, _COLUMNS)
     _reduce[grid](h, g, p, cuts, sums, maxima, width, _ROWS, _COLUMNS)
     of_experts = _segments(sums, "sum", experts), _segments(maxima, "max", experts)
@@ -82,7 +81,7 @@ def _reduce(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write what one piece adds, in the order of `SUMS` and `MAXIMA`.
+    """Write what one piece adds, in the order of `SUMS` and `MAXIMA` in `moments`.
 
     Shapes: cuts (pieces + 1,); sums (pieces, 6, width); maxima (pieces, 2, width).
     """

@@ -33,9 +33,8 @@ from heapr_lab.models.ragged_experts import check_no_missing_weights
 from heapr_lab.models.safetensors_headers import Stored, StoredTensor, read_headers
 from heapr_lab.streaming.quantisation import (
     BLOCK_OF_FP4,
-    BLOCK_OF_NVFP4,
+    Fp4Quantizer,
     Fp8Quantizer,
-    Nvfp4Quantizer,
     check_grid,
     scales_of,
 )
@@ -178,9 +177,11 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
             have scales of other blocks.
     """
     tensors = {entry.name: entry.tensor for entry in every}
+    in_fp4 = isinstance(quantizer, Fp4Quantizer)
+    powers = in_fp4 and quantizer.quantization_config.powers
     for entry in every:
         there = []
-        for names in scales_of(entry.name, entry.tensor.dtype):
+        for names in scales_of(entry.name, entry.tensor.dtype, powers=powers):
             there += [next((tensors[name] for name in names if name in tensors), None)]
             if there[-1] is None:
                 raise LayoutError(
@@ -193,8 +194,8 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
             columns, block = 2 * columns, BLOCK_OF_FP4
         elif isinstance(quantizer, Fp8Quantizer):
             block = quantizer.quantization_config.weight_block_size
-        elif isinstance(quantizer, Nvfp4Quantizer):
-            columns, block = 2 * columns, BLOCK_OF_NVFP4
+        elif in_fp4:
+            columns, block = 2 * columns, quantizer.quantization_config.block
         else:
             continue
         try:

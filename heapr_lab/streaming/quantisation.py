@@ -5,9 +5,11 @@ and divides rows and columns evenly among them. That is wrong wherever the last 
 smaller than the others: 24 rows in blocks of 16 have a scale for 16 rows and one for 8,
 not two for 12.
 
-NVFP4 has two numbers in each byte, which are dequantised when they are read: 16 columns
-of a row have a scale in FP8, and the matrix has one in float32. modelopt multiplies by
-both; compressed-tensors divides by the second, and has other names.
+FP4 has two numbers in each byte, which are dequantised when they are read. In NVFP4 16
+columns of a row have a scale in FP8, and the matrix has one in float32. modelopt
+multiplies by both; compressed-tensors divides by the second, and has other names. In
+MXFP4 32 columns have a scale, which is a power of two; of it compressed-tensors has the
+exponent. (transformers reads the MXFP4 of gpt-oss, which has a layout of its own.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,16 +33,18 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from heapr_lab.models.dtypes import FP8, NVFP4, format_of
+from heapr_lab.models.dtypes import FP4_LAYOUTS, FP8, MXFP4, format_of
 
 SCALES = "_scale_inv"
 """What is added to the name of a weight in that of its scales."""
 BLOCK_OF_FP4 = 1, 32
 """Rows and columns of a block of four-bit numbers, of which each byte has two."""
-_OUR_FP8, _OUR_NVFP4 = "heapr_fp8", "heapr_nvfp4"
+_OUR_FP8, _OUR_FP4 = "heapr_fp8", "heapr_fp4"
 """The formats under which transformers finds the classes below."""
-BLOCK_OF_NVFP4 = 1, 16
-"""Rows and columns of NVFP4 that have a scale in common."""
+_BLOCK_OF_NVFP4 = 1, 16
+"""Rows and columns of NVFP4 that have a scale in common; MXFP4 has `BLOCK_OF_FP4`."""
+_BIAS = 127
+"""What is added to the exponents of MXFP4."""
 _POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 """Numbers of the lower three bits; the fourth is the sign."""
 _RENAMED = {
@@ -110,16 +114,24 @@ def _of_each(
 
 def with_our_classes(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of quantised weights, read by our classes if we have some."""
-    if format_of(settings) == NVFP4:
-        divides = settings["quant_method"] == "compressed-tensors"
-        return {"quant_method": _OUR_NVFP4, "divides": divides}
-    if settings.get("quant_method") == FP8:
+    method = settings.get("quant_method")
+    if method in FP4_LAYOUTS:
+        powers = format_of(settings) == MXFP4
+        divides = method == "compressed-tensors"
+        return {"quant_method": _OUR_FP4, "powers": powers, "divides": divides}
+    if method == FP8:
         return settings | {"quant_method": _OUR_FP8}
     return settings
 
 
-def scales_of(name: str, dtype: str) -> list[list[str]]:
-    """Names of its scales if a tensor is in 8 or 4 bits; files have one of each."""
+def scales_of(name: str, dtype: str, *, powers: bool = False) -> list[list[str]]:
+    """Names of its scales if a tensor is in 8 or 4 bits; files have one of each.
+
+    Args:
+        name: of the tensor.
+        dtype: its type in a file.
+        powers: whether bytes are MXFP4.
+    """
     stem, _, leaf = name.rpartition(".")
     if leaf.endswith("_blocks"):
         return [[f"{name.removesuffix('_blocks')}_scales"]]
@@ -129,7 +141,8 @@ def scales_of(name: str, dtype: str) -> list[list[str]]:
         return [[f"{stem}.scale", f"{name}_scale_inv"]]
     if leaf in ("weight", "weight_packed") and dtype == "U8":
         second = ("_scale_2", "_global_scale")[leaf == "weight_packed"]
-        return [[f"{stem}.weight{end}"] for end in ("_scale", second)]
+        ends = ("_scale",) if powers else ("_scale", second)
+        return [[f"{stem}.weight{end}"] for end in ends]
     return []
 
 
@@ -228,7 +241,7 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
         return converters
 
 
-# --- NVFP4 ------------------------------------------------------------------------
+# --- FP4 --------------------------------------------------------------------------
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:
@@ -242,20 +255,32 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
     return numbers[pairs.flatten(-2).long()]
 
 
-@register_quantization_config(_OUR_NVFP4)
-class Nvfp4Config(QuantizationConfigMixin):
+@register_quantization_config(_OUR_FP4)
+class Fp4Config(QuantizationConfigMixin):
     """The settings, for weights that are always dequantised."""
 
-    def __init__(self, *, divides: bool = False, **_others: Any) -> None:
-        """Note whether weights are divided by the scale of the matrix."""
-        self.quant_method: Any = _OUR_NVFP4
-        self.divides, self.dequantize = divides, True
+    def __init__(
+        self, *, powers: bool = False, divides: bool = False, **_others: Any
+    ) -> None:
+        """Note what the scales are.
+
+        Args:
+            powers: whether they are powers of two, as in MXFP4, and all that there is.
+            divides: whether weights are divided by the scale of the matrix.
+        """
+        self.quant_method: Any = _OUR_FP4
+        self.powers, self.divides, self.dequantize = powers, divides, True
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that have a scale in common."""
+        return BLOCK_OF_FP4 if self.powers else _BLOCK_OF_NVFP4
 
 
-class Nvfp4Dequantize(ConversionOps):
+class Fp4Dequantize(ConversionOps):
     """Makes floats of weights that have scales; others stay as they are."""
 
-    def __init__(self, hf_quantizer: "Nvfp4Quantizer") -> None:
+    def __init__(self, hf_quantizer: "Fp4Quantizer") -> None:
         self.hf_quantizer = hf_quantizer
 
     @torch.no_grad()
@@ -271,48 +296,60 @@ class Nvfp4Dequantize(ConversionOps):
         """The weights that transformers collected for one parameter, in its type.
 
         Raises:
-            ValueError: they have not one scale for 16 columns, and one more.
+            ValueError: they have not the scales of their format.
         """
         dtype = model.get_parameter(full_layer_name).dtype
         floats = {}
         for name, stored in input_dict.items():
             if name.endswith("weight"):
                 scales = [input_dict.get(f"{name}_scale{n}", []) for n in ("", "_2")]
-                whole = stored if not any(scales) else self._in_floats(stored, *scales)
+                whole = stored if not any(scales) else self._in_floats(stored, scales)
                 floats[name] = [weight.to(dtype) for weight in whole]
         return {full_layer_name: floats["weight"][0]} if "weight" in floats else floats
 
-    def _in_floats(self, *parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _in_floats(
+        self, every: list[torch.Tensor], scales: list[list[torch.Tensor]]
+    ) -> Iterator[torch.Tensor]:
         """The weights that numbers and scales of both kinds stand for.
 
         Raises:
             ValueError: as `convert`.
         """
-        if len({len(part) for part in parts}) > 1:
+        config, (first, second) = self.hf_quantizer.quantization_config, scales
+        kinds = [first] if config.powers else [first, second]
+        if any(len(kind) != len(every) for kind in kinds):
             raise ValueError(
-                f"{len(parts[0])} weights have {len(parts[1])} and {len(parts[2])} "
-                "scales in NVFP4, expected two each: download the files again"
+                f"{len(every)} weights in FP4 have {len(first)} and {len(second)} "
+                f"scales, expected {len(kinds)} each: download the files again"
             )
-        divides = self.hf_quantizer.quantization_config.divides
-        for packed, scales, last in zip(*parts, strict=True):
+        for packed, *parts in zip(every, *kinds, strict=True):
             numbers = unpacked(packed)
-            check_grid(numbers.shape, scales.shape, BLOCK_OF_NVFP4)
-            factor = 1 / last.float() if divides else last.float()
-            yield dequantised(numbers, scales.float() * factor, BLOCK_OF_NVFP4)
+            check_grid(numbers.shape, parts[0].shape, config.block)
+            yield dequantised(numbers, self._scale(*parts), config.block)
+
+    def _scale(
+        self, scales: torch.Tensor, last: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What numbers are multiplied by, for each block."""
+        if last is None:
+            exponents = scales.int() - _BIAS
+            return torch.ldexp(torch.ones_like(exponents, dtype=torch.float), exponents)
+        divides = self.hf_quantizer.quantization_config.divides
+        return scales.float() * (1 / last.float() if divides else last.float())
 
 
-@register_quantizer(_OUR_NVFP4)
-class Nvfp4Quantizer(HfQuantizer):
+@register_quantizer(_OUR_FP4)
+class Fp4Quantizer(HfQuantizer):
     """transformers' seam, with the class above."""
 
-    quantization_config: Nvfp4Config
+    quantization_config: Fp4Config
     serialized_names = {  # noqa: RUF012
         "weight": ["weight", "weight_scale", "weight_scale_2", "input_scale"]
     }
 
     def get_load_operations(self) -> dict[str, Any]:
         """What makes a weight of its parts."""
-        return {"dequantize": Nvfp4Dequantize}
+        return {"dequantize": Fp4Dequantize}
 
     def update_weight_conversions(self, conversions: Any, *args: Any) -> list[Any]:
         """The conversions, after which names are those of modelopt.

@@ -3,16 +3,17 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import TINY, invoke, one_line, run
-from families import tiny_model
-from keeps import random_keep
-from quantised_folder import LAYOUTS, check_refused, configure, in_fp8, in_nvfp4
-from stored_tensors import changed_json, changed_tensors, tensors_in
+from families import tiny_ids, tiny_model
+from quantised_folder import LAYOUTS, POWERS, check_refused, configure, in_fp8, in_pairs
+from stored_tensors import changed_json, changed_tensors, same_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from wrappers import tiny_wrapper
@@ -21,12 +22,10 @@ from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.dtypes import format_of
 from heapr_lab.models.folders import read_config
 from heapr_lab.models.loading import load_model
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.recipes.export import savings
 from heapr_lab.streaming.plan import plan
@@ -36,14 +35,8 @@ from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import PROFILES
 from heapr_lab.workbench.workbench import Workbench
 
-WINDOWS = CalibrationSet.from_ids(
-    torch.randint(0, 48, (5, 16), generator=torch.Generator().manual_seed(0))
-)
-KINDS = {
-    "fp8": ("qwen3_moe", FineGrainedFP8Config(dequantize=True)),
-    "fp8 of deepseek": ("deepseek_v3", FineGrainedFP8Config(dequantize=True)),
-    "mxfp4": ("gpt_oss", Mxfp4Config(dequantize=True)),
-}
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seq_len=16))
+KIND = torch.bfloat16
 
 
 def in_mxfp4(folder: Path) -> None:
@@ -60,17 +53,70 @@ def in_mxfp4(folder: Path) -> None:
     configure(folder, quant_method="mxfp4", modules_to_not_convert=["lm_head"])
 
 
-@pytest.fixture(params=sorted(KINDS))
+def in_fp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Replace the matrices of all experts by four bits with exponents, as published."""
+    generator, exact = torch.Generator().manual_seed(0), {}
+    with changed_tensors(folder) as tensors:
+        for name in [n for n in tensors if ".experts." in n]:
+            packed = torch.randint(0, 256, (32, 16), generator=generator).byte()
+            powers = torch.randint(-6, -1, (32, 1), generator=generator)
+            exact[name] = unpacked(packed) * 2.0**powers
+            tensors[name] = packed.view(torch.int8)
+            scales = (127 + powers).byte().view(torch.float8_e8m0fnu)
+            tensors[name.replace(".weight", ".scale")] = scales
+    block = {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    configure(folder, quant_method="fp8", **block)
+    return exact
+
+
+WIDE = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
+DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""kv_a_proj_with_mqa has 576 rows, as DeepSeek-V3's: four blocks of 128 and a half."""
+KINDS: dict[str, tuple[str, dict[str, int], Callable[[Path], Any]]] = {
+    "fp8": ("qwen3_moe", {}, in_fp8),
+    "fp8 of deepseek": ("deepseek_v3", {}, in_fp8),
+    "fp8, odd blocks": ("qwen3_moe", {}, partial(in_fp8, block=(6, 5))),
+    "fp8, half a block": ("deepseek_v3", DEEPSEEK, partial(in_fp8, block=(128, 128))),
+    "mxfp4": ("gpt_oss", WIDE | {"intermediate_size": 64}, in_mxfp4),
+    "fp4": ("deepseek_v4", WIDE, in_fp4),
+    **{
+        layout: ("qwen3_moe", WIDE, partial(in_pairs, layout=layout))
+        for layout in LAYOUTS
+    },
+}
+"""Family, sizes, and what quantises a folder and returns the exact weights."""
+STOCK: dict[str, Any] = {
+    "fp8": FineGrainedFP8Config(dequantize=True),
+    "fp8 of deepseek": FineGrainedFP8Config(dequantize=True),
+    "mxfp4": Mxfp4Config(dequantize=True),
+}
+"""Transformers' setting to dequantise a kind, where it can."""
+EXACT = [kind for kind in KINDS if kind != "mxfp4"]
+
+
+def format_in(kind: str) -> str:
+    """What a card calls the format of a kind."""
+    of_pairs = "mxfp4" if kind == POWERS else "nvfp4"
+    return of_pairs if kind in LAYOUTS else kind.split()[0].rstrip(",")
+
+
+def pair_of(kind: str, place: Path) -> tuple[Path, Path]:
+    """A checkpoint of a kind, and the same with its exact weights in floats."""
+    family, sizes, quantise = KINDS[kind]
+    texts = {"vocab_size": D_VOCAB + 2, "max_position_embeddings": 2048}
+    texts = {} if kind == "fp4" else texts  # of tables of 48 tokens
+    write_folder(place / "dense", tiny_model(family, dtype=KIND, **sizes, **texts))
+    shutil.copytree(place / "dense", place / "exact")
+    exact = quantise(place / "dense") or {}
+    with changed_tensors(place / "exact") as tensors:
+        tensors |= {name: tensor.float() for name, tensor in exact.items()}
+    return place / "dense", place / "exact"
+
+
+@pytest.fixture(params=STOCK)
 def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
     """A checkpoint, and transformers' setting to dequantise it."""
-    family, setting = KINDS[request.param]
-    wide = {"vocab_size": D_VOCAB + 2, "max_position_embeddings": 2048}
-    if family == "gpt_oss":
-        wide |= {"hidden_size": 32, "intermediate_size": 64}
-    model = tiny_model(family, dtype=torch.bfloat16, **wide)
-    write_folder(tmp_path / "dense", model)
-    (in_mxfp4 if family == "gpt_oss" else in_fp8)(tmp_path / "dense")
-    return tmp_path / "dense", setting
+    return pair_of(request.param, tmp_path)[0], STOCK[request.param]
 
 
 def types_in(folder: Path) -> set[torch.dtype]:
@@ -104,15 +150,23 @@ def test_the_weights_are_those_of_transformers(
         assert torch.equal(weights[name], tensor.to(kind)), name
 
 
-def test_it_is_scored_pruned_and_saved(
-    quantised: tuple[Path, Any], tmp_path: Path
-) -> None:
-    """Files are in bfloat16, without the quantisation, which card and manifest name."""
-    model, _ = load_model(quantised[0], device="cpu", dtype="float32", stream=True)
-    keep = select(collect_statistics(model, WINDOWS), ratio=0.5)
-    with masking(model, keep):
+@pytest.mark.parametrize("way", ["auto", False])
+@pytest.mark.parametrize("kind", [*STOCK, *LAYOUTS])
+def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> None:
+    """Files are in bfloat16, without the quantisation, which card and manifest name.
+
+    The panel estimates their size; bytes before are those of the quantised files.
+    """
+    packed, _ = pair_of(kind, tmp_path)
+    model, tokenizer = load_model(packed, device="cpu", dtype="float32", stream=way)
+    assert (stream_of(model) is not None) == (way == "auto")
+    table = collect_statistics(model, WINDOWS)
+    bench = Workbench(model, tokenizer, name="tiny", profile=PROFILES["small"])
+    session = PruningSession(table, workbench=bench)
+    session.choose(Selection(0.5))
+    with masking(model, session.keep):
         masked = window_nll(model, WINDOWS.ids)
-    folder = save_pruned(prune(model, keep), tmp_path / "pruned")
+    folder = save_pruned(prune(model, session.keep), tmp_path / "pruned")
     again, _ = load_model(folder, device="cpu", dtype="float32", stream=False)
     assert torch.allclose(window_nll(again, WINDOWS.ids), masked, rtol=0.02)
     assert types_in(folder) == {torch.bfloat16}
@@ -120,31 +174,15 @@ def test_it_is_scored_pruned_and_saved(
     assert config["quantization_config"]["quant_method"] == "heapr"
     assert config["dtype"] == "bfloat16"
     manifest = json.loads((folder / "heapr_manifest.json").read_text())
-    method = json.loads((quantised[0] / "config.json").read_text())
-    kind = method["quantization_config"]["quant_method"]
-    assert f"dequantised from {kind} to bfloat16" in manifest["weights"]
-    assert f"dequantised from {kind} to bfloat16" in (folder / "README.md").read_text()
-
-
-def test_the_panel_estimates_what_is_written(
-    quantised: tuple[Path, Any], tmp_path: Path
-) -> None:
-    """Bytes before are those of the quantised files, bytes after of bfloat16 ones."""
-    model, tokenizer = load_model(quantised[0], device="cpu", dtype="float32")
-    bench = Workbench(model, tokenizer, name="tiny", profile=PROFILES["small"])
-    table = collect_statistics(model, WINDOWS)
-    session = PruningSession(table, workbench=bench)
-    session.choose(Selection(0.5))
-    shown = session.savings()
-    assert shown is not None
-    folder = save_pruned(prune(model, session.keep), tmp_path / "pruned")
+    stored = format_in(kind)
+    told = f"dequantised from {stored} to bfloat16"
+    assert told in manifest["weights"]
+    assert told in (folder / "README.md").read_text()
+    facts = savings(session.keep, table, source=bench.source)
+    assert facts["bytes_before"] == (packed / "model.safetensors").stat().st_size
     written = sum(tensor.nbytes for tensor in tensors_in(folder).values())
-    row = shown.iloc[0]
-    assert row.bytes_before == (quantised[0] / "model.safetensors").stat().st_size
-    assert row.bytes_after == pytest.approx(written, rel=0.01)
-    told = savings(session.keep, table, source=bench.source)
-    assert told["bytes_after"] == row.bytes_after
-    assert told["bytes_after_is"] == "an estimate, in bfloat16"
+    assert facts["bytes_after"] == pytest.approx(written, rel=0.01)
+    assert facts["bytes_after_is"] == "an estimate, in bfloat16"
     assert session.bytes_are().endswith(" files, pruned in bfloat16: an estimate")
 
 
@@ -152,43 +190,97 @@ def test_the_command_prunes_it(
     quantised: tuple[Path, Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """It streams by itself and says so; files are in bfloat16."""
+    """By a table or a text: the same weights. It streams by itself and says so."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-    text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
-    out = tmp_path / "pruned"
-    result = invoke(
-        "prune", quantised[0], "--ratio", 0.5, "--device", "cpu", *text, "--out", out
-    )
+    text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
+    table, cpu = tmp_path / "table.parquet", ("--device", "cpu")
+    base = "prune", quantised[0], "--ratio", 0.5, *cpu
+    run("score", quantised[0], *cpu, *text, "--out", table)
+    facts = json.loads(run(*base, "--importance", table, "--json"))
+    assert facts["bytes_after"] == 2 * facts["parameters_after"]
+    options = "--importance", table, "--estimator", "heapr"
+    run(*base, *options, "--out", tmp_path / "table")
+    run(*base, "--method", "paper", *text, "--out", tmp_path / "text")
+    same_tensors(tmp_path / "table", tmp_path / "text")
+    result = invoke(*base, *text, "--out", tmp_path / "best")
     assert result.exit_code == 0, result.output
     assert "dequantised when they are read from disk" in caplog.text
     assert "writes no text of its own" in result.stderr
-    assert types_in(out) == {torch.bfloat16}
-    manifest = json.loads((out / "heapr_manifest.json").read_text())
+    assert types_in(tmp_path / "best") == {torch.bfloat16}
+    manifest = json.loads((tmp_path / "best" / "heapr_manifest.json").read_text())
     assert manifest["atoms_kept"] == manifest["atoms"] / 2
 
 
-def test_a_table_of_its_own_prunes_it(
-    quantised: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# --- against numbers that a test has made, in all kinds of blocks -----------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("kind", EXACT)
+def test_the_weights_are_the_numbers_times_their_scales(
+    kind: str, stream: bool, tmp_path: Path
 ) -> None:
-    """A table or a text: the same weights."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-    text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
-    table, base = tmp_path / "table.parquet", ("prune", quantised[0], "--ratio", 0.5)
-    run("score", quantised[0], "--device", "cpu", *text, "--out", table)
-    facts = json.loads(run(*base, "--importance", table, "--device", "cpu", "--json"))
-    assert facts["bytes_after"] == 2 * facts["parameters_after"]
-    ways = {
-        "table": ("--importance", table, "--estimator", "heapr"),
-        "text": ("--method", "paper", *text),
-    }
-    written = {}
-    for name, options in ways.items():
-        out = tmp_path / name
-        run(*base, *options, "--device", "cpu", "--out", out)
-        written[name] = tensors_in(out)
-    assert written["table"].keys() == written["text"].keys()
-    for name, tensor in written["text"].items():
-        assert torch.equal(written["table"][name], tensor), name
+    """Each by that of its block, the last of which may be smaller, bit for bit.
+
+    What was not quantised is unchanged. In NVFP4 two scales are multiplied. A plan
+    counts numbers, neither bytes nor scales, and says that the model is streamed.
+    """
+    packed, exact = pair_of(kind, tmp_path)
+    needs, whole = plan(packed), plan(exact)
+    assert (needs.n_parameters, needs.n_atoms) == (whole.n_parameters, whole.n_atoms)
+    stored = "fp8" if kind == "fp4" else format_in(kind)
+    assert f"{stored}: they are" in needs.why
+    wanted, model = (
+        load_model(folder, device="cpu", dtype="float32", stream=way)[0]
+        for folder, way in ((exact, False), (packed, stream))
+    )
+    weights = weights_of(model)
+    close = {"rtol": 1e-6 if kind in LAYOUTS else 0, "atol": 0, "check_dtype": False}
+    for name, tensor in wanted.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, msg=name, **close)
+
+
+# --- scales that do not fit -------------------------------------------------------
+
+OUTER = "model.layers.0.mlp.down_proj.weight_scale_inv"
+EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
+IN_FP4 = "layers.1.ffn.experts.2.w2.scale"
+SMALL = "expected 4 x 2 for blocks of 4 x 4"
+Change = Callable[[torch.Tensor], torch.Tensor] | None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "message"),
+    [
+        # In memory transformers would take them for 1, without a word.
+        ("fp8 of deepseek", OUTER, None, OUTER),
+        ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale.T, SMALL),
+        ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale[::2], SMALL),
+        ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale[:, :1], SMALL),
+        ("fp4", IN_FP4, None, "scale"),
+        ("fp4", IN_FP4, lambda scale: scale[::2], "32 x 1 for blocks of 1 x 32"),
+        ("modelopt", f"{EXPERT}_scale_2", None, "scale"),
+        ("compressed-tensors", f"{EXPERT}_global_scale", None, "scale"),
+        *(
+            (layout, f"{EXPERT}_scale", change, message)
+            for layout in LAYOUTS
+            for change, message in (
+                (None, "scale"),
+                (lambda scale: scale[::2], r"32 x \d for blocks of 1 x"),
+            )
+        ),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(
+    kind: str, name: str, change: Change, message: str, tmp_path: Path
+) -> None:
+    """Before anything is written, also where they could still divide."""
+    packed, _ = pair_of(kind, tmp_path)
+    with changed_tensors(packed) as tensors:
+        (name,) = (stored for stored in tensors if stored.endswith(name))
+        scale = tensors.pop(name)
+        if change is not None:
+            tensors[name] = change(scale)
+    check_refused(packed, message)
 
 
 def test_missing_scales_are_an_error(quantised: tuple[Path, Any]) -> None:
@@ -200,107 +292,27 @@ def test_missing_scales_are_an_error(quantised: tuple[Path, Any]) -> None:
         load_model(quantised[0], device="cpu", stream=True)
 
 
-def test_scales_outside_the_experts_may_not_be_missing(tmp_path: Path) -> None:
-    """In memory transformers would take them for 1, without a word."""
-    write_folder(tmp_path / "dense", tiny_model("deepseek_v3", dtype=torch.bfloat16))
-    in_fp8(tmp_path / "dense")
-    with changed_tensors(tmp_path / "dense") as tensors:
-        lost = "model.layers.0.mlp.down_proj.weight_scale_inv"
-        del tensors[lost]
-    check_refused(tmp_path / "dense", lost)
-
-
-DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-"""kv_a_proj_with_mqa has 576 rows, as DeepSeek-V3's: four blocks of 128 and a half."""
+# --- formats that are not read ----------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(
-    ("family", "changes", "block"),
-    [("qwen3_moe", {}, (6, 5)), ("deepseek_v3", DEEPSEEK, (128, 128))],
-)
-def test_the_last_block_may_be_smaller(
-    family: str, changes: dict[str, int], block: tuple[int, int], stream: bool,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    """Each weight is multiplied by the scale of its block of the configured size."""
-    model = tiny_model(family, dtype=torch.bfloat16, **changes)
-    write_folder(tmp_path / "dense", model)
-    shutil.copytree(tmp_path / "dense", tmp_path / "exact")
-    exact = in_fp8(tmp_path / "dense", block)
-    assert any(tensor.shape[0] % block[0] for tensor in exact.values())
-    with changed_tensors(tmp_path / "exact") as tensors:
-        tensors |= exact
-    wanted, _ = load_model(tmp_path / "exact", device="cpu", stream=False)
-    loaded, _ = load_model(tmp_path / "dense", device="cpu", stream=stream)
-    weights = weights_of(loaded)
-    for name, tensor in wanted.state_dict().items():
-        assert torch.equal(weights[name], tensor), name
-
-
-@pytest.mark.parametrize("grid", ["transposed", "rows", "columns"])
-def test_scales_of_other_blocks_are_refused(grid: str, tmp_path: Path) -> None:
-    """Refused in one line, where rows and columns could still be divided by them."""
-    write_folder(tmp_path / "dense", tiny_model("qwen3_moe", dtype=torch.bfloat16))
-    in_fp8(tmp_path / "dense")
-    name = "model.layers.1.mlp.experts.2.down_proj.weight"
-    with changed_tensors(tmp_path / "dense") as tensors:
-        scale = tensors[f"{name}_scale_inv"]
-        assert tensors[name].shape == (16, 8)
-        assert scale.shape == (4, 2)
-        grids = {"transposed": scale.T, "rows": scale[::2], "columns": scale[:, :1]}
-        tensors[f"{name}_scale_inv"] = grids[grid]
-    check_refused(tmp_path / "dense", r"expected 4 x 2 for blocks of 4 x 4")
-
-
-@pytest.fixture
-def in_fp4(tmp_path: Path) -> tuple[Path, Path]:
-    """DeepSeek-V4 as it is published, with its experts in four bits, and in floats."""
-    wide = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
-    model = tiny_model("deepseek_v4", dtype=torch.bfloat16, **wide)
-    write_folder(tmp_path / "fp4", model)
-    shutil.copytree(tmp_path / "fp4", tmp_path / "exact")
-    generator, exact = torch.Generator().manual_seed(0), {}
-    with changed_tensors(tmp_path / "fp4") as tensors:
-        for name in [n for n in tensors if ".experts." in n]:
-            packed = torch.randint(0, 256, (32, 16), generator=generator).byte()
-            powers = torch.randint(-6, -1, (32, 1), generator=generator)
-            exact[name] = unpacked(packed) * 2.0**powers
-            tensors[name] = packed.view(torch.int8)
-            scales = (127 + powers).byte().view(torch.float8_e8m0fnu)
-            tensors[name.replace(".weight", ".scale")] = scales
-    with changed_tensors(tmp_path / "exact") as tensors:
-        tensors |= {name: t.to(torch.bfloat16) for name, t in exact.items()}
-    block = {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
-    configure(tmp_path / "fp4", quant_method="fp8", **block)
-    return tmp_path / "fp4", tmp_path / "exact"
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_experts_in_four_bits(in_fp4: tuple[Path, Path], stream: bool) -> None:
-    """They are read, and a plan counts two numbers in a byte, and no scales."""
-    assert plan(in_fp4[0]).n_atoms == plan(in_fp4[1]).n_atoms == 3 * 4 * 32
-    assert plan(in_fp4[0]).n_parameters == plan(in_fp4[1]).n_parameters
-    exact, model = (
-        load_model(folder, device="cpu", dtype="bfloat16", stream=stream)[0]
-        for folder in reversed(in_fp4)
-    )
-    wanted = window_nll(exact, WINDOWS.ids)
-    assert torch.equal(window_nll(model, WINDOWS.ids), wanted)
-
-
-@pytest.mark.parametrize("damage", ["none", "half"])
-def test_scales_of_four_bits_that_do_not_fit(
-    in_fp4: tuple[Path, Path], damage: str
-) -> None:
-    """They are refused before anything is written, also where they could divide."""
-    with changed_tensors(in_fp4[0]) as tensors:
-        (name,) = (n for n in tensors if "layers.1.ffn.experts.2.w2.scale" in n)
-        scale = tensors.pop(name)
-        if damage == "half":
-            tensors[name] = scale[::2]
-    message = "scale" if damage == "none" else "expected 32 x 1 for blocks of 1 x 32"
-    check_refused(in_fp4[0], message)
+def test_settings_beside_config_json_are_read(stream: bool, tmp_path: Path) -> None:
+    """Folders of modelopt may have them in a file of their own, with any format."""
+    packed, exact = pair_of("modelopt", tmp_path)
+    with changed_json(packed) as config:
+        del config["quantization_config"]
+    beside = packed / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    model, _ = load_model(packed, device="cpu", dtype="float32", stream=stream)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(weights_of(model)[name], tensors_in(exact)[name])
+    assert plan(packed).engine
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    refused("modelopt (FP8)", packed)
+    beside.write_text("[")
+    for read in (plan, read_config):
+        with pytest.raises(SpecError, match=r"hf_quant_config\.json.*it is damaged"):
+            read(packed)
 
 
 def refused(kind: str, folder: Path) -> None:
@@ -319,135 +331,13 @@ def test_a_format_of_the_model_within_a_wrapper_is_refused(tmp_path: Path) -> No
     refused("awq", tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["awq", "gptq", "bitsandbytes"])
-def test_other_formats_are_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """The error says what to do, whether layers would be streamed or not."""
-    write_folder(tmp_path / "dense", tiny_model("qwen3_moe"))
-    configure(tmp_path / "dense", quant_method=kind, bits=4)
-    refused(kind, tmp_path / "dense")
-    text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
-    base = "prune", tmp_path / "dense", "--ratio", 0.5, "--out", tmp_path / "pruned"
-    for options in ((), ("--method", "paper")):
-        message = one_line(*base, *options, *text)
-        assert f"{kind!r}" in message
-        assert "take the checkpoint that is not quantised" in message
-
-
-# --- NVFP4, in both layouts, every number read by itself --------------------------
-
-EXPERT = "model.layers.1.mlp.experts.2.down_proj"
-
-
-@pytest.fixture(scope="module", params=sorted(LAYOUTS))
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
-    """A checkpoint, and the same in floats."""
-    place = tmp_path_factory.mktemp(request.param)
-    model = tiny_model(
-        "qwen3_moe",
-        dtype=torch.float32,
-        hidden_size=32,
-        moe_intermediate_size=32,
-        vocab_size=D_VOCAB + 2,
-    )
-    write_folder(place / "exact", model)
-    shutil.copytree(place / "exact", place / "nvfp4")
-    numbers = in_nvfp4(place / "nvfp4", request.param)
-    assert f"{EXPERT}.weight" in numbers
-    assert any("self_attn" in name for name in numbers)
-    with changed_tensors(place / "exact") as tensors:
-        tensors |= {name: tensor.float() for name, tensor in numbers.items()}
-    return place / "nvfp4", place / "exact"
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_the_weights_are_the_numbers_times_both_scales(
-    pair: tuple[Path, Path], stream: bool
-) -> None:
-    """In float32, for experts and all others; what was not quantised is unchanged."""
-    exact, _ = load_model(pair[1], device="cpu", dtype="float32", stream=False)
-    model, _ = load_model(pair[0], device="cpu", dtype="float32", stream=stream)
-    weights = weights_of(model)
-    for name, tensor in exact.state_dict().items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_pruned_model_is_in_bfloat16(
-    pair: tuple[Path, Path], stream: bool, tmp_path: Path
-) -> None:
-    """By itself it is streamed; the card says what it was."""
-    model, _ = load_model(
-        pair[0], device="cpu", dtype="bfloat16", stream="auto" if stream else False
-    )
-    assert (stream_of(model) is not None) == stream
-    keep = random_keep(model)
-    folder = save_pruned(prune(model, keep), tmp_path / "out", dtype=torch.bfloat16)
-    assert {tensor.dtype for tensor in tensors_in(folder).values()} == {torch.bfloat16}
-    load_model(folder, device="cpu", stream=False)
-    assert "dequantised from nvfp4 to bfloat16" in (folder / "README.md").read_text()
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_settings_beside_config_json_are_read(stream: bool, tmp_path: Path) -> None:
-    """Folders of modelopt may have them in a file of their own, with any format."""
-    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "vocab_size": D_VOCAB + 2}
-    write_folder(tmp_path, tiny_model("qwen3_moe", dtype=torch.float32, **sizes))
-    numbers = in_nvfp4(tmp_path, "modelopt")
-    with changed_json(tmp_path) as config:
-        del config["quantization_config"]
-    beside = tmp_path / "hf_quant_config.json"
-    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    model, _ = load_model(tmp_path, device="cpu", dtype="float32", stream=stream)
-    weights = weights_of(model)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    torch.testing.assert_close(weights[name], numbers[name].float())
-    needs = plan(tmp_path)
-    beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    with pytest.raises(SpecError, match=r"modelopt \(FP8\)'"):
-        plan(tmp_path)
-    assert needs.engine
-    with pytest.raises(SpecError, match=r"modelopt \(FP8\)'.*quantise the result"):
-        load_model(tmp_path, device="cpu", stream=stream)
-    beside.write_text("[")
-    for read in (plan, read_config):
-        with pytest.raises(SpecError, match=r"hf_quant_config\.json.*it is damaged"):
-            read(tmp_path)
-
-
-def test_a_plan_counts_numbers(pair: tuple[Path, Path]) -> None:
-    """It counts neither bytes nor scales, and says that the model is streamed."""
-    nvfp4, exact = plan(pair[0]), plan(pair[1])
-    assert nvfp4.n_parameters == exact.n_parameters
-    assert "nvfp4: they are dequantised" in nvfp4.why
-
-
-@pytest.mark.parametrize("damage", ["none", "last", "grid"])
-def test_scales_that_do_not_fit(
-    damage: str, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """They are refused; streamed, or pruned from files, before anything is done."""
-    folder = Path(shutil.copytree(pair[0], tmp_path / "nvfp4"))
-    with changed_tensors(folder) as tensors:
-        if damage == "grid":
-            scale = tensors[f"{EXPERT}.weight_scale"]
-            tensors[f"{EXPERT}.weight_scale"] = scale[:, :1]
-        else:
-            ends = ("_scale",) if damage == "none" else ("_scale_2", "_global_scale")
-            for end in ends:
-                tensors.pop(f"{EXPERT}.weight{end}", None)
-    check_refused(
-        folder, "32 x 2 for blocks of 1 x 16" if damage == "grid" else "scale"
-    )
-
-
 GROUP = {"config_groups": {"group_0": {"format": "pack-quantized"}}}
 
 
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
+        *(({"quant_method": n, "bits": 4}, n) for n in ("awq", "gptq", "bitsandbytes")),
         (LAYOUTS["modelopt"] | {"quant_algo": "NVFP4_AWQ"}, "modelopt (NVFP4_AWQ)"),
         (LAYOUTS["modelopt"] | {"quant_algo": "FP8"}, "modelopt (FP8)"),
         (
@@ -462,12 +352,16 @@ GROUP = {"config_groups": {"group_0": {"format": "pack-quantized"}}}
         ({"quant_method": "compressed-tensors"}, "compressed-tensors ()"),
     ],
 )
-def test_other_layouts_are_refused_by_name(
-    settings: dict[str, object], name: str, tmp_path: Path
+def test_other_formats_are_refused_by_name(
+    settings: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
-    """The message says what to do."""
-    assert format_of(settings) == name
-    write_folder(tmp_path, tiny_model("qwen3_moe"))
-    configure(tmp_path, **settings)
-    message = f"format {re.escape(repr(name))}.*prune it, and quantise the result"
-    check_refused(tmp_path, message)
+    """The error says what to do, whether layers would be streamed or not."""
+    write_folder(tmp_path / "dense", tiny_model("qwen3_moe"))
+    configure(tmp_path / "dense", **settings)
+    refused(name, tmp_path / "dense")
+    text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
+    base = "prune", tmp_path / "dense", "--ratio", 0.5, "--out", tmp_path / "pruned"
+    for options in ((), ("--method", "paper")):
+        message = one_line(*base, *options, *text)
+        assert f"{name!r}" in message
+        assert "take the checkpoint that is not quantised" in message
