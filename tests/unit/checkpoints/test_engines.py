@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import TINY, refused, run
 from families import tiny_model
 from tiny_folder import write_model, write_text
-from typer.testing import CliRunner
 
 from heapr_lab.checkpoints.engines import ENGINES, check_computed, widths_for
 from heapr_lab.cli import options
-from heapr_lab.cli.app import app
 from heapr_lab.errors import SpecError
 from heapr_lab.pruning.options import STRUCTURES
 
@@ -49,16 +48,12 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
     model = write_model(tmp_path / "moe", moe_intermediate_size=96)
     text = write_text(tmp_path / "text.txt")
     out = tmp_path / "out"
-    args = ["prune", str(model), "--ratio", "0.5", "--profile", "small", "--corpus",
-             str(text), "--method", "paper"]  # fmt: skip
-    done = CliRunner().invoke(app, [*args, "--for", "llama.cpp", "--out", str(out)])
-    assert done.exit_code == 0, done.output
+    args = ("prune", model, "--ratio", 0.5, "--corpus", text, *TINY)
+    run(*args, "--method", "paper", "--for", "llama.cpp", "--out", out)
     config = json.loads((out / "config.json").read_text())
     assert config["moe_intermediate_size"] == 32  # 48 is no multiple
     assert "quantization_config" not in config
-    done = CliRunner().invoke(app, [*args, "--for", "llama.cpp-q4_k"])
-    assert done.exit_code == 2
-    assert "256" in done.output
+    assert "256" in refused(*args, "--for", "llama.cpp-q4_k")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +92,9 @@ def test_what_llama_cpp_would_compute_otherwise(
 def test_the_command_refuses_it_before_anything_is_measured(tmp_path: Path) -> None:
     """The lab model's setting."""
     model = write_model(tmp_path / "moe", norm_topk_prob=True)
-    args = ["prune", str(model), "--ratio", "0.5", "--for", "llama.cpp"]
-    done = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "out")])
-    assert done.exit_code == 2
-    assert "llama.cpp would compute other logits" in done.output
-    assert not (tmp_path / "out").exists()
+    out = tmp_path / "out"
+    message = refused(
+        "prune", model, "--ratio", 0.5, "--for", "llama.cpp", "--out", out
+    )
+    assert "llama.cpp would compute other logits" in message
+    assert not out.exists()

@@ -8,13 +8,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import run
 from PIL import Image, PngImagePlugin
-from typer.testing import CliRunner
 
 from heapr_lab import figures
 from heapr_lab.checkpoints.model_card import loading_code
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE, read_provenance
-from heapr_lab.cli.app import app
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
@@ -101,11 +100,10 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
 def test_the_command_prints_text_or_json(tmp_path: Path) -> None:
     """Names with dots for people, the same facts nested for programs."""
     path = str(picture(tmp_path / "a.png", json.dumps(SAID)))
-    text = CliRunner().invoke(app, ["provenance", path]).stdout
+    text = run("provenance", path)
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
     assert (lines["file"], lines["model.weights"]) == (path, HASH)
-    printed = CliRunner().invoke(app, ["provenance", path, "--json"]).stdout
-    assert json.loads(printed) == {"file": path, **SAID}
+    assert json.loads(run("provenance", path, "--json")) == {"file": path, **SAID}
 
 
 @pytest.mark.parametrize("manifest", [{}, {"structure": 3}])

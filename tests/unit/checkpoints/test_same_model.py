@@ -96,16 +96,21 @@ def test_a_table_of_a_twin_is_refused(
         own_table(table, tmp_path / "twin", name="twin")
 
 
+def of_another_model(table: ImportanceTable, **changes: object) -> ImportanceTable:
+    """The table, whose model differs in what its specification says of it."""
+    spec = table.metadata["spec"]
+    spec = {**spec, "model": {**spec["model"], **changes}}
+    facts = {**table.metadata, "spec": spec, "spec_hash": digest(spec)}
+    return ImportanceTable(table.frame, facts)
+
+
 @pytest.mark.parametrize("dtype", ["float8", "load", None])
 def test_an_unknown_type_is_named(
     dtype: str | None, source: Path, table: Path, tmp_path: Path
 ) -> None:
     """Also one that is the name of something else in torch."""
-    new = ImportanceTable.read(table)
-    spec = new.metadata["spec"]
-    spec = {**spec, "model": {**spec["model"], "dtype": dtype}}
-    facts = {**new.metadata, "spec": spec, "spec_hash": digest(spec)}
-    ImportanceTable(new.frame, facts).write(tmp_path / "other.parquet")
+    other = of_another_model(ImportanceTable.read(table), dtype=dtype)
+    other.write(tmp_path / "other.parquet")
     with pytest.raises(SpecError, match=f"measured in {dtype!r}, expected .*float32"):
         own_table(tmp_path / "other.parquet", source, name="moe")
 
@@ -115,11 +120,7 @@ def test_what_was_made_before_is_refused_with_what_to_do(
 ) -> None:
     """It is not called another model's: its hash of weights cannot be compared."""
     new = ImportanceTable.read(table)
-    spec = new.metadata["spec"]
-    old_model = {**spec["model"], "weights": "0" * 64}
-    old_spec = {**spec, "model": old_model}
-    facts = {**new.metadata, "spec": old_spec, "spec_hash": digest(old_spec)}
-    old = ImportanceTable(new.frame, facts)
+    old = of_another_model(new, weights="0" * 64)
     old.write(tmp_path / "old.parquet")
     with pytest.raises(SpecError, match=r"earlier version .* `heapr-lab score`"):
         own_table(tmp_path / "old.parquet", source, name="moe")

@@ -1,16 +1,18 @@
 """A dense Llama opened as a MoE computes the same; what would not is refused."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import refused, run, text_of
 from families import randomise
 from keeps import assert_same_logits, logits_of
 from safetensors.torch import load_file
 from stored_tensors import changed_tensors
-from tiny_folder import D_VOCAB, write_folder, write_model
+from tiny_folder import D_VOCAB, write_folder, write_text
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -19,9 +21,7 @@ from transformers import (
     LlamaTokenizer,
     PreTrainedTokenizerFast,
 )
-from typer.testing import CliRunner
 
-from heapr_lab.cli.app import app
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import config_of, load_model, model_folder
@@ -63,13 +63,15 @@ def write_dense(
     return write_folder(folder, model, max_shard_size=shard)
 
 
-def check_equal(folder: Path, **options: Any) -> Any:
+def check_equal(
+    folder: Path, *, same: Callable[..., None] = assert_same_logits, **options: Any
+) -> Any:
     """Check that the MoE's logits are the dense model's to the last bit."""
     model, _ = load_model(folder, device="cpu", as_moe=True, **options)
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).eval()
     for shape in SHAPES:
         ids = torch.randint(D_VOCAB, shape)
-        assert_same_logits(logits_of(model, ids), logits_of(dense, ids))
+        same(logits_of(model, ids), logits_of(dense, ids))
     assert len(find_experts(model)) == SIZES["num_hidden_layers"]
     return model
 
@@ -111,13 +113,8 @@ def test_logits_are_the_same_to_the_last_bit(
 
 def test_an_odd_width_changes_the_rounding_of_silu(tmp_path: Path) -> None:
     """The values that do not fill a register differ; nothing else does."""
-    folder = write_dense(tmp_path / "d", intermediate_size=84)
-    model, _ = load_model(folder, device="cpu", as_moe=True)
-    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for shape in SHAPES:
-        ids = torch.randint(D_VOCAB, shape)
-        logits, expected = logits_of(model, ids), logits_of(dense, ids)
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-5)
+    near = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=2e-5)
+    check_equal(write_dense(tmp_path / "d", intermediate_size=84), same=near)
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -223,30 +220,14 @@ def test_the_command_line_takes_it_too(tmp_path: Path, cache: Path) -> None:
     """`plan` reads the configuration alone; others make the folder."""
     folder = write_dense(tmp_path / "d")
     assert config_of(f"as-moe:{folder}").model_type == "mixtral"
-    planned = CliRunner().invoke(app, ["plan", f"as-moe:{folder}"])
-    assert planned.exit_code == 0, planned.output
-    assert "2 experts of 192 atoms" in planned.output
+    assert "2 experts of 192 atoms" in run("plan", f"as-moe:{folder}")
     assert not cache.exists()
-    for words in (
-        ["score", f"as-moe:{folder}", "--profile", "small", "--out"],
-        ["prune", f"as-moe:{folder}", "--profile", "small", "--ratio", "0.25", "--out"],
-    ):
-        place = tmp_path / f"{words[0]}.parquet"
-        done = CliRunner().invoke(
-            app, [*words, str(place), "--corpus", text_in(tmp_path)]
-        )
-        assert done.exit_code == 0, done.output
+    write_text(tmp_path / "text.txt")
+    for command in (("score",), ("prune", "--ratio", 0.25)):
+        place = tmp_path / f"{command[0]}.parquet"
+        run(*command, f"as-moe:{folder}", "--out", place, *text_of(tmp_path))
         assert place.is_file()
-    refused = CliRunner().invoke(app, ["score", "as-moe:lab"])
-    assert refused.exit_code == 2
-    assert "another family" in refused.stderr
-
-
-def text_in(folder: Path) -> str:
-    """A file of text."""
-    path = folder / "text.txt"
-    path.write_text("\n\n".join(f"the {n} words are many " * 40 for n in range(12)))
-    return str(path)
+    assert "another family" in refused("score", "as-moe:lab")
 
 
 # --- refusals ---------------------------------------------------------------------
@@ -270,9 +251,8 @@ def test_what_mixtral_does_not_have_is_refused_by_name(
     with pytest.raises(LayoutError, match=why) as error:
         load_model(folder, as_moe=True)
     assert "expected a dense model of the family llama or mistral" in str(error.value)
-    planned = CliRunner().invoke(app, ["plan", f"as-moe:{folder}"])
-    assert planned.exit_code == 2
-    assert str(error.value) in " ".join(planned.stderr.split())
+    planned = refused("plan", f"as-moe:{folder}")
+    assert str(error.value) in " ".join(planned.split())
     assert not cache.exists()
 
 
@@ -294,23 +274,19 @@ def test_settings_nobody_can_express_are_refused(
         one_expert_config(config)
 
 
-def add_bias(path: Path) -> None:
-    """A bias that the configuration does not tell of."""
-    with changed_tensors(path) as tensors:
-        tensors["model.layers.1.mlp.down_proj.bias"] = torch.ones(48)
+def stored(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """What changes the tensors in a file."""
+
+    def damage(path: Path) -> None:
+        with changed_tensors(path) as tensors:
+            change(tensors)
+
+    return damage
 
 
-def drop(path: Path) -> None:
-    """A tensor less."""
-    with changed_tensors(path) as tensors:
-        del tensors["model.layers.1.mlp.up_proj.weight"]
-
-
-def reshape(path: Path) -> None:
-    """An FFN that is narrower than the others."""
-    with changed_tensors(path) as tensors:
-        name = "model.layers.1.mlp.up_proj.weight"
-        tensors[name] = tensors[name][:40]
+BIAS, UP = (
+    f"model.layers.1.mlp.{name}" for name in ("down_proj.bias", "up_proj.weight")
+)
 
 
 def truncate(path: Path) -> None:
@@ -326,9 +302,12 @@ def only_pickled(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (add_bias, r"config\.json does not, .*layers\.1\.mlp\.down_proj\.bias"),
-        (drop, r"up_proj"),
-        (reshape, r"up_proj"),
+        (
+            stored(lambda t: t.update({BIAS: torch.ones(48)})),
+            f"json does not, .*{BIAS}",
+        ),
+        (stored(lambda t: t.pop(UP)), r"up_proj"),
+        (stored(lambda t: t.update({UP: t[UP][:40]})), r"up_proj"),
         (truncate, "it is incomplete"),
         (only_pickled, "has neither model.safetensors nor"),
     ],
@@ -353,12 +332,3 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(SpecError, match=f"there is no tokenizer in {folder}"):
         load_model(folder, as_moe=True)
-
-
-def test_a_moe_is_opened_without_as_moe(tmp_path: Path) -> None:
-    """Asked for, it is refused as of another family; its experts stay its own."""
-    folder = write_model(tmp_path / "moe")
-    with pytest.raises(LayoutError, match=r"\(qwen2_moe\) cannot .* another family"):
-        load_model(folder, as_moe=True)
-    model, _ = load_model(folder, device="cpu")
-    assert [layer.n_experts for layer in find_experts(model)] == [4, 4]

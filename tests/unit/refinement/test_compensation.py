@@ -24,9 +24,11 @@ from heapr_lab.refinement.compensation import (
     describe_weights,
     fit_compensation,
 )
+from heapr_lab.refinement.own_text import continuations
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=12))
+START = torch.zeros(32, 1, dtype=torch.long)
 COUPLED = [[2.0, 1.0], [1.0, 2.0]]
 """Products of two atoms over the tokens of one part."""
 
@@ -214,7 +216,8 @@ def test_weights_stay_where_the_loss_says_otherwise(
     kept[0, :, 0] = False
     keep = KeepMask.from_arrays(dict(enumerate(kept)))
     with masking(model, keep) if written == "without the sink" else nullcontext():
-        text = CalibrationSet.from_ids(_written(model, n_windows=32, seq_len=24))
+        new = continuations(model, START, n_new=23, temperature=1.0, to_the_end=False)
+    text = CalibrationSet.from_ids(torch.cat([START, torch.stack(new)], 1))
     fitted = fit_compensation(model, keep, text)
     assert fitted.report["dropped"][0] == pytest.approx(1, abs=0.01)
     assert bool(fitted.down_projs) == (written == "with it")
@@ -222,16 +225,6 @@ def test_weights_stay_where_the_loss_says_otherwise(
     assert ("raises the loss" in caplog.text) == (written != "with it")
     assert ("unchanged:" in describe_weights(fitted, text)) == (written != "with it")
     assert fit_compensation(model, keep, text, ridge=1.0).down_projs
-
-
-def _written(model: nn.Module, *, n_windows: int, seq_len: int) -> torch.Tensor:
-    """Tokens that are drawn from the model, after token 0."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.zeros(n_windows, 1, dtype=torch.long)
-    for _ in range(seq_len - 1):
-        p = model(ids).logits[:, -1].softmax(-1)
-        ids = torch.cat([ids, torch.multinomial(p, 1, generator=generator)], 1)
-    return ids
 
 
 # --- what is said of it -----------------------------------------------------------

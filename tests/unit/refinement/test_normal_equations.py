@@ -11,11 +11,7 @@ from heapr_lab.refinement import compensation, elimination
 from heapr_lab.refinement.activation_grams import LayerGrams
 from heapr_lab.refinement.compensation import LayerSolver
 from heapr_lab.refinement.elimination import layer_costs
-from heapr_lab.refinement.normal_equations import (
-    Normal,
-    at_once,
-    scarcity,
-)
+from heapr_lab.refinement.normal_equations import at_once, scarcity
 
 RNG = torch.Generator()
 
@@ -39,16 +35,6 @@ def test_an_expert_with_fewer_tokens_than_atoms_is_scarce() -> None:
     tokens = torch.tensor([[3, 8, 1, 0], [3, 9, 1, 0]])
     grams = LayerGrams("expert", torch.zeros(2, 4, 8, 8).double(), tokens)
     assert scarcity(grams, 8).tolist() == pytest.approx([8 / 6, 1, 4, 8])
-
-
-def test_a_singular_problem_is_solved_beside_others() -> None:
-    """It is solved by the pseudo-inverse, and named."""
-    A = torch.stack([torch.ones(2, 2), 2 * torch.eye(2)]).double()
-    wanted = torch.tensor([[[2.0], [2.0]], [[2.0], [4.0]]]).double()
-    normal = Normal(A, wanted, torch.zeros(2).double(), None)
-    change, singular = normal.solve(torch.zeros(2, 2).double())
-    assert singular.tolist() == [True, False]
-    assert change[:, :, 0].tolist() == [pytest.approx([1, 1]), pytest.approx([1, 2])]
 
 
 def test_problems_of_a_cpu_fit_its_cache() -> None:

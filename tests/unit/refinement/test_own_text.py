@@ -188,12 +188,6 @@ def test_a_table_says_what_it_was_measured_on(
 # --- the command line ------------------------------------------------------------
 
 
-def manifest_of(root: Path, out: Path, *options: object) -> dict[str, Any]:
-    """What `prune` writes beside the weights."""
-    run("prune", root / "moe", "--ratio", 0.4, "--out", out, *text_of(root), *options)
-    return dict(json.loads((out / "heapr_manifest.json").read_text()))
-
-
 @pytest.mark.parametrize(
     ("options", "share"),
     [
@@ -207,7 +201,9 @@ def test_the_default_is_that_of_compress(
     root: Path, tmp_path: Path, options: tuple[object, ...], share: float
 ) -> None:
     """A quarter for the default; else the corpus alone, as the paper."""
-    manifest = manifest_of(root, tmp_path / "out", *options)
+    out = tmp_path / "out"
+    run("prune", root / "moe", "--ratio", 0.4, "--out", out, *text_of(root), *options)
+    manifest = json.loads((out / "heapr_manifest.json").read_text())
     assert manifest["calibrated_on"]["own_text"] == share
     n_own = round(8 * share)
     told = f"and {n_own} that the model wrote itself"
@@ -219,7 +215,6 @@ def test_a_table_has_its_own_text(root: Path, tmp_path: Path) -> None:
     table = tmp_path / "table.parquet"
     run("score", root / "moe", "--own-text", 0.25, "--out", table, *text_of(root))
     spec = calibration_of(ImportanceTable.read(table))
-    assert spec is not None
     assert spec.own_text == 0.25
     base = ("prune", root / "moe", "--ratio", 0.4, "--importance", table)
     assert "leave --importance out" in one_line(*base, "--own-text", 0.5)

@@ -7,30 +7,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 import pytest
 import torch
+from families import tiny_ids
 from processes import CONTEXT
-from tiny_folder import D_VOCAB, write_model, write_text
+from tiny_folder import opened
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.loading import load_model
 from heapr_lab.streaming.distributed import Ranks, joined
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench import workbench
 from heapr_lab.workbench.workbench import open_workbench
 
 _SECONDS = 100
+Work = Callable[[Ranks, Path], None]
 
 
 def windows(n: int) -> CalibrationSet:
     """Random windows."""
-    generator = torch.Generator().manual_seed(0)
-    return CalibrationSet.from_ids(
-        torch.randint(0, D_VOCAB, (n, 16), generator=generator)
-    )
+    return CalibrationSet.from_ids(tiny_ids(n_sequences=n, seq_len=16))
 
 
 def tables(
@@ -39,9 +37,7 @@ def tables(
     """The table of the model in `folder` in every case."""
     cases = {}
     for stream in (False, True):
-        model, _ = load_model(
-            folder / "moe", device="cpu", dtype="float64", stream=stream
-        )
+        model = opened(folder / "moe", stream=stream)
         cases[str(stream)] = collect_statistics(
             model, windows(n_windows), batch_size=2, ranks=ranks
         )
@@ -70,7 +66,7 @@ def cache_table(ranks: Ranks, folder: Path) -> None:
 
 def measure_others(ranks: Ranks, folder: Path) -> None:
     """Measure other windows than the other ranks."""
-    model, _ = load_model(folder / "moe", device="cpu")
+    model = opened(folder / "moe", stream=False)
     collect_statistics(model, windows(2 + ranks.rank), ranks=ranks)
 
 
@@ -97,9 +93,7 @@ def fail_store(ranks: Ranks, _folder: Path) -> None:
     ranks.stored(store, lambda: None)
 
 
-def _be_rank(
-    work: Callable[[Ranks, Path], None], folder: Path, rank: int, size: int, port: int
-) -> None:
+def _be_rank(work: Work, folder: Path, rank: int, size: int, port: int) -> None:
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -115,9 +109,7 @@ def _be_rank(
         raise SystemExit(2) from error
 
 
-def run_ranks(
-    work: Callable[[Ranks, Path], None], folder: Path, size: int
-) -> list[int | None]:
+def run_ranks(work: Work, folder: Path, size: int) -> list[int | None]:
     """Run `work` in `size` processes; returns their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -135,15 +127,6 @@ def run_ranks(
     return [process.exitcode for process in processes]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model and a text."""
-    folder = tmp_path_factory.mktemp("ranks")
-    write_model(folder / "moe")
-    write_text(folder / "text.txt")
-    return folder
-
-
 def errors(folder: Path) -> dict[int, str]:
     """What each rank has said, which is removed."""
     messages = {}
@@ -158,36 +141,30 @@ def errors(folder: Path) -> dict[int, str]:
 
 @pytest.mark.parametrize(("size", "n_windows"), [(2, 5), (3, 2)])
 def test_every_rank_has_the_table_of_one_process(
-    size: int, n_windows: int, folder: Path
+    size: int, n_windows: int, root: Path
 ) -> None:
     """To rounding, also if a rank has no windows, streamed, and with drawn labels."""
-    (folder / "n_windows").write_text(str(n_windows))
-    assert run_ranks(write_tables, folder, size) == [0] * size
-    for name, table in tables(folder, n_windows).items():
+    (root / "n_windows").write_text(str(n_windows))
+    assert run_ranks(write_tables, root, size) == [0] * size
+    for name, table in tables(root, n_windows).items():
         for rank in (0, size - 1):
-            again = ImportanceTable.read(folder / f"{size}-{rank}-{name}.parquet")
+            again = ImportanceTable.read(root / f"{size}-{rank}-{name}.parquet")
             for key in ("N", "spec", "spec_hash", "windows", "architecture"):
                 assert again.metadata[key] == table.metadata[key]
-            assert list(again.frame) == list(table.frame)
-            for column in table.frame:
-                np.testing.assert_allclose(
-                    again.column(column),
-                    table.column(column),
-                    rtol=1e-12,
-                    atol=1e-18 if column == "sum_hg" else 0,
-                    err_msg=f"{name} {column}",
-                )
+            pd.testing.assert_frame_equal(
+                again.frame, table.frame, rtol=1e-12, atol=1e-18
+            )
 
 
 def test_only_rank_0_uses_the_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second time, nobody computes; the key is that of one process."""
-    assert run_ranks(cache_table, folder, 2) == [0, 0]
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder / "cache"))
-    bench = open_workbench(str(folder / "moe"), profile="small")
-    calibration = bench.test_windows(str(folder / "text.txt"))
-    (path,) = (folder / "cache" / "importance").glob("*.parquet")
+    assert run_ranks(cache_table, root, 2) == [0, 0]
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(root / "cache"))
+    bench = open_workbench(str(root / "moe"), profile="small")
+    calibration = bench.test_windows(str(root / "text.txt"))
+    (path,) = (root / "cache" / "importance").glob("*.parquet")
     written = path.stat().st_mtime_ns
     monkeypatch.setattr(workbench, "collect_statistics", lambda *_given: 1 / 0)
     assert bench.measure(calibration).metadata["N"] == calibration.n_predicted
@@ -198,38 +175,32 @@ def test_only_rank_0_uses_the_cache(
 # --- failures -------------------------------------------------------------------------
 
 
-def test_other_windows_are_refused(folder: Path) -> None:
-    """All ranks refuse them, in place of a table of neither."""
-    assert run_ranks(measure_others, folder, 2) == [2, 2]
-    for message in errors(folder).values():
-        assert "ranks 0 and 1 have different models or windows" in message
+FAILED = "rank 1 has failed: this rank cannot go on"
+ENDED = "another rank has ended before"
+OTHERS = "ranks 0 and 1 have different models or windows"
 
 
 @pytest.mark.parametrize(
-    ("work", "codes", "message"),
+    ("work", "codes", "messages"),
     [
-        (fail_second, [2, 2, 2], "rank 1 has failed: this rank cannot go on"),
-        (end_second, [2, -signal.SIGKILL, 2], "another rank has ended before"),
+        (fail_second, [2, 2, 2], [FAILED, "this rank cannot go on", "rank"]),
+        (end_second, [2, -signal.SIGKILL, 2], [ENDED, "", "rank"]),
+        (measure_others, [2, 2], [OTHERS, OTHERS]),
+        (fail_store, [2, 2], ["the cache is damaged", "rank 0 has failed: the cache"]),
     ],
 )
 def test_a_rank_that_fails_ends_the_others(
-    work: Callable[[Ranks, Path], None], codes: list[int], message: str, folder: Path
+    work: Work, codes: list[int], messages: list[str], root: Path
 ) -> None:
-    """They say which one and why, if it was able to say so."""
-    assert run_ranks(work, folder, 3) == codes
-    messages = errors(folder)
-    assert message in messages[0]
-    assert "rank" in messages[2]
-    assert messages.get(1, "this rank cannot go on") == "this rank cannot go on"
+    """They say which one and why, if it was able to say so.
 
-
-def test_a_cache_that_fails_ends_the_others(folder: Path) -> None:
-    """They wait for rank 0 to say whether there is anything to compute."""
-    assert run_ranks(fail_store, folder, 2) == [2, 2]
-    assert errors(folder) == {
-        0: "the cache is damaged",
-        1: "rank 0 has failed: the cache is damaged",
-    }
+    So where ranks have other windows, and where they wait for rank 0 to say whether
+    there is anything to compute.
+    """
+    assert run_ranks(work, root, len(codes)) == codes
+    said = errors(root)
+    for rank, message in enumerate(messages):
+        assert message in said.get(rank, "")
 
 
 # --- one rank -------------------------------------------------------------------------

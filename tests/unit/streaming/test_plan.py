@@ -10,7 +10,7 @@ import pandas as pd
 import plan_table
 import pytest
 from families import tiny_model
-from tiny_folder import write_tokenizer
+from tiny_folder import write_folder
 
 from benchmarks.machine import RESULTS
 from benchmarks.streaming import SHAPES, config_of
@@ -31,11 +31,7 @@ LENGTH = 512
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint, in float64."""
-    path: Path = tmp_path_factory.mktemp("moe")
-    model: Any = tiny_model("qwen3_moe")
-    model.save_pretrained(path)
-    write_tokenizer(path)
-    return path
+    return write_folder(tmp_path_factory.mktemp("moe"), tiny_model("qwen3_moe"))
 
 
 # --- as measured, and as stated ---------------------------------------------------
@@ -170,13 +166,7 @@ def test_a_hub_id_whose_files_are_not_here(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_dense_model_as_a_moe(tmp_path: Path) -> None:
     """Each neuron of its MLPs is an atom."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    write_folder(tmp_path, tiny_model("llama", intermediate_size=24))
     needs = plan(f"as-moe:{tmp_path}")
     assert (needs.n_experts, needs.n_atoms) == (2, 48)
     with pytest.raises(LayoutError, match="has no routed experts"):

@@ -128,7 +128,6 @@ def test_the_budget_is_half_of_what_is_free(
     stream = stream_of(
         load_model(write_model(tmp_path / "moe"), device="cpu", stream=True)[0]
     )
-    assert stream is not None
     free = namedtuple("free", "available")(1001)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     budgets = []

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from carved_models import D_VOCAB, dense_model
+from keeps import weights_of
 
 from benchmarks.lab_model.carving import _assigned, carve
 from heapr_lab.errors import SpecError
@@ -21,15 +22,6 @@ def test_every_neuron_has_one_place() -> None:
         assert sorted(carving.order.tolist()) == list(range(layout.d_ff))
         assert carving.router.shape == (5, 16)
         assert carving.bias.shape == (5,)
-
-
-def test_the_same_seed_gives_the_same_carving() -> None:
-    """Order and router are equal, to the bit."""
-    layout, dense = Layout.named("s4e5x4k3"), dense_model()
-    one, two = carve(dense, _IDS, layout), carve(dense, _IDS, layout)
-    for carving, other in zip(one, two, strict=True):
-        assert torch.equal(carving.order, other.order)
-        assert torch.equal(carving.router, other.router)
 
 
 def test_more_active_experts_capture_more() -> None:
@@ -52,10 +44,9 @@ def test_it_captures_more_than_a_random_division() -> None:
 def test_the_model_is_as_before() -> None:
     """Its weights and hooks are unchanged."""
     dense = dense_model()
-    before = {name: weight.clone() for name, weight in dense.state_dict().items()}
+    before = weights_of(dense)
     carve(dense, _IDS, Layout.named("s4e5x4k3"))
-    for name, weight in dense.state_dict().items():
-        assert torch.equal(weight, before[name])
+    torch.testing.assert_close(weights_of(dense), before, rtol=0, atol=0)
     assert not any(module._forward_hooks for module in dense.modules())
 
 
