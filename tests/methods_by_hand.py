@@ -107,7 +107,7 @@ def routed(model: nn.Module) -> dict[tuple[int, int], list[RoutedToken]]:
     return {
         (layer.layer, expert): [
             RoutedToken(t.x, t.h.detach(), t.p, t.E.detach(), t.e)
-            for t in records[id(layer.module)].tokens[expert]
+            for t in records[id(layer.module)][expert]
         ]
         for layer in find_experts(model)
         for expert in range(layer.n_experts)

@@ -264,8 +264,9 @@ def read_weights(source: str | Path, **options: Any) -> Any:
         )
     model, info = loaded
     for name, weight in model.named_parameters() if kind is not None else ():
-        if not stays_float32(model, name):  # transformers leaves some in their own type
-            weight.data = weight.data.to(model.config.dtype)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        stays = stays_float32(model, name)  # transformers leaves it in its own type
+        weight.data = weight.data.to(wide if stays else model.config.dtype)
     if kind is not None and not hasattr(model, "hf_quantizer"):
         model._weight_conversions = None  # with which it would be quantised when saved
     try:

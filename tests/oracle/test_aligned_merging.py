@@ -1,9 +1,7 @@
 """Methods that align the atoms of experts before merging, against loops."""
 
 import copy
-import functools
 import itertools
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from methods_by_hand import (
     IDS,
     IN_SINGLE,
     SIX,
-    WINDOWS,
     check,
     counted,
     fitted,
@@ -33,10 +30,7 @@ from text_models import experts_calls
 from torch import nn
 from torch.nn.functional import normalize
 
-from heapr_lab import methods
 from heapr_lab.methods import mc_smoe, ream
-from heapr_lab.methods.collectors import Measurements, collect
-from heapr_lab.methods.method import Request
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -157,33 +151,19 @@ def components_by_hand(layer: Any) -> torch.Tensor:
     return components.unflatten(0, (layer.n_experts, -1))
 
 
-@functools.lru_cache(maxsize=1)
-def outputs_by_hand(model: nn.Module) -> dict[int, Any]:
-    """Probabilities (T, E), outputs times these (E, T, D), and K, of each layer."""
-    calls = {}
-    for number, (x, index, _) in experts_calls(model, IDS).items():
-        layer = next(k for k in find_experts(model) if k.layer == number)
-        gates = logits_by_hand(model, number, x).softmax(1)
-        calls[number] = (
-            gates,
-            outputs_of(layer, x) * gates.T[:, :, None],
-            index.shape[1],
-        )
-    return calls
-
-
 def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
     """The authors' saliency: the gate enters twice, and absent experts count as 0.
 
     Windows are taken `size` at a time; REAP's mean of p · ‖·‖ over the tokens of which
     an expert is one of the K most probable, of outputs that are times p already.
     """
-    calls, saliency = outputs_by_hand(model), {}
+    calls, saliency = experts_calls(model, IDS), {}
     prints = CalibrationSet.from_ids(IDS).window_fingerprints()
     windows = sorted(range(len(IDS)), key=lambda window: prints[window])
     for layer in find_experts(model):
-        gates, f, top_k = calls[layer.layer]
-        batches = []
+        x, index, _ = calls[layer.layer]
+        gates, batches = logits_by_hand(model, layer.layer, x).softmax(1), []
+        f = outputs_of(layer, x) * gates.T[:, :, None]
         for start in range(0, len(windows), size):
             means = torch.zeros(layer.n_experts, dtype=torch.float64)
             for e in range(layer.n_experts):
@@ -191,7 +171,7 @@ def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
                     float(gates[t, e] * f[e, t].norm())
                     for window in windows[start : start + size]
                     for t in range(10 * window, 10 * window + 10)
-                    if e in gates[t].topk(top_k).indices
+                    if e in gates[t].topk(index.shape[1]).indices
                 ]
                 means[e] = sum(values) / max(len(values), 1)
             batches.append(means)
@@ -213,38 +193,18 @@ def test_components_are_scaled_by_their_singular_values() -> None:
     assert (near - torch.cdist(unscaled[0], unscaled[1])).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_saliency_of_ream(family: str) -> None:
-    """Squared probabilities, in batches; of single windows some have no tokens."""
-    model = tiny_model(family, **SIX)
-    norms = collect(model, WINDOWS, {"norms": ream.GATED_NORMS})["norms"]
-    by_hand = {size: saliency_by_hand(model, size) for size in (1, 4, 8)}
-    for size, layers in by_hand.items():
-        batches = ream._batches(request_of(model, batch_size=size))
-        for layer, expected in layers.items():
-            saliency = ream.saliency(norms[layer], batches, 6)
-            np.testing.assert_allclose(saliency, expected, rtol=1e-6)
-    one, whole = by_hand[1], by_hand[8]  # which is all six windows at once
-    assert any(abs(whole[k] / one[k] - 1).max() > 0.01 for k in whole)
+def test_ream_by_hand(family: str, size: int, tmp_path: Path) -> None:
+    """Four of six experts stay; groups have at most two, in the order of saliency.
 
-
-def request_of(model: nn.Module, **options: Any) -> Request:
-    """A request for REAM."""
-    measured = Measurements(model, WINDOWS)
-    complete = methods.get("ream").completed(options)
-    return Request("ream", Fraction(1, 3), 0, complete, measured)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ream_by_hand(family: str, tmp_path: Path) -> None:
-    """Four of six experts stay; groups have at most two, in the order of saliency."""
+    It is that of batches, the last of which is smaller; in one window some experts have
+    no tokens.
+    """
     model = tiny_model(family, **FOUR_ATOMS)
-    calls, scores, new, kept = (
-        experts_calls(model, IDS),
-        saliency_by_hand(model, 2),
-        {},
-        {},
-    )
+    calls, scores = experts_calls(model, IDS), saliency_by_hand(model, size)
+    new: dict[tuple[int, int], Any] = {}
+    kept: dict[int, tuple[int, ...]] = {}
     for layer in find_experts(model):
         k, x = layer.layer, calls[layer.layer][0]
         logits = logits_by_hand(model, k, x)
@@ -272,7 +232,7 @@ def test_ream_by_hand(family: str, tmp_path: Path) -> None:
             weights = [scores[k][expert], scores[k][other]]
             new[k, expert] = mean_by_hand([layer.expert(expert), moved], weights)
         assert not left
-    merged = fitted("ream", model, 0.34, group_size=2, batch_size=2)
+    merged = fitted("ream", model, 0.34, group_size=2, batch_size=size)
     assert merged.kept == kept
     expected = logits_of(without_experts(replaced(model, new), kept), IDS)
     with merged.apply(model):

@@ -1,7 +1,5 @@
 """Attribution of the loss, against loops over tokens and over pruned copies."""
 
-import copy
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -31,13 +29,10 @@ def tolerance(family: str) -> dict[str, float]:
 
 
 def scaled_twin(model: nn.Module, keep: KeepMask, factor: float) -> nn.Module:
-    """A copy whose removed columns of W_down are multiplied by `factor`, one by one."""
-    twin = copy.deepcopy(model)
-    for layer in find_experts(twin):
-        for expert, kept in enumerate(keep.by_layer(layer.layer)):
-            W_down = token_by_token.matrices(layer.module, expert)["W_down"]
-            for atom in np.flatnonzero(~kept):
-                W_down.data[:, atom] *= factor
+    """A copy whose removed columns of W_down are multiplied by `factor`."""
+    twin = zeroed_twin(model, keep)
+    for weight, dense in zip(twin.parameters(), model.parameters(), strict=True):
+        weight.data.lerp_(dense.data, factor)
     return twin
 
 
@@ -55,7 +50,7 @@ def by_hand(model: nn.Module, keep: KeepMask, ids: torch.Tensor) -> pd.DataFrame
         _, records = token_by_token.run(twin, tokens)
         for layer in find_experts(twin):
             record, index = records[id(layer.module)], calls[layer.layer][1]
-            for expert, served in record.tokens.items():
+            for expert, served in record.items():
                 kept = keep.by_layer(layer.layer)[expert]
                 places = [t for t, row in enumerate(index.tolist()) if expert in row]
                 for place, token in zip(places, served, strict=True):
@@ -72,7 +67,10 @@ def by_hand(model: nn.Module, keep: KeepMask, ids: torch.Tensor) -> pd.DataFrame
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attribution(family: str) -> None:
-    """Atoms, tokens, layers and one token's atoms are those of the loops."""
+    """Atoms, tokens, layers and one token's atoms are those of the loops.
+
+    They are of the mask that is given, also while another is on.
+    """
     model, ids = tiny_model(family), tiny_ids()
     keep = random_keep(model)
     expected = by_hand(model, keep, ids)
@@ -93,21 +91,23 @@ def test_attribution(family: str) -> None:
     np.testing.assert_allclose(layers["first_order"], wanted.sum((0, 1)), **close)
     assert layers["n_removed"].sum() == keep.n_removed
     assert attribution.total == pytest.approx(expected["value"].sum(), rel=1e-5)
+    with masking(model, random_keep(model, seed=5)), torch.inference_mode():
+        inside = attribute_loss(model, keep, ids).tokens
+    np.testing.assert_array_equal(inside, attribution.tokens)
+    check_token(model, keep, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attribution_of_a_token(family: str) -> None:
+def check_token(model: nn.Module, keep: KeepMask, expected: pd.DataFrame) -> None:
     """Every removed atom of its experts, largest first, adding up to the token's."""
-    model, ids = tiny_model(family), tiny_ids(n_sequences=1)
-    keep = random_keep(model)
-    layer, place = keep.layers[-1], 3
-    expected = by_hand(model, keep, ids).query("layer == @layer and place == @place")
+    ids, layer, place = tiny_ids()[:1], keep.layers[-1], 3
+    expected = expected.query("window == 0 and layer == @layer and place == @place")
     frame = attribute_token(model, keep, ids, layer=layer, position=place)
     assert frame["first_order"].abs().is_monotonic_decreasing
     pairs = frame.merge(expected, on=["expert", "atom"], validate="one_to_one")
     assert len(pairs) == len(frame) == len(expected)
-    close = tolerance(family)
-    np.testing.assert_allclose(pairs["first_order"], pairs["value"], **close)
+    close = tolerance(model.config.model_type)
+    alone = len(tiny_ids()) * pairs["value"]  # of one window
+    np.testing.assert_allclose(pairs["first_order"], alone, **close)
     np.testing.assert_allclose(pairs["p_x"], pairs["p_y"], **close)
     whole = attribute_loss(model, keep, ids).tokens[0, place, -1]
     assert frame["first_order"].sum() == pytest.approx(whole, rel=1e-5, abs=1e-9)
@@ -155,16 +155,6 @@ def test_it_can_be_ended() -> None:
     assert [weight.requires_grad for weight in model.parameters()] == flags
 
 
-def test_masks_around_do_not_matter() -> None:
-    """First order is that of the mask that is given, also while another is on."""
-    model, ids = tiny_model("qwen2_moe"), tiny_ids()
-    keep = random_keep(model)
-    expected = attribute_loss(model, keep, ids).tokens
-    with masking(model, random_keep(model, seed=5)), torch.inference_mode():
-        tokens = attribute_loss(model, keep, ids).tokens
-    np.testing.assert_array_equal(tokens, expected)
-
-
 def test_what_is_not_there() -> None:
     """Layers, positions and steps that do not exist are named."""
     model, ids = tiny_model("qwen2_moe"), tiny_ids()
@@ -186,22 +176,15 @@ def test_passes_that_cannot_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that runs twice, and a gradient that is not finite, are errors."""
     model, ids = tiny_model("qwen2_moe"), tiny_ids()
     keep = random_keep(model)
-    experts = find_experts(model)[0].module
-    plain = type(experts).forward
-
-    def twice(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        output = plain(self, *args)
-        return (output + plain(self, *args)) / 2 if self is experts else output
-
-    twice.__wrapped__ = plain.__wrapped__  # type: ignore[attr-defined]
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
     with monkeypatch.context() as patch:
-        patch.setattr(type(experts), "forward", twice)
+        patch.setattr(mlp, "forward", lambda x: (forward(x) + forward(x)) / 2)
         with pytest.raises(CoverageError, match="layer 0 took part 2 times"):
             attribute_loss(model, keep, ids)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "heapr_lab.inspection.attribution.token_nll",
-            lambda *args: token_nll(*args) * float("nan"),
-        )
-        with pytest.raises(HeaprLabError, match="non-finite gradients in layer"):
-            attribute_loss(model, keep, ids)
+    monkeypatch.setattr(
+        "heapr_lab.inspection.attribution.token_nll",
+        lambda *args: token_nll(*args) * float("nan"),
+    )
+    with pytest.raises(HeaprLabError, match="non-finite gradients in layer"):
+        attribute_loss(model, keep, ids)

@@ -24,7 +24,7 @@ from stored_tensors import (
 )
 from tiny_folder import write_folder, write_model
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints.save import (
     KEEP_FILE,
@@ -63,7 +63,7 @@ WIDTHS: dict[str, Any] = {
 def keep_of(model: nn.Module, structure: str) -> KeepMask:
     """A random mask whose widths obey `structure`: multiples of 2, of I = 8."""
     if structure == "ragged":
-        return KeepMask(random_keep(model).arrays, {"structure": structure})
+        return random_keep(model)
     return widths_keep(model, *WIDTHS[structure], structure=structure)
 
 
@@ -89,7 +89,8 @@ def test_what_is_loaded_is_the_masked_model(
 ) -> None:
     """Equal to 1e-5 in float32, with experts of width 0 where the structure has them.
 
-    Saved again, it has the same files.
+    Saved again, it has the same files. A uniform one is stock: nothing of ours is in
+    config.json or beside it.
     """
     model, keep = saved(tmp_path / "one", family, structure)
     with masking(model, keep):
@@ -98,6 +99,11 @@ def test_what_is_loaded_is_the_masked_model(
     torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
     ragged = [m for m in loaded.modules() if isinstance(m, RaggedExperts)]
     assert len(ragged) == (0 if structure == "uniform" else len(keep.layers))
+    assert KeepMask.read(tmp_path / "one" / KEEP_FILE) == keep
+    if structure == "uniform":
+        config = json.loads((tmp_path / "one" / "config.json").read_text())
+        assert {"quantization_config", "auto_map"} & config.keys() == set()
+        assert not (tmp_path / "one" / "modeling_heapr.py").exists()
     loaded.save_pretrained(tmp_path / "two")
     stock = family in OWN or structure == "uniform"
     for name in (SINGLE, "config.json", *([] if stock else ["modeling_heapr.py"])):
@@ -136,18 +142,6 @@ def test_bfloat16_and_shards(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(loaded, IDS), expected, rtol=0, atol=0.02)
     mapped = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="auto")
     torch.testing.assert_close(logits_of(mapped, IDS), logits_of(loaded, IDS))
-
-
-def test_uniform_is_a_stock_checkpoint(tmp_path: Path) -> None:
-    """Nothing of ours in config.json, and the stock class reads it."""
-    _, keep = saved(tmp_path / "out", "qwen3_moe", "uniform")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["moe_intermediate_size"] == 4
-    assert {"quantization_config", "auto_map"} & config.keys() == set()
-    assert not (tmp_path / "out" / "modeling_heapr.py").exists()
-    loaded = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.model.layers[0].mlp.experts.down_proj.shape == (4, 16, 4)
-    assert KeepMask.read(tmp_path / "out" / KEEP_FILE) == keep
 
 
 def test_a_width_that_grouped_kernels_refuse_is_refused(tmp_path: Path) -> None:
@@ -293,10 +287,7 @@ def test_files_have_the_type_of_the_source(
 ) -> None:
     """The model runs in float32, and stays as it is; its files are smaller."""
     model, _ = load_model(halves, device="cpu", dtype="float32", stream=stream)
-    keep = KeepMask(
-        widths_keep(model, 8, structure=structure).arrays, {"structure": structure}
-    )
-    pruned = prune(model, keep)
+    pruned = prune(model, widths_keep(model, 8, structure=structure))
     before = logits_of(pruned, IDS)
     for dtype, name in ((None, "bfloat16"), (torch.float32, "float32")):
         save_pruned(pruned, tmp_path / name, dtype=dtype)
@@ -319,9 +310,17 @@ def same_types(folder: Path, source: Path, dtype: torch.dtype) -> None:
 
 
 def test_weights_that_changed_are_rounded(halves: Path, tmp_path: Path) -> None:
-    """To the nearest number of the source's type; without a source, not at all."""
+    """To the nearest number of the source's type; without a source, not at all.
+
+    Dropping experts writes that type, too, as pruning by atoms does.
+    """
     model, _ = load_model(halves, device="cpu", dtype="float32", stream=False)
-    pruned = prune(model, keep_of(model, "ragged"))
+    shapes = describe(model).layers
+    kept = dict.fromkeys(shapes, (0, 1, 3))
+    dropped = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
+    dropped.save(model, tmp_path / "dropped")
+    same_types(tmp_path / "dropped", halves, torch.bfloat16)
+    pruned = prune(model, random_keep(model))
     (first, *_) = sliced_experts(pruned).values()
     first.down_columns.data += 1e-3
     save_pruned(pruned, tmp_path / "known")
@@ -331,18 +330,6 @@ def test_weights_that_changed_are_rounded(halves: Path, tmp_path: Path) -> None:
     for name, tensor in unknown.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor.bfloat16(), known[name].bfloat16()), name
-
-
-def test_other_methods_write_the_type_of_the_source(
-    halves: Path, tmp_path: Path
-) -> None:
-    """Dropping experts does so, as pruning by atoms does."""
-    model, _ = load_model(halves, device="cpu", dtype="float32", stream=False)
-    shapes = describe(model).layers
-    kept = dict.fromkeys(shapes, (0, 1, 3))
-    dropped = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
-    dropped.save(model, tmp_path / "dropped")
-    same_types(tmp_path / "dropped", halves, torch.bfloat16)
 
 
 # --- on a hub ---------------------------------------------------------------------
@@ -383,9 +370,7 @@ def test_the_upload_of_the_docs(
     source = write_model(tmp_path / "dense")
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     model, tokenizer = load_model(source, device="cpu")
-    ragged = structure == "ragged"
-    keep = random_keep(model) if ragged else widths_keep(model, 4, structure=structure)
-    out = tmp_path / "pruned"
+    keep, out = keep_of(model, structure), tmp_path / "pruned"
     save_pruned(
         prune(model, keep), out, tokenizer=tokenizer, base="someone/a-moe",
         source=source, max_shard_size="8KB",

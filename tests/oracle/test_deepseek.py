@@ -9,25 +9,21 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_ids, tiny_model
-from keeps import logits_of, random_keep
+from keeps import logits_of, widths_keep
+from methods_by_hand import SIX
 from oracles import deepseek as twin
 from processes import run_each
-from safetensors.torch import save_file
-from stored_tensors import tensors_in
-from tiny_folder import write_tokenizer
+from stored_tensors import changed_json, same_tensors, tensors_in
+from tiny_folder import write_folder
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 from heapr_lab.pretrained.deepseek import DeepseekForCausalLM
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking, prune
-from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.pruning.surgery import masking
 
 pytestmark = pytest.mark.oracle
 
@@ -55,61 +51,22 @@ raise RuntimeError("the code of the checkpoint runs")
 """
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the published tensors."""
-    D, W = config["hidden_size"], config["moe_intermediate_size"]
-    head = D // config["num_attention_heads"]
-    sizes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], D),
-        "model.norm.weight": (D,),
-        "lm_head.weight": (config["vocab_size"], D),
-    }
-    for number in range(config["num_hidden_layers"]):
-        stem = f"model.layers.{number}."
-        kv = head * config["num_key_value_heads"]
-        for name, rows in {"q": D, "k": kv, "v": kv, "o": D}.items():
-            sizes[f"{stem}self_attn.{name}_proj.weight"] = (rows, D)
-        sizes[f"{stem}input_layernorm.weight"] = (D,)
-        sizes[f"{stem}post_attention_layernorm.weight"] = (D,)
-        mlps = {"mlp.": config["intermediate_size"]}
-        if number >= config["first_k_dense_replace"]:
-            sizes[f"{stem}mlp.gate.weight"] = (config["n_routed_experts"], D)
-            mlps = {
-                f"mlp.experts.{e}.": W for e in range(config["n_routed_experts"])
-            } | {"mlp.shared_experts.": W * config["n_shared_experts"]}
-        for name, width in mlps.items():
-            for part in ("gate", "up"):
-                sizes[f"{stem}{name}{part}_proj.weight"] = (width, D)
-            sizes[f"{stem}{name}down_proj.weight"] = (D, width)
-    return sizes
-
-
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model as the published one is: two files in bfloat16, and its own code."""
-    folder = tmp_path_factory.mktemp("hub") / "deepseek-moe"
-    folder.mkdir()
+    """A tiny model as the published one is: files in bfloat16, and its own code.
+
+    Its tensors have the names that the twin reads.
+    """
     config = json.loads((PUBLISHED / "config.json").read_text()) | SIZES
+    folder = tmp_path_factory.mktemp("hub") / "deepseek-moe"
+    kept = ("n_shared_experts", "first_k_dense_replace", "norm_topk_prob")
+    sizes = SIZES | SIX | {name: config[name] for name in kept}
+    model = tiny_model("deepseek", dtype=torch.bfloat16, **sizes)
+    write_folder(folder, model, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("configuration_deepseek.py", "modeling_deepseek.py"):
         (folder / name).write_text(CODE)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: (
-            torch.randn(shape, generator=generator) * 0.3 + float("norm" in name)
-        ).bfloat16()
-        for name, shape in shapes(config).items()
-    }
-    names = sorted(tensors)
-    halves = [names[: len(names) // 2], names[len(names) // 2 :]]
-    files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    for file, half in zip(files, halves, strict=True):
-        save_file({n: tensors[n] for n in half}, folder / file, {"format": "pt"})
-    index = {n: f for f, half in zip(files, halves, strict=True) for n in half}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": index})
-    )
-    write_tokenizer(folder)
     return folder
 
 
@@ -177,10 +134,8 @@ def test_text_with_a_cache_is_text_without() -> None:
 def test_another_routing_is_refused(hub: Path, tmp_path: Path) -> None:
     """A sigmoid would be another model."""
     folder = Path(shutil.copytree(hub, tmp_path / "moe"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"scoring_func": "sigmoid"})
-    )
+    with changed_json(folder) as config:
+        config["scoring_func"] = "sigmoid"
     with pytest.raises(SpecError, match="scoring_func is 'sigmoid'"):
         load_model(folder, device="cpu")
 
@@ -210,9 +165,7 @@ def test_what_is_read_is_written_again(hub: Path, tmp_path: Path) -> None:
     """Tensors by the published names, to the bit, and no code is named."""
     model, _ = load_model(hub, device="cpu", dtype="bfloat16", stream=False)
     model.save_pretrained(tmp_path)
-    once, again = tensors_in(hub), tensors_in(tmp_path)
-    assert once.keys() == again.keys()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in once.items())
+    same_tensors(hub, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert "auto_map" not in config
     assert config["model_type"] == "deepseek"
@@ -244,35 +197,18 @@ def test_its_tokenizer_reads_bytes(hub: Path, tmp_path: Path) -> None:
 # --- pruned -----------------------------------------------------------------------
 
 
-def masks(model: Any) -> dict[str, KeepMask]:
-    """A mask for each kind of checkpoint: packed by widths, and stock."""
-    windows = CalibrationSet.from_ids(torch.randint(300, (4, 16)))
-    table = collect_statistics(model, windows)
-    return {
-        "ragged": random_keep(model),
-        "uniform": select(table, ratio=0.5, structure="uniform", multiple=8),
-    }
-
-
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
-@pytest.mark.parametrize("from_files", [False, True])
-def test_pruned_and_reloaded(
-    hub: Path, tmp_path: Path, structure: str, *, from_files: bool
-) -> None:
+def test_pruned_and_reloaded(hub: Path, tmp_path: Path, structure: str) -> None:
     """Logits of the masked model; needs heapr_lab, as config.json and card say."""
-    model, tokenizer = load_model(hub, device="cpu", dtype="float32", stream=False)
-    keep, ids = masks(model)[structure], torch.arange(40, 60)[None]
+    model, _ = load_model(hub, device="cpu", dtype="float32", stream=False)
+    ids = torch.arange(40, 60)[None]
+    keep = widths_keep(model, 8, structure=structure)
     with masking(model, keep):
         expected = logits_of(model, ids)
-    out = tmp_path / "out"
-    if from_files:
-        prune_folder(hub, keep, out)
-    else:
-        save_pruned(prune(model, keep), out, tokenizer=tokenizer)
+    out = prune_folder(hub, keep, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
     torch.testing.assert_close(logits_of(loaded, ids), expected, rtol=0, atol=1e-5)
-    names = tensors_in(out).keys()
-    assert names == tensors_in(hub).keys()
+    assert tensors_in(out).keys() == tensors_in(hub).keys()
     config = json.loads((out / "config.json").read_text())
     assert "auto_map" not in config
     assert not list(out.glob("*.py"))
@@ -305,8 +241,6 @@ from transformers import AutoModelForCausalLM
 import heapr_lab
 from transformers.models.llama import LlamaForCausalLM
 from transformers import AutoConfig, AutoTokenizer
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-assert {{"heapr", "heapr_composed"}} <= AUTO_QUANTIZER_MAPPING.keys()
 assert type(AutoConfig.for_model("deepseek")).__module__.startswith("heapr_lab")
 """,
     """

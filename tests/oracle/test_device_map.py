@@ -7,7 +7,8 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from devices import GPU, OF_DEVICES
-from families import tiny_model
+from families import tiny_ids, tiny_model
+from oracles.streamed import same_tables
 from torch import nn
 
 from heapr_lab.errors import LayoutError
@@ -22,9 +23,7 @@ from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 
-WINDOWS = CalibrationSet.from_ids(
-    torch.randint(0, 48, (10, 16), generator=torch.Generator().manual_seed(0))
-)
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=10, seq_len=16))
 FAMILIES = ["qwen2_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
 _SPLIT = {"model", "model.layers"}
 """Modules that are on no single device."""
@@ -44,15 +43,8 @@ def placed(family: str, *devices: str | int, **options: Any) -> nn.Module:
 
 def check_equal(model: nn.Module, twin: nn.Module, near: float = EXACT) -> None:
     """Statistics, masked losses, pruned losses and perplexity are those of `twin`."""
-    frame, wanted = (collect_statistics(m, WINDOWS).frame for m in (model, twin))
-    assert list(frame) == list(wanted)
-    for name in wanted.select_dtypes("number"):
-        torch.testing.assert_close(
-            torch.tensor(frame[name].to_numpy()),
-            torch.tensor(wanted[name].to_numpy()),
-            rtol=near,
-            atol=near,
-        )
+    table, wanted = (collect_statistics(m, WINDOWS) for m in (model, twin))
+    same_tables(table, wanted, near)
     keep = half(twin)
     losses = []
     for each in (model, twin):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import tiny_model
 from methods_by_hand import IDS, SIX, WINDOWS, fitted, gradients_by_hand, routed
+from oracles.token_by_token import RoutedToken
 from oracles.token_by_token import matrices as by_hand
 from torch import nn
 
@@ -19,7 +20,7 @@ from heapr_lab.methods.composed_experts import Projection
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.d2_moe import base_of
 from heapr_lab.methods.low_rank import MOMENTS, ranks_of
-from heapr_lab.methods.moe_svd import Sizes, sizes_of
+from heapr_lab.methods.moe_svd import Sizes, sensitivity, sizes_of
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.text.calibration import CalibrationSet
@@ -33,22 +34,14 @@ IN_SINGLE = {"rtol": 1e-4, "atol": 1e-5}
 """Gradients pass through routers' softmax, which is computed in float32."""
 NAMES = ("gate", "up", "down")
 
-Inputs = dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor, float]]]
-
-
-def inputs_by_hand(model: nn.Module) -> Inputs:
-    """For each expert, (x, h, p) of each token routed to it, one after the other."""
-    return {
-        key: [(t.x, t.h, float(t.p)) for t in tokens]
-        for key, tokens in routed(model).items()
-    }
+Inputs = dict[tuple[int, int], list[RoutedToken]]
 
 
 def moment(tokens: list[Any], name: str, *, d_in: int) -> torch.Tensor:
     """Σ x xᵀ, token by token; damped."""
     total = torch.zeros(d_in, d_in, dtype=torch.float64)
-    for x, h, _ in tokens:
-        vector = h if name == "down" else x
+    for t in tokens:
+        vector = t.h if name == "down" else t.x
         total += torch.outer(vector, vector)
     unit = torch.eye(d_in, dtype=torch.float64)
     return total + DAMPING * total.trace() / d_in * unit if len(tokens) else unit
@@ -66,13 +59,10 @@ def whitened(matrix: torch.Tensor, rank: int, second: torch.Tensor) -> torch.Ten
 
 def product(proj: Projection, expert: int) -> torch.Tensor:
     """One matrix of an expert."""
-    total: Any = 0.0
-    if proj.left.of and proj.left.of[expert] >= 0:
-        left = proj.left.tensors[proj.left.of[expert]]
-        total = left @ proj.right.tensors[proj.right.of[expert]]
-    if proj.dense.of and proj.dense.of[expert] >= 0:
-        total = total + proj.dense.tensors[proj.dense.of[expert]]
-    return total.double()
+    parts: Any = proj.dense, proj.left, proj.right
+    dense, left, right = (part.tensor_of(expert) for part in parts)
+    low = 0.0 if left is None else left @ right
+    return (low if dense is None else dense + low).double()
 
 
 def every_matrix(
@@ -89,26 +79,6 @@ def every_matrix(
 
 
 # --- what they share --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_moments(family: str) -> None:
-    """Moments of inputs and activations, with tokens, weights and outliers."""
-    model = tiny_model(family, **SIX)
-    moments = Measurements(model, WINDOWS).collected(MOMENTS)
-    for (layer, expert), tokens in inputs_by_hand(model).items():
-        sums = moments[layer]
-        assert int(sums.tokens[expert]) == len(tokens)
-        assert float(sums.weights[expert]) == pytest.approx(sum(p for *_, p in tokens))
-        for name, i in (("up", 0), ("down", 1)):
-            expected = torch.zeros_like(sums.of(name)[expert])
-            for token in tokens:
-                expected += torch.outer(token[i], token[i])
-            torch.testing.assert_close(sums.of(name)[expert], expected)
-        sizes = [abs(float(value)) for _, h, _ in tokens for value in h]
-        mean = sum(sizes) / max(1, len(sizes))
-        share = sum(size > 2 * mean for size in sizes) / max(1, len(sizes))
-        assert float(sums.outliers[expert]) == pytest.approx(share)
 
 
 def test_ranks_by_hand() -> None:
@@ -136,7 +106,7 @@ def test_svd(family: str, options: dict[str, bool]) -> None:
     """Every matrix is the truncated one, by default with whitening."""
     model = tiny_model(family, **SIX)
     compression = fitted("svd", model, 0.4, **options)
-    inputs = inputs_by_hand(model)
+    inputs = routed(model)
     shapes = compression.shapes
     for layer, expert, name, matrix, new in every_matrix(model, compression):
         rank = ranks_of(shapes[layer.layer], Fraction(2, 5), layer=0)[name]
@@ -179,7 +149,7 @@ def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]
 def test_d2_moe(family: str) -> None:
     """The base is the weighted mean; differences are those of the whitened SVD."""
     model = tiny_model(family, **SIX)
-    fisher, inputs = fisher_by_hand(model), inputs_by_hand(model)
+    fisher, inputs = fisher_by_hand(model), routed(model)
     compression = fitted("d2-moe", model, 0.4)
     for layer, expert, name, matrix, new in every_matrix(model, compression):
         number = layer.layer
@@ -233,7 +203,7 @@ def sensitivity_by_hand(layer: ExpertsLayer, inputs: Inputs) -> float:
             matrix = by_hand(layer.module, expert)[f"W_{name}"].detach()
             values = torch.linalg.eigvalsh(matrix @ matrix.mT).clamp(min=0).sqrt()
             ranks += sum(float(v) > 0.01 * float(values.max()) for v in values)
-        sizes = [abs(float(value)) for _, h, _ in tokens for value in h]
+        sizes = [abs(float(value)) for t in tokens for value in t.h]
         outliers = sum(size > 2 * sum(sizes) / len(sizes) for size in sizes)
         total += len(tokens) / n_tokens * ranks / 3 * outliers / len(sizes)
     return total
@@ -243,9 +213,12 @@ def sensitivity_by_hand(layer: ExpertsLayer, inputs: Inputs) -> float:
 def test_the_least_sensitive_layers_are_decomposed(family: str) -> None:
     """Less than a third of a layer goes: 0.3 of one of two layers is 0.15 of all."""
     model = tiny_model(family, **SIX)
-    inputs = inputs_by_hand(model)
+    inputs = routed(model)
+    moments = Measurements(model, WINDOWS).collected(MOMENTS)
     scores = {k.layer: sensitivity_by_hand(k, inputs) for k in find_experts(model)}
-    assert len(set(scores.values())) == 2
+    for layer in find_experts(model):
+        score = sensitivity(layer, moments[layer.layer])
+        assert score == pytest.approx(scores[layer.layer])
     for ratio in (0.1, 0.15):
         compression = fitted("moe-svd-like", model, ratio)
         assert list(compression.compositions) == [min(scores, key=lambda k: scores[k])]
@@ -257,7 +230,7 @@ def test_the_least_sensitive_layers_are_decomposed(family: str) -> None:
 def test_moe_svd(family: str, ratio: float) -> None:
     """V is that of the expert with most tokens, U the least squares for its inputs."""
     model = tiny_model(family, **SIX)
-    inputs = inputs_by_hand(model)
+    inputs = routed(model)
     reduced = fitted("moe-svd-like", model, ratio, most_of_layer=0.6)
     shared_lefts = dense_experts = 0
     for layer in [k for k in find_experts(model) if k.layer in reduced.compositions]:
@@ -278,7 +251,7 @@ def check_projection(
 
     def weight_of(expert: int) -> tuple[int, float]:
         tokens = inputs[layer.layer, expert]
-        return len(tokens), sum(p for *_, p in tokens)
+        return len(tokens), sum(float(t.p) for t in tokens)
 
     low = sorted(low, key=weight_of, reverse=True)
     for expert in set(range(6)) - set(low):

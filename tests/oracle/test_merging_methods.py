@@ -31,9 +31,6 @@ pytestmark = pytest.mark.oracle
 NAMES = ("hc-smoe", "mc-smoe", "sub-moe-like", "ream", "random-groups")
 
 
-# --- what is measured -------------------------------------------------------------
-
-
 # --- HC-SMoE ----------------------------------------------------------------------
 
 
@@ -223,6 +220,8 @@ def test_what_is_refused_by_name() -> None:
     for name in ("mc-smoe", "ream"):
         with pytest.raises(LayoutError, match=f"{name} needs its logits"):
             fitted(name, odd, 0.25)
+    with pytest.raises(LayoutError, match="cannot be routed anew"):
+        fitted("naee", odd, 0.25)
     assert fitted("hc-smoe", odd, 0.25).achieved_ratio == 0.25
 
 

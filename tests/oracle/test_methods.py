@@ -1,6 +1,7 @@
 """The rules of compression methods against loops over single tokens and experts."""
 
 import itertools
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from families import tiny_model
 from methods_by_hand import (
     FAMILIES,
     IDS,
+    IN_SINGLE,
     SIX,
     WINDOWS,
     fitted,
@@ -19,19 +21,20 @@ from methods_by_hand import (
     removed,
     routed,
 )
-from oracles.token_by_token import matrices, run, statistics
-from text_models import atoms_by_hand, experts_calls
+from oracles.token_by_token import matrices
+from text_models import atoms_by_hand
 from torch import nn
 
-from heapr_lab import methods
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import experts, naee
 from heapr_lab.methods.collectors import Measurements, expert_output
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
+from heapr_lab.methods.gradients import WeightGradients, visit_gradients
 from heapr_lab.models.experts import find_experts
+from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.expert_calls import iter_expert_calls
-from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 
@@ -178,7 +181,9 @@ def test_naee_is_greedy_where_there_are_too_many_subsets() -> None:
         assert set(kept) == left
 
 
-def test_naee_on_fewer_tokens_takes_those_of_every_window() -> None:
+def test_naee_on_fewer_tokens_takes_those_of_every_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """20 of 60 tokens: positions 0, 3, 6, 9 of each window."""
     model = tiny_model("qwen2_moe")
     seen: list[int] = []
@@ -188,44 +193,29 @@ def test_naee_on_fewer_tokens_takes_those_of_every_window() -> None:
         seen.append(len(calls.hidden_states))
         original(self, axis, calls)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(naee.LayerLoss, "__init__", note)
-        fitted("naee", model, 0.25, most_tokens=20)
+    monkeypatch.setattr(naee.LayerLoss, "__init__", note)
+    fitted("naee", model, 0.25, most_tokens=20)
     assert seen == [24, 24]
-
-
-def test_naee_refuses_routing_that_it_cannot_repeat() -> None:
-    """Where the block, not the router, corrects the choice of experts."""
-    model: Any = tiny_model("minimax_m2")
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if "correction" in name:
-                buffer.copy_(torch.tensor([9.0, 0, 0, 0]))
-    with pytest.raises(LayoutError, match="cannot be routed anew"):
-        fitted("naee", model, 0.25)
 
 
 # --- atoms ------------------------------------------------------------------------
 
 
-def test_heapr_by_the_matrix_of_the_paper() -> None:
-    """The atoms that go have the lowest ½ mean eᵀ Ḡ e, from Ḡ itself."""
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("heapr", {}),
+        ("heapr-l", {"scope": "layer"}),
+        ("heapr-expert", {"granularity": "expert"}),
+    ],
+)
+def test_ours_are_selections_of_the_statistics(
+    name: str, settings: dict[str, Any]
+) -> None:
+    """Of which test_families.py has the numbers."""
     model = tiny_model("qwen2_moe")
-    _, records = run(model, IDS)
-    scores: dict[Any, float] = {}
-    for layer in find_experts(model):
-        for expert in range(layer.n_experts):
-            atoms = statistics(records[id(layer.module)], expert)["heapr"]
-            scores |= {(layer.layer, expert, k): float(v) for k, v in enumerate(atoms)}
-    assert removed(fitted("heapr", model, 0.3)) == lowest(scores, 19)  # of 64
-    local = {k: s for k, s in scores.items() if k[0] == 1}
-    of_layer = {k for k in removed(fitted("heapr-l", model, 0.3)) if k[0] == 1}
-    assert of_layer == lowest(local, 9)  # of 32
-    sums: dict[Any, float] = {}
-    for (layer, expert, _), value in scores.items():
-        sums[layer, expert] = sums.get((layer, expert), 0.0) + value
-    gone = {key[:2] for key in removed(fitted("heapr-expert", model, 0.3))}
-    assert gone == lowest(sums, 3)  # of 8
+    expected = select(collect_statistics(model, WINDOWS), ratio=0.3, **settings)
+    assert fitted(name, model, 0.3).keep == expected
 
 
 def test_magnitude_by_hand() -> None:
@@ -353,17 +343,62 @@ def test_enp_keeps_no_expert_whole() -> None:
         fitted("tenp-like", model, 0.5, whole=1.0)
 
 
-# --- experts without tokens -------------------------------------------------------
+# --- gradients of the weights, against autograd through the family's own code -----
 
 
-def test_dead_experts_lose_their_atoms_first() -> None:
-    """Ours: in each layer no token reaches two of four experts, which go first."""
-    model, ids = tiny_model("qwen3_moe"), IDS[:1, :3]
-    calls = experts_calls(model, ids)
-    used = {k: {*index[:-1].flatten().tolist()} for k, (_, index, _) in calls.items()}
-    assert all(len(experts) == 2 for experts in used.values())
-    windows = CalibrationSet.from_ids(ids)
-    gone = removed(methods.get("heapr").fit(model, windows, ratio=0.5))
-    dead = {(k, e) for k, experts in used.items() for e in {0, 1, 2, 3} - experts}
-    assert {key[:2] for key in gone} == dead
-    assert len(gone) == 8 * len(dead)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "nemotron_h"])
+def test_gradients_are_those_of_autograd(family: str) -> None:
+    """Gradients of each window and layer, oriented as `up_rows` and `down`."""
+    model, seen = tiny_model(family), defaultdict(list)
+
+    def note(grads: WeightGradients) -> None:
+        seen[grads.layer.layer].append((grads.up_rows.clone(), grads.down.clone()))
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    visit_gradients(model, WINDOWS, note)
+    layers = {layer.layer: layer for layer in find_experts(model)}
+    for number, expected in enumerate(gradients_by_hand(model)):
+        for (layer, expert), w in expected.items():
+            up, down = seen[layer][number]
+            gradients = layers[layer].apart(up[expert]) | {"down": down[expert]}
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, w[f"W_{name}"], **IN_SINGLE)
+        assert max(float(w["W_up"].abs().max()) for w in expected.values()) > 1e-4
+
+
+def test_the_model_is_as_before() -> None:
+    """Modes, flags and gradients, after a pass and after an exception in one."""
+    model = tiny_model("qwen2_moe").train()
+    weight = find_experts(model)[0].module.down_proj
+    weight.grad = torch.full_like(weight, 3.0)
+    next(model.parameters()).requires_grad_(False)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+
+    def fail(_grads: WeightGradients) -> None:
+        assert not model.training
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        visit_gradients(model, WINDOWS, fail)
+    visit_gradients(model, WINDOWS, lambda _: None)
+    assert model.training
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+    rest = [p.grad for p in model.parameters() if p is not weight]
+    assert rest == [None] * len(rest)
+
+
+def test_gradients_that_are_not_finite_are_refused() -> None:
+    """The layer is named by its number."""
+    model = tiny_model("mixtral")
+
+    def spoil(grads: WeightGradients) -> None:
+        grads.down[0, 0, 0] = torch.inf
+
+    with pytest.raises(HeaprLabError, match="non-finite gradients in layer 1"):
+        visit_gradients(model, WINDOWS, spoil)
+    progress: list[tuple[int, int]] = []
+    visit_gradients(
+        model, WINDOWS, lambda _: None, progress=lambda *done: progress.append(done)
+    )
+    assert progress == [(done, len(IDS)) for done in range(1, len(IDS) + 1)]

@@ -13,6 +13,7 @@ import torch
 from commands import one_line, run, text_of
 from families import D_VOCAB, tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
+from methods_by_hand import reloaded
 from quantised_folder import in_fp8, of_each_weight
 from stored_tensors import changed_tensors, same_tensors, tensors_in
 from tiny_folder import D_VOCAB as TEXT_VOCABULARY
@@ -89,6 +90,13 @@ def source_of(folder: Path, family: str, **sizes: Any) -> Path:
             values = torch.randn(shape, generator=generator, dtype=torch.float64)
             values *= 0.4 if values.dim() > 1 else 0.1
             stored[name] = values.to(model.dtype)
+    return folder
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """A tiny model that reads text."""
+    sizes = {"vocab_size": TEXT_VOCABULARY, "max_position_embeddings": 2048}
+    write_tokenizer(source_of(folder, "glm4_moe", **sizes))
     return folder
 
 
@@ -193,9 +201,7 @@ def test_speculative_decoding_with_the_pruned_one(tmp_path):
 @pytest.mark.parametrize("method", ["paper", "best"])
 def test_on_the_command_line(tmp_path, method):
     """It uses the text that atoms were scored on, for either way to make weights."""
-    sizes = {"vocab_size": TEXT_VOCABULARY, "max_position_embeddings": 2048}
-    source = source_of(tmp_path / "source", "glm4_moe", **sizes)
-    write_tokenizer(source)
+    source = with_tokenizer(tmp_path / "source")
     write_text(tmp_path / "text.txt")
     chosen = ("--ratio", 0.5, "--method", method, "--structure", "uniform")
     run("prune", source, *chosen, "--out", tmp_path / "out", *text_of(tmp_path))
@@ -212,10 +218,8 @@ def test_on_the_command_line(tmp_path, method):
 @pytest.mark.parametrize("lost", ["experts.2.up_proj", "eh_proj", "self_attn"])
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
 def test_half_of_it_is_refused_before_anything_is_done(tmp_path, lost, structure):
-    """The error is one line that names it, in the command before a text is read."""
-    sizes = {"vocab_size": TEXT_VOCABULARY, "max_position_embeddings": 2048}
-    source = source_of(tmp_path / "source", "glm4_moe", **sizes)
-    write_tokenizer(source)
+    """The error is one line that names it, as that of the command is."""
+    source = with_tokenizer(tmp_path / "source")
     keep = widths_keep(read_weights(source), WIDTH, structure=structure)
     with changed_tensors(source) as stored:
         for name in [n for n in stored if n.startswith(LAST) and lost in n]:
@@ -223,7 +227,7 @@ def test_half_of_it_is_refused_before_anything_is_done(tmp_path, lost, structure
     text = CalibrationSet.from_ids(tiny_ids())
     with pytest.raises(LayoutError, match=r"layers\.3\..*download"):
         prune_folder(source, keep, tmp_path / "out", calibration=text)
-    chosen = ("--ratio", 0.5, "--structure", structure, "--corpus", tmp_path / "none")
+    chosen = ("--ratio", 0.5, "--structure", structure, "--corpus", "pydocs")
     assert "layers.3." in one_line("prune", source, *chosen, "--out", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -326,9 +330,7 @@ def test_without_text_it_is_kept_or_left_out(tmp_path, family, structure):
         note = read_json(folder / "heapr_manifest.json")[verb]
         assert note.startswith(f"{len(extra)} tensors of layers")
         assert f"| {verb} | {note} |" in (folder / "README.md").read_text()
-        again = read_weights(folder, dtype=torch.float64)
-        again.set_experts_implementation("eager")
-        logits = logits_of(again, tiny_ids())
+        logits = logits_of(reloaded(folder), tiny_ids())
         assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-12)
 
 

@@ -80,11 +80,6 @@ class Side:
             self.model, self.tokenizer, name="tiny", profile=PROFILES["small"]
         )
 
-    @property
-    def setting(self) -> Setting:
-        """Half of the atoms, by the text."""
-        return Setting(0.5, calibration=self.calibration)
-
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> list[Side]:
@@ -95,20 +90,6 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> list[Side]:
     pair = [Side(device, root) for device in ("cpu", GPU)]
     assert {p.device.type for p in pair[1].model.parameters()} == {GPU}
     return pair
-
-
-def same(
-    sides: list[Side], call: Callable[[Side], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both give the same numbers, with a cache of their own."""
-    outputs = []
-    for side in sides:
-        monkeypatch.setenv("HEAPR_CACHE_DIR", str(side.place / "cache"))
-        torch.manual_seed(0)
-        outputs.append(list(numbers(call(side))))
-    assert outputs[0]
-    for ours, theirs in zip(*outputs, strict=True):
-        torch.testing.assert_close(theirs, ours, equal_nan=True, **CLOSE)
 
 
 def numbers(output: Any) -> Iterator[torch.Tensor]:
@@ -198,7 +179,7 @@ CALLS: dict[str, Callable[[Side], Any]] = {
     ),
     "prune": Side.pruned,
     "ratio_for_loss": lambda side: heapr_lab.ratio_for_loss(
-        side.bench, side.setting, side.text
+        side.bench, Setting(0.5, calibration=side.calibration), side.text
     )[1],
     "run_tasks": on_tasks,
     "save_pruned": saved,
@@ -219,14 +200,6 @@ def _takes_a_model(name: str) -> bool:
 def test_every_public_function_that_takes_a_model_is_here() -> None:
     """The calls are those functions and no others."""
     assert set(filter(_takes_a_model, heapr_lab.__all__)) == CALLS.keys() | OTHERS
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_public_functions(
-    name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each function gives the same numbers on both devices."""
-    same(sides, CALLS[name], monkeypatch)
 
 
 # --- what the panel shows of a passage ------------------------------------------------
@@ -259,27 +232,54 @@ INSPECTED: dict[str, Callable[[Side], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", INSPECTED)
-def test_what_is_shown_of_a_passage(
+# --- methods, and layers on disk ------------------------------------------------------
+
+
+def fitted(name: str, side: Side) -> list[Any]:
+    """What a method makes of the model, on the device."""
+    compression = methods.get(name).fit(side.model, side.windows, ratio=0.25)
+    return [compression.achieved_ratio, compression.materialise(side.model)]
+
+
+def streamed(side: Side) -> list[Any]:
+    """Scored, masked, pruned, saved and compressed, a layer at a time."""
+    model, _ = side.opened(stream=True)
+    windows = side.windows
+    table = collect_statistics(model, windows)
+    keep = select(table, ratio=0.5)
+    with masking(model, keep):
+        masked = window_nll(model, windows.ids)
+    assert find_experts(model)[0].device.type == side.device
+    folder = heapr_lab.save_pruned(prune(model, keep), side.place / "streamed")
+    again, _ = heapr_lab.load_model(folder, device="cpu", dtype="float64")
+    best = compress(model, windows, ratio=0.5)
+    return [table.frame, masked, again, window_nll(best, windows.ids)]
+
+
+EVERY = {
+    **CALLS,
+    **INSPECTED,
+    **{name: functools.partial(fitted, name) for name in methods.names()},
+    "layers from disk": streamed,
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_both_devices_give_the_same_numbers(
     name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each inspection gives the same numbers on both devices."""
-    same(sides, INSPECTED[name], monkeypatch)
+    """Each function, inspection and method, with a cache of its own."""
+    outputs = []
+    for side in sides:
+        monkeypatch.setenv("HEAPR_CACHE_DIR", str(side.place / "cache"))
+        torch.manual_seed(0)
+        outputs.append(list(numbers(EVERY[name](side))))
+    assert outputs[0]
+    for ours, theirs in zip(*outputs, strict=True):
+        torch.testing.assert_close(theirs, ours, equal_nan=True, **CLOSE)
 
 
-# --- methods, implementations, types, layers on disk ----------------------------------
-
-
-@pytest.mark.parametrize("name", methods.names())
-def test_methods(name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fitted and materialised on the device."""
-    method = methods.get(name)
-
-    def fitted(side: Side) -> list[Any]:
-        compression = method.fit(side.model, side.windows, ratio=0.25)
-        return [compression.achieved_ratio, compression.materialise(side.model)]
-
-    same(sides, fitted, monkeypatch)
+# --- implementations and types --------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
@@ -320,25 +320,3 @@ def test_half_precision(dtype: torch.dtype) -> None:
         sums = torch.tensor(frame["sum_h2"].sum())
         outputs.append([masked, pruned, sums.log(), torch.tensor(best.nll)])
     torch.testing.assert_close(*outputs, rtol=0.02, atol=0.02)
-
-
-def test_layers_go_there_from_disk(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scored, masked, pruned, saved and compressed, a layer at a time."""
-
-    def streamed(side: Side) -> list[Any]:
-        model, _ = side.opened(stream=True)
-        windows = side.windows
-        table = collect_statistics(model, windows)
-        keep = select(table, ratio=0.5)
-        with masking(model, keep):
-            masked = window_nll(model, windows.ids)
-        layer = find_experts(model)[0]
-        assert layer.device.type == side.device
-        folder = heapr_lab.save_pruned(prune(model, keep), side.place / "streamed")
-        again, _ = heapr_lab.load_model(folder, device="cpu", dtype="float64")
-        best = compress(model, windows, ratio=0.5)
-        return [table.frame, masked, again, window_nll(best, windows.ids)]
-
-    same(sides, streamed, monkeypatch)

@@ -20,7 +20,6 @@ from text_models import (
     model_of,
     tolerance,
 )
-from tiny_folder import D_VOCAB
 
 from heapr_lab.errors import SpecError
 from heapr_lab.inspection.activations import (
@@ -38,32 +37,33 @@ from heapr_lab.inspection.passages import (
 )
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import IMPLEMENTATION
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 CONTEXT = 64
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seq_len=11))
+IDS = WINDOWS.ids
 
 
 # --- the text ---------------------------------------------------------------------
 
 
 def test_tokens_join_to_the_text(tokenizer: Any) -> None:
-    """Every character stands with the token that completes it, and none is lost."""
+    """Every character stands with the token that completes it, and none is lost.
+
+    Nor are bytes that never become a character.
+    """
     passage = read_passage(model_of("qwen2_moe"), tokenizer, text=TEXT)
     assert passage.text == TEXT
     assert passage.ids.shape == (1, len(passage.tokens))
     place = passage.tokens.index("漢")
     assert passage.tokens[place - 2 : place] == ("", "")  # two of its three bytes
     assert passage.tokens[:3] == ("th", "e", " ")
-
-
-def test_tokens_that_are_no_text_are_shown(tokenizer: Any) -> None:
-    """Bytes that never become a character are not swallowed."""
     ids = tokenizer("a漢b")["input_ids"]
-    texts = token_texts(tokenizer, [ids[0], ids[1], ids[4], ids[1]])
+    broken = [ids[0], ids[1], ids[4], ids[1]]
+    texts = token_texts(tokenizer, broken)
     assert len(texts) == 4
-    assert "".join(texts) == tokenizer.decode([ids[0], ids[1], ids[4], ids[1]])
+    assert "".join(texts) == tokenizer.decode(broken)
     assert texts[-1] == "\ufffd"
 
 
@@ -128,19 +128,12 @@ def test_token_losses(tokenizer: Any, family: str) -> None:
     assert losses["delta_nll"].equals(losses["pruned_nll"] - losses["dense_nll"])
     assert losses["token"].tolist() == list(passage.tokens)
     assert steps == [(1, 2), (2, 2)]
-
-
-def test_token_losses_with_other_columns(tokenizer: Any) -> None:
-    """Columns that stand for W_down are the pruned model's, not the dense one's."""
-    model = model_of("qwen2_moe")
-    keep = random_keep(model)
-    passage = read_passage(model, tokenizer, text=TEXT)
-    plain = token_losses(model, passage, keep=keep)
+    # Columns that stand for W_down are the pruned model's, not the dense one's.
     layer = find_experts(model)[0]
     down_projs = {layer.layer: 2 * layer.down.detach()}
-    losses = token_losses(model, passage, keep=keep, down_projs=down_projs)
-    pd.testing.assert_series_equal(losses["dense_nll"], plain["dense_nll"])
-    assert (losses["pruned_nll"] != plain["pruned_nll"]).iloc[1:].all()
+    others = token_losses(model, passage, keep=keep, down_projs=down_projs)
+    pd.testing.assert_series_equal(others["dense_nll"], losses["dense_nll"])
+    assert (others["pruned_nll"] != losses["pruned_nll"]).iloc[1:].all()
 
 
 # --- continuations ----------------------------------------------------------------
@@ -176,18 +169,11 @@ def test_continuations(tokenizer: Any, family: str) -> None:
     assert steps == 2 * [(done, 9) for done in range(1, 10)]
 
 
-def test_a_continuation_ends_with_the_text(tokenizer: Any) -> None:
-    """The model's end of text is the last token that is written."""
-    model = model_of("qwen2_moe")
-    prompt = read_passage(model, tokenizer, text="the north", room=9)
-    first = continue_text(model, tokenizer, prompt=prompt, n_tokens=1)["token_id"][0]
-    model.generation_config.eos_token_id = int(first)
-    tokens = continue_text(model, tokenizer, prompt=prompt, n_tokens=9)
-    assert tokens["token_id"].tolist() == [first]
+def test_the_end_of_a_continuation(tokenizer: Any) -> None:
+    """The model's end of text is the last token; the progress callback can end it, too.
 
-
-def test_a_continuation_can_be_ended(tokenizer: Any) -> None:
-    """What the progress callback raises ends it, and the model is as it was."""
+    What that raises leaves the model as it was.
+    """
     model = model_of("qwen2_moe")
     before = model.config._experts_implementation
     prompt = read_passage(model, tokenizer, text="the north", room=9)
@@ -202,6 +188,10 @@ def test_a_continuation_can_be_ended(tokenizer: Any) -> None:
     assert model.config._experts_implementation == before
     with pytest.raises(SpecError, match="n_tokens is 0"):
         continue_text(model, tokenizer, prompt=prompt, n_tokens=0)
+    first = continue_text(model, tokenizer, prompt=prompt, n_tokens=1)["token_id"][0]
+    model.generation_config.eos_token_id = int(first)
+    tokens = continue_text(model, tokenizer, prompt=prompt, n_tokens=9)
+    assert tokens["token_id"].tolist() == [first]
 
 
 # --- who serves a token -----------------------------------------------------------
@@ -245,15 +235,6 @@ def test_atoms_of_token(tokenizer: Any, family: str) -> None:
     )
 
 
-def test_traces_are_of_the_dense_model(tokenizer: Any) -> None:
-    """Asked while a mask is on, they say what they say without it."""
-    model = model_of("qwen2_moe")
-    passage = read_passage(model, tokenizer, text=TEXT)
-    expected = routing(model, passage)
-    with masking(model, random_keep(model)):
-        pd.testing.assert_frame_equal(routing(model, passage), expected)
-
-
 def test_what_is_not_there(tokenizer: Any) -> None:
     """Layers, positions, experts and atoms that do not exist are named."""
     model = model_of("deepseek_v3")  # layer 0 has no routed experts
@@ -284,9 +265,8 @@ def test_top_contexts(
     """The largest |h| of all, found batch by batch, with the text around each."""
     monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
     model = model_of(family)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
     layer, expert, atom = find_experts(model)[0].layer, 2, 3
-    every = atoms_by_hand(model, ids)
+    every = atoms_by_hand(model, IDS)
     top = every[every["layer"].eq(layer) & every["expert"].eq(expert)]
     top = top[top["atom"].eq(atom)].assign(size=lambda frame: frame["h"].abs())
     top = top.nlargest(6, "size")
@@ -294,7 +274,7 @@ def test_top_contexts(
 
     rows = top_contexts(
         model,
-        CalibrationSet.from_ids(ids),
+        WINDOWS,
         tokenizer=tokenizer,
         layer=layer,
         expert=expert,
@@ -309,7 +289,7 @@ def test_top_contexts(
     np.testing.assert_allclose(rows["p"], top["p"], **CLOSE)
     assert steps == [(2, 5), (4, 5), (5, 5)]
     for row in rows.itertuples():
-        around = ids[row.window, max(0, row.position - 3) : row.position + 4]
+        around = IDS[row.window, max(0, row.position - 3) : row.position + 4]
         assert row.before + row.token + row.after == tokenizer.decode(around)
 
 
@@ -317,26 +297,24 @@ def test_top_contexts(
 def test_atoms_at_tokens(family: str) -> None:
     """The mean over the tokens of what a loop over all atoms finds, largest first."""
     model = model_of(family)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
     layer = find_experts(model)[0].layer
     places = pd.DataFrame({"window": [3, 0, 3, 4], "position": [10, 2, 4, 0]})
-    every = atoms_by_hand(model, ids).query("layer == @layer")
+    every = atoms_by_hand(model, IDS).query("layer == @layer")
     size = (every["p"] * every["h"]).abs() * every["w_down_norm"]
     every["share"] = size / size.groupby(every["place"]).transform("sum")
     rows = every[every["place"].isin(11 * places["window"] + places["position"])]
     atoms = rows.groupby(["expert", "atom"])["share"]
     expected = pd.DataFrame({"n_tokens": atoms.count(), "share": atoms.sum() / 4})
-    windows = CalibrationSet.from_ids(ids)
 
-    table = atoms_at_tokens(model, windows, places, layer=layer, n=10**6)
+    table = atoms_at_tokens(model, WINDOWS, places, layer=layer, n=10**6)
 
     assert table["share"].is_monotonic_decreasing
     assert table["share"].sum() == pytest.approx(1)
     table = table.set_index(["expert", "atom"]).sort_index()
     pd.testing.assert_frame_equal(table, expected, check_dtype=False, rtol=1e-6)
-    some = atoms_at_tokens(model, windows, places, layer=layer, n=3)
+    some = atoms_at_tokens(model, WINDOWS, places, layer=layer, n=3)
     assert some["share"].tolist() == table["share"].nlargest(3).tolist()
-    assert atoms_at_tokens(model, windows, places[:0], layer=layer).empty
+    assert atoms_at_tokens(model, WINDOWS, places[:0], layer=layer).empty
 
 
 def test_of_equal_activations_the_first(
@@ -348,11 +326,9 @@ def test_of_equal_activations_the_first(
     layer = find_experts(model)[0]
     with torch.no_grad():
         layer.up_rows[2, layer.atom_rows(torch.tensor([3]))] = 0
-    ids = torch.from_numpy(np.random.default_rng(0).integers(1, D_VOCAB, (5, 11)))
     query: dict[str, Any] = {"layer": layer.layer, "expert": 2, "atom": 3, "n": 12}
-    windows = CalibrationSet.from_ids(ids)
-    rows = top_contexts(model, windows, tokenizer=tokenizer, **query)
-    _, index, _ = experts_calls(model, ids)[layer.layer]
+    rows = top_contexts(model, WINDOWS, tokenizer=tokenizer, **query)
+    _, index, _ = experts_calls(model, IDS)[layer.layer]
     first = [place for place in range(55) if 2 in index[place].tolist()][:12]
     assert (rows["window"] * 11 + rows["position"]).tolist() == first
     assert rows["h"].eq(0).all()

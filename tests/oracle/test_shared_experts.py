@@ -68,6 +68,7 @@ def test_saved_and_sliced(family: str, n_shared: int, tmp_path: Path) -> None:
     saved = save_pruned(prune(model, keep), tmp_path / "saved")
     sliced = prune_folder(tmp_path / "dense", keep, tmp_path / "sliced")
     same_tensors(saved, sliced)
+    check_added(tmp_path / "dense", sliced, wider=n_shared == 1)
     for name in ("config.json", KEEP_FILE):
         assert (saved / name).read_bytes() == (sliced / name).read_bytes(), name
     config = json.loads((saved / "config.json").read_text())
@@ -82,19 +83,12 @@ def test_saved_and_sliced(family: str, n_shared: int, tmp_path: Path) -> None:
         assert (f"| padded | {note} |" in card) == (note is not None)
 
 
-@pytest.mark.parametrize("family", COUNTED)
-def test_what_is_added_is_zero(family: str, tmp_path: Path) -> None:
+def check_added(dense: Path, sliced: Path, *, wider: bool) -> None:
     """The first atoms are the dense model's, to the bit, and nothing else changes."""
-    model = model_of(family)
-    model.save_pretrained(tmp_path / "dense")
-    keep = widths_keep(model, WIDTH, structure="uniform")
-    sliced = prune_folder(tmp_path / "dense", keep, tmp_path / "sliced")
-    before, after = tensors_in(tmp_path / "dense"), tensors_in(sliced)
+    before, after = tensors_in(dense), tensors_in(sliced)
     shared = {name for name in before if ".shared_experts." in name}
     assert shared
-    for name in before:
-        if ".mlp.experts." in name:
-            continue
+    for name in [name for name in before if ".mlp.experts." not in name]:
         rows, columns = [*before[name].shape, 1][:2]
         wide = after[name] if after[name].ndim == 2 else after[name][:, None]
         kept = wide[:rows, :columns].reshape(before[name].shape)
@@ -102,20 +96,20 @@ def test_what_is_added_is_zero(family: str, tmp_path: Path) -> None:
         wide = wide.clone()
         wide[:rows, :columns] = 0
         assert not wide.any()
-        assert (after[name].shape != before[name].shape) == (name in shared)
+        grown = after[name].shape != before[name].shape
+        assert grown == (wider and name in shared)
 
 
 def test_no_zero_atoms_where_the_width_divides() -> None:
-    """Elsewhere there are fewer than a routed expert has."""
+    """Elsewhere there are fewer than a routed expert has.
+
+    The example of docs/checkpoints.md is DeepSeekMoE-16B with 832 of 1,408 atoms.
+    """
     config = model_of("deepseek_v2").config
     for width in range(1, DENSE + 1):
         stock = stock_config(config, width)
         assert stock.n_zero == -DENSE % width < width
         assert bool(stock.padded) == (stock.n_zero > 0)
-
-
-def test_the_example_of_the_documentation() -> None:
-    """docs/checkpoints.md: DeepSeekMoE-16B with 832 of 1,408 atoms."""
     stock = stock_config(read_config(SHAPES / "DeepSeekMoE-16B-Base"), 832)
     assert (stock.n_zero, stock.config.n_shared_experts) == (512, 4)
     wide = {shape for name, shape in stock.padded.items() if "down_proj" in name}

@@ -5,48 +5,42 @@ Both models are streamed, so that results are the same to the bit.
 
 import gc
 import math
-import shutil
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
+from families import tiny_ids
 from keeps import random_keep
-from tiny_folder import opened, write_folder
+from oracles.streamed import free_on_disk, written
+from tiny_folder import opened
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.calibrated import CalibratedModel
-from heapr_lab.refinement.compensation import (
-    Compensation,
-    LayerSolver,
-    fit_compensation,
-)
-from heapr_lab.refinement.compress import compress, fit_compression
+from heapr_lab.refinement.compensation import LayerSolver, fit_compensation
+from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.streaming.sweep_store import SweepStore
 from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(
-    torch.randint(0, 48, (12, 16), generator=torch.Generator().manual_seed(0))
-)
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=12, seq_len=16))
 N_LAYERS = 4
 SUMS = {"layer": (2, 1, 32, 32), "expert": (2, 4, 8, 8)}
 """Shapes of a layer's sums: 4 experts of 8 atoms."""
 DOWN = (4, 16, 8)
-Usage = namedtuple("Usage", "total used free")
+Make = Callable[[Any], tuple[KeepMask, Any]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of four layers."""
-    path = tmp_path_factory.mktemp("model")
-    return write_folder(path, tiny_model("qwen3_moe", num_hidden_layers=N_LAYERS))
+    place = tmp_path_factory.mktemp("model")
+    return written(place, "qwen3_moe", num_hidden_layers=N_LAYERS)
 
 
 @pytest.fixture(autouse=True)
@@ -103,71 +97,65 @@ def peak(
     return lambda kind: max(counts[kind])
 
 
-def assert_same(one: Compensation, other: Compensation) -> None:
-    """The new weights are the same to the bit."""
-    assert list(one.down_projs) == list(other.down_projs)
-    for layer in one.down_projs:
-        assert torch.equal(one.down_projs[layer], other.down_projs[layer])
+# --- compress, compensate -----------------------------------------------------------
 
 
-# --- compress -----------------------------------------------------------------------
+def compressed(model: Any) -> tuple[KeepMask, Any]:
+    """A mask, and new weights, by `compress`."""
+    fit = fit_compression(model, WINDOWS, ratio=0.5)
+    return fit.keep, fit
 
 
-def test_compress(folder: Path, files: Path) -> None:
-    """The same report, mask and weights, to the bit; no file stays."""
-    expected = fit_compression(
-        opened(folder, stream=True, host_memory="1GB"), WINDOWS, ratio=0.5
-    )
-    assert expected.compensation is not None
-    paths = left(files)
-    for room in (0, 20_000):
-        fit = fit_compression(
-            opened(folder, stream=True, host_memory=room), WINDOWS, ratio=0.5
-        )
-        assert fit.keep.fingerprint == expected.keep.fingerprint
-        assert fit.report.equals(expected.report)
-        assert fit.compensation is not None
-        assert_same(fit.compensation, expected.compensation)
-        assert list(files.rglob("*.safetensors"))  # of the new weights
-        del fit
-        assert left(files) == paths
-    del expected
-    assert not left(files)
+def compensated(model: Any) -> tuple[KeepMask, Any]:
+    """A mask, and new weights, by `compensate`."""
+    keep = random_keep(model)
+    return keep, fit_compensation(model, keep, WINDOWS)
 
 
-def test_the_pruned_model_reads_its_weights(folder: Path, files: Path) -> None:
-    """It reads them as long as it is used."""
-    losses = []
-    for room in ("1GB", 0):
-        model = opened(folder, stream=True, host_memory=room)
-        pruned = compress(model, WINDOWS, ratio=0.5)
+@pytest.mark.parametrize("room", [0, 10_000])
+@pytest.mark.parametrize("make", [compressed, compensated])
+def test_the_same_without_room(
+    make: Make, room: int, folder: Path, files: Path
+) -> None:
+    """The same report, mask and weights, to the bit; they mask and prune like others.
+
+    The pruned model reads them as long as it is used, and then no file stays.
+    """
+    fits, losses = [], []
+    for budget in ("1GB", room):
+        model = opened(folder, stream=True, host_memory=budget)
+        keep, fit = make(model)
+        with masking(model, keep, fit.down_projs):
+            masked = window_nll(model, WINDOWS.ids)
+        pruned = prune(model, keep, down_projs=fit.down_projs)
+        fits.append((keep.fingerprint, fit))
         losses.append(window_nll(pruned, WINDOWS.ids))
-        assert room != 0 or list(files.rglob("*.safetensors"))
-        del model, pruned
+        assert torch.allclose(losses[-1], masked, rtol=1e-9)
+        assert budget == "1GB" or list(files.rglob("*.safetensors"))
+    (name, expected), (again, fit) = fits
+    assert name == again
+    assert fit.report.equals(expected.report)
+    assert list(fit.down_projs) == list(expected.down_projs)
+    for layer, down in fit.down_projs.items():
+        assert torch.equal(down, expected.down_projs[layer])
     assert torch.equal(*losses)
+    del model, pruned, fits, fit, expected
     assert not left(files)
 
 
 @pytest.mark.parametrize("room", [0, "1GB"])
+@pytest.mark.parametrize("make", [compressed, compensated])
 def test_one_layer_is_in_memory(
-    room: int | str, folder: Path, peak: Callable[[str], int]
+    make: Make, room: int | str, folder: Path, peak: Callable[[str], int]
 ) -> None:
     """Without room: the sums of one, its weights and the new ones, where all fit."""
-    model = opened(folder, stream=True, host_memory=room)
-    fitted = CalibratedModel(model, WINDOWS.three_parts()[0])
-    before = n_held(*SUMS.values()), n_held(DOWN)
-    fit_compression(model, WINDOWS, ratio=0.5, fitted=fitted)
-    assert before == (0, 0)
+    make(opened(folder, stream=True, host_memory=room))
     if room == 0:
         assert peak("sums") == 1
         assert peak("down_projs") <= 2
     else:
-        assert peak("sums") >= N_LAYERS
-        assert peak("down_projs") >= N_LAYERS
-
-
-class _StoppedError(Exception):
-    """Raised by the test."""
+        assert peak("sums") >= N_LAYERS or make is compensated  # layer by layer
+        assert peak("down_projs") >= N_LAYERS - (make is compensated)
 
 
 def test_an_interrupted_one_leaves_no_file(
@@ -180,11 +168,11 @@ def test_an_interrupted_one_leaves_no_file(
         nonlocal n_solved
         n_solved += 1
         if n_solved > 2:
-            raise _StoppedError
+            raise KeyboardInterrupt
         return solve(*args, **options)
 
     monkeypatch.setattr(LayerSolver, "solve", stopped)
-    with pytest.raises(_StoppedError) as info:
+    with pytest.raises(KeyboardInterrupt) as info:
         fit_compression(opened(folder, stream=True, host_memory=0), WINDOWS, ratio=0.5)
     assert len(list(files.rglob("sums-*.safetensors"))) == 0
     assert len(list(files.rglob("*sums-*.safetensors"))) == N_LAYERS
@@ -199,41 +187,16 @@ def test_too_little_disk_is_an_error_before_the_work(
     """It says what is needed and what is there; one byte more is enough."""
     needed = N_LAYERS * 8 * (2 * 32 * 32 + 4 * 16 * 8)
     model = opened(folder, stream=True, host_memory=1000)
-
-    def free(n_bytes: int) -> None:
-        usage = Usage(0, 0, n_bytes)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-
-    free(int((needed - 1000) / 0.9) - 2)
+    enough = int((needed - 1000) / 0.9)
+    free_on_disk(monkeypatch, enough - 2)
     with pytest.raises(SpecError, match=r"8\.19e-05 GB.*1e-06 GB.*HEAPR_CACHE_DIR"):
         fit_compression(model, WINDOWS, ratio=0.5)
     assert not left(files)
-    free(int((needed - 1000) / 0.9) + 2)
+    free_on_disk(monkeypatch, enough + 2)
     CalibratedModel(model, WINDOWS)
 
 
-# --- compensate, eliminate ----------------------------------------------------------
-
-
-def test_compensate(folder: Path, files: Path, peak: Callable[[str], int]) -> None:
-    """The weights of one layer are in memory; they mask and prune like others."""
-    model = opened(folder, stream=True, host_memory=0)
-    keep = random_keep(model)
-    fit = fit_compensation(model, keep, WINDOWS)
-    assert peak("sums") == 1
-    assert peak("down_projs") <= 2
-    kept = opened(folder, stream=True, host_memory="1GB")
-    expected = fit_compensation(kept, keep, WINDOWS)
-    assert_same(fit, expected)
-    assert fit.report.equals(expected.report)
-    with masking(model, keep, fit.down_projs), masking(kept, keep, expected.down_projs):
-        masked = [window_nll(net, WINDOWS.ids) for net in (model, kept)]
-    pruned = prune(model, keep, down_projs=fit.down_projs)
-    del fit, expected
-    assert torch.equal(*masked)
-    assert torch.allclose(window_nll(pruned, WINDOWS.ids), masked[0], rtol=1e-9)
-    del pruned
-    assert not left(files)
+# --- eliminate ----------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("uncounted")

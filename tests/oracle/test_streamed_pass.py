@@ -4,44 +4,33 @@ import random
 import shutil
 import signal
 import time
-from collections import namedtuple
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from families import tiny_model
+from families import tiny_ids, tiny_model
+from oracles.streamed import free_on_disk, same_tables, stream, written
 from processes import CONTEXT
-from tiny_folder import opened, write_folder
+from tiny_folder import opened
 
 from heapr_lab.errors import CacheError, HeaprLabError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.streaming import sweep_store, two_sweeps
-from heapr_lab.streaming.stream import Stream, stream_of
+from heapr_lab.streaming.stream import Stream
 from heapr_lab.streaming.sweep_store import SweepStore
 from heapr_lab.streaming.two_sweeps import fitting_windows
 from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(
-    torch.randint(0, 48, (7, 16), generator=torch.Generator().manual_seed(0))
-)
-Usage = namedtuple("Usage", "total used free")
+WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=7, seq_len=16))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DeepSeek-V3, whose first layer is dense."""
-    path = tmp_path_factory.mktemp("model")
-    return write_folder(path, tiny_model("deepseek_v3"), max_shard_size="5KB")
-
-
-@pytest.fixture
-def model(folder: Path) -> Any:
-    """The streamed model."""
-    return opened(folder, stream=True)
+    return written(tmp_path_factory.mktemp("model"), "deepseek_v3")
 
 
 @pytest.fixture
@@ -49,14 +38,6 @@ def table(folder: Path) -> ImportanceTable:
     """The table of the model in memory."""
     model = opened(folder, stream=False)
     return collect_statistics(model, WINDOWS, batch_size=2)
-
-
-def assert_same(table: ImportanceTable, expected: ImportanceTable) -> None:
-    """Every column agrees to 1e-9."""
-    for name in expected.frame:
-        np.testing.assert_allclose(
-            table.frame[name], expected.frame[name], rtol=1e-9, err_msg=name
-        )
 
 
 # --- memory -----------------------------------------------------------------------
@@ -81,7 +62,7 @@ def test_states_beyond_the_budget_are_in_files(
 
     monkeypatch.setattr(SweepStore, "put", noted)
     model = opened(folder, stream=True, host_memory=host_memory)
-    assert_same(collect_statistics(model, WINDOWS, batch_size=2), table)
+    same_tables(collect_statistics(model, WINDOWS, batch_size=2), table)
     assert (max(n_files) > 0) == (host_memory != "1GB")
     assert not list((tmp_path / "sweeps").iterdir())
 
@@ -95,20 +76,17 @@ def test_windows_go_in_parts_where_the_disk_is_small(
     n_bytes = 16 * 16 * 8 * (3 + 3)  # tokens, d_model, float64, layers and the others
     reads = []
     for fit in (2, 5, 100):
-        free = Usage(0, 0, int(fit * n_bytes / 0.9) + 2)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: free)
-        stream = stream_of(model)
-        assert stream is not None
-        before = stream.n_bytes_read
+        free_on_disk(monkeypatch, int(fit * n_bytes / 0.9) + 2)
+        before = stream(model).n_bytes_read
         table = collect_statistics(model, WINDOWS, batch_size=2)
-        reads.append(stream.n_bytes_read - before)
-        assert_same(table, whole)
+        reads.append(stream(model).n_bytes_read - before)
+        same_tables(table, whole)
     assert reads[0] > reads[1] > reads[2]
 
 
 def test_how_many_windows_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole batches if one fits, memory and disk together; none is an error."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1000))
+    free_on_disk(monkeypatch, 1000)
 
     def fit(n_bytes: int, budget: int = 0, *, durable: bool = False) -> int:
         store = SweepStore(tmp_path, budget=budget, durable=durable)
@@ -138,8 +116,6 @@ def test_a_full_disk_is_named(
         patch.setattr(sweep_store, "save_file", full)
         with pytest.raises(HeaprLabError, match=r"No space left.*HEAPR_CACHE_DIR"):
             collect_statistics(model, WINDOWS, batch_size=2, state=state)
-    stream = stream_of(model)
-    assert stream is not None
     filled: list[int] = []
     fill = Stream.fill
     monkeypatch.setattr(
@@ -215,25 +191,24 @@ def interrupted(model: Any, state: Path, at: int, **options: Any) -> None:
         collect_statistics(model, WINDOWS, state=state, progress=stop, **options)
 
 
-def test_every_step_can_be_the_last(model: Any, tmp_path: Path) -> None:
-    """Three layers, two batches, two sweeps."""
-    whole = collect_statistics(model, WINDOWS, batch_size=4)
-    for at in range(1, 13):
+@pytest.mark.parametrize(
+    ("family", "batch_size", "steps"),
+    [
+        ("deepseek_v3", 4, range(1, 13)),  # three layers, two batches, two sweeps
+        ("glm_moe_dsa", 2, (6, 15)),  # in the sweep forward, and in the one back
+        ("deepseek_v4", 2, (6, 15)),
+    ],
+)
+def test_every_step_can_be_the_last(
+    family: str, batch_size: int, steps: Iterable[int], tmp_path: Path
+) -> None:
+    """What is of a batch, too: tokens handed on, and the ids that a layer routes by."""
+    model = opened(written(tmp_path / family, family), stream=True)
+    whole = collect_statistics(model, WINDOWS, batch_size=batch_size)
+    for at in steps:
         state = tmp_path / f"{at}.state"
-        interrupted(model, state, at, batch_size=4)
-        table = collect_statistics(model, WINDOWS, batch_size=4, state=state)
-        assert table.frame.equals(whole.frame), at
-
-
-@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v4"])
-def test_what_is_of_a_batch_is_resumed(family: str, tmp_path: Path) -> None:
-    """The tokens that a layer handed on, and the ids by which it routes."""
-    folder = write_folder(tmp_path / family, tiny_model(family))
-    model, state = opened(folder, stream=True), tmp_path / "pass.state"
-    whole = collect_statistics(model, WINDOWS, batch_size=2)
-    for at in (6, 15):  # in the sweep forward, and in the one back
-        interrupted(model, state, at, batch_size=2)
-        table = collect_statistics(model, WINDOWS, batch_size=2, state=state)
+        interrupted(model, state, at, batch_size=batch_size)
+        table = collect_statistics(model, WINDOWS, batch_size=batch_size, state=state)
         assert table.frame.equals(whole.frame), at
 
 
@@ -252,12 +227,13 @@ def test_a_checkpoint_that_changed_is_another_pass(
 
 
 def test_progress_names_sweep_and_layer(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what was read, too, beside a bar that only goes up."""
     notes: list[str] = []
     monkeypatch.setattr(two_sweeps, "noted", lambda _, text: notes.append(text))
     done: list[tuple[int, int]] = []
+    model = opened(folder, stream=True)
     collect_statistics(
         model, WINDOWS, batch_size=2, progress=lambda *at: done.append(at)
     )

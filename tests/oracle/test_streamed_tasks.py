@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
 from keeps import random_keep
-from tiny_folder import D_VOCAB, opened, write_folder
+from oracles.streamed import both, stream, written
+from tiny_folder import D_VOCAB, opened
 
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.streaming.file_reader import FileReader
-from heapr_lab.streaming.stream import stream_of
 from heapr_lab.tasks.harness import continuation_task, run_tasks
 from heapr_lab.text.corpora import Corpus
 
@@ -27,11 +26,6 @@ def task(n_items: int = 7) -> Any:
     lm_task = continuation_task(corpus, n_items=n_items)
     lm_task.build_all_requests(limit=None, rank=0, world_size=1)
     return lm_task
-
-
-def written(folder: Path, family: str) -> Path:
-    """A checkpoint of a family."""
-    return write_folder(folder, tiny_model(family, **SIZES))
 
 
 def answers(model: Any, tokenizer: Any, n: int = 4) -> list[tuple[float, bool]]:
@@ -65,8 +59,7 @@ def test_answers_are_those_in_memory(
     family: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     """To 1e-9 in float64, in batches of padded requests, with a mask and without."""
-    folder = written(tmp_path, family)
-    whole, streamed = opened(folder, stream=False), opened(folder, stream=True)
+    whole, streamed = both(tmp_path, family, **SIZES)
     keep = random_keep(whole)
     # These compute a part of their layers in float32, where the padding matters.
     tolerance = 1e-5 if family in {"qwen3_next", "nemotron_h"} else 1e-9
@@ -89,12 +82,9 @@ def test_parts_are_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By as many batches as the budget has room for: all of the six, or one."""
-    streamed = opened(
-        written(tmp_path, "qwen2_moe"), stream=True, host_memory=host_memory
-    )
-    stream = stream_of(streamed)
-    assert stream is not None
-    stream.drop()
+    folder = written(tmp_path, "qwen2_moe", **SIZES)
+    streamed = opened(folder, stream=True, host_memory=host_memory)
+    stream(streamed).drop()
     reads: list[int] = []
     read = FileReader.read
 
@@ -111,15 +101,10 @@ def test_parts_are_read_once(
 
 def test_accuracies(tokenizer: Any, tmp_path: Path) -> None:
     """Rows, and the progress of every request."""
-    folder, heard = written(tmp_path, "qwen2_moe"), []
+    heard: list[tuple[int, int]] = []
     frames = [
-        run_tasks(
-            opened(folder, stream=way),
-            tokenizer,
-            [task()],
-            progress=lambda *step: heard.append(step),
-        )
-        for way in (False, True)
+        run_tasks(model, tokenizer, [task()], progress=lambda *step: heard.append(step))
+        for model in both(tmp_path, "qwen2_moe", **SIZES)
     ]
     assert frames[0].equals(frames[1])
     assert heard == 2 * [(done, 28) for done in range(1, 29)]

@@ -15,14 +15,17 @@ import torch
 from commands import TINY, refused, run, text_of
 from families import FAMILIES, tiny_model
 from keeps import random_keep
-from stored_tensors import changed_json, tensors_in
-from tiny_folder import (
-    opened,
-    write_folder,
-    write_model,
-    write_text,
-    write_tokenizer,
+from oracles.streamed import (
+    ROUNDED,
+    WINDOWS,
+    both,
+    resident,
+    same_tables,
+    stream,
+    written,
 )
+from stored_tensors import changed_json, tensors_in
+from tiny_folder import opened, write_folder, write_model, write_text, write_tokenizer
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
@@ -41,37 +44,13 @@ from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.streaming import file_reader, two_sweeps
 from heapr_lab.streaming.sizes import shapes_in, sizes_of
-from heapr_lab.streaming.stream import Stream, stream_of
-from heapr_lab.text.calibration import CalibrationSet
-
-ROUNDED = {"nemotron_h"}
-"""Families that compute in float32 whatever the weights are in."""
-WINDOWS = CalibrationSet.from_ids(
-    torch.randint(0, 48, (5, 16), generator=torch.Generator().manual_seed(0))
-)
-
-
-def written(family: str, folder: Path) -> Path:
-    """A tiny checkpoint in several files."""
-    return write_folder(folder, tiny_model(family), max_shard_size="5KB")
-
-
-def both(folder: Path) -> tuple[Any, Any]:
-    """The checkpoint in memory, and streamed, in float64 on the CPU."""
-    return opened(folder, stream=False), opened(folder, stream=True)
-
-
-def stream(model: Any) -> Stream:
-    """What reads the layers of a streamed model."""
-    source = stream_of(model)
-    assert source is not None
-    return source
+from heapr_lab.streaming.stream import Stream
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """A DeepSeek-V3, whose first layer is dense, in memory and streamed."""
-    return both(written("deepseek_v3", tmp_path_factory.mktemp("model")))
+    return both(tmp_path_factory.mktemp("model"), "deepseek_v3")
 
 
 # --- every family ----------------------------------------------------------------
@@ -83,7 +62,7 @@ def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
 
     The last batch is smaller than the others.
     """
-    model, streamed = both(written(family, tmp_path))
+    model, streamed = both(tmp_path, family)
     sizes = sizes_of(shapes_in(read_headers(tmp_path)[0]), model.config.to_dict())
     assert sizes.atoms == {k: s.n_atoms for k, s in describe(model).layers.items()}
     tolerance = 1e-4 if family in ROUNDED else 1e-9
@@ -93,10 +72,7 @@ def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
     assert again.metadata["spec_hash"] == table.metadata["spec_hash"]
     assert again.metadata["N"] == table.metadata["N"]
     assert again.architecture == table.architecture
-    assert list(again.frame) == list(table.frame)
-    for name in table.frame:
-        column, expected = again.frame[name].to_numpy(), table.frame[name].to_numpy()
-        np.testing.assert_allclose(column, expected, rtol=tolerance, err_msg=name)
+    same_tables(again, table, tolerance)
     ids, keep = WINDOWS.ids, random_keep(model)
     fitted = [fit_compensation(net, keep, WINDOWS) for net in (model, streamed)]
     for layer, down in fitted[0].down_projs.items():
@@ -144,23 +120,13 @@ def test_weights_have_the_type_that_is_asked_for(
 # --- what is in memory, and what is read -----------------------------------------
 
 
-def resident(model: Any) -> set[int]:
-    """The parts that have weights in memory: embeddings, layers, head."""
-    return {
-        number
-        for number, part in stream(model).parts.items()
-        if any(not p.is_meta for module in part.modules for p in module.parameters())
-    }
-
-
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_part_is_in_memory_at_a_time(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
     """Whatever is run; tied embeddings and head are one part, with the same weights."""
-    write_folder(tmp_path, tiny_model(family, tie_word_embeddings=tied))
-    in_memory, on_disk = both(tmp_path)
+    in_memory, on_disk = both(tmp_path, family, tie_word_embeddings=tied)
     seen: set[int] = set()
 
     def look(_module: Any, _args: Any, _output: Any) -> None:
@@ -208,21 +174,14 @@ def test_each_sweep_reads_each_part_once(pair: tuple[Any, Any]) -> None:
     assert read(lambda: evaluate_divergence(model, keep, ids)) == divergence
     scores = read(lambda: collect_statistics(model, WINDOWS, batch_size=2))
     assert scores == embeddings + 2 * sum(layers) + head
-
-
-def test_a_batch_is_read_into_memory_only_when_it_runs(pair: tuple[Any, Any]) -> None:
-    """Shapes and sizes are known without any layer."""
-    _, model = pair
-    before = stream(model).n_bytes_read
-    weights_state(model)
-    with masking(model, random_keep(model)):
-        pass
-    assert stream(model).n_bytes_read == before
+    # Shapes and sizes are known without any layer.
+    assert read(lambda: weights_state(model)) == 0
+    assert read(masking(model, keep)(lambda: None)) == 0
 
 
 def test_a_model_that_nobody_has_is_gone(tmp_path: Path) -> None:
     """With the part that was in memory: no cache holds it."""
-    model = opened(written("qwen2_moe", tmp_path), stream=True)
+    model = opened(written(tmp_path, "qwen2_moe"), stream=True)
     collect_statistics(model, WINDOWS)
     assert model_identity(model) == model_identity(model)
     there = weakref.ref(model)
@@ -294,17 +253,6 @@ def file_of_layer(model: Any, number: int) -> Path:
     return min(files[0] - files[1])
 
 
-@pytest.mark.parametrize("change", [_replaced, _written_to, Path.unlink])
-def test_a_file_that_changes_shows_in_the_state(
-    change: Callable[[Path], None], tmp_path: Path
-) -> None:
-    """Weights in memory may be those of the file, and no more be read."""
-    _, model = both(written("qwen3_moe", tmp_path))
-    before = weights_state(model)
-    change(file_of_layer(model, 0))
-    assert weights_state(model) != before
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -316,9 +264,12 @@ def test_a_file_that_changes_shows_in_the_state(
 def test_a_shard_that_changes_within_a_pass(
     change: Callable[[Path], None], said: str, tmp_path: Path
 ) -> None:
-    """No table of two models, and no traceback: the file is named."""
-    folder = written("qwen3_moe", tmp_path)
-    _, model = both(folder)
+    """No table of two models, and no traceback: the file is named.
+
+    It shows in the state: weights in memory may be those of the file, and no more read.
+    """
+    _, model = both(tmp_path, "qwen3_moe")
+    before = weights_state(model)
     path, changes = file_of_layer(model, 1), iter([change])
 
     def progress(_done: int, _total: int) -> None:
@@ -327,11 +278,12 @@ def test_a_shard_that_changes_within_a_pass(
 
     with pytest.raises(HeaprLabError, match=f"{path.name} {said} since"):
         collect_statistics(model, WINDOWS, batch_size=1, progress=progress)
+    assert weights_state(model) != before
 
 
 def test_a_shard_that_is_deleted_between_passes(tmp_path: Path) -> None:
     """The file is at fault, not how the model calls its layers."""
-    _, model = both(written("qwen3_moe", tmp_path))
+    _, model = both(tmp_path, "qwen3_moe")
     keep, path = random_keep(model), file_of_layer(model, -1)
     path.unlink()
     with pytest.raises(HeaprLabError, match=rf"^\S*{path.name} was deleted since"):
@@ -455,7 +407,7 @@ def test_a_layer_that_was_read_in_part_is_dropped(
 
 def test_advice_about_files_that_are_shorter_or_gone(tmp_path: Path) -> None:
     """It is no error: who reads the weights says what is missing."""
-    _, model = both(written("qwen3_moe", tmp_path))
+    _, model = both(tmp_path, "qwen3_moe")
     reader, names = stream(model).reader, stream(model).parts[1].names
     reader.prepare(names)
     files = {stored.file for stored in reader.tensors_of(names)}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
-from keeps import logits_of, random_keep
+from keeps import logits_of, random_keep, widths_keep
 from tiny_folder import write_model
 from torch import nn
 
@@ -61,26 +61,33 @@ def test_other_processors_and_dtypes_multiply_as_they_are() -> None:
     assert has(torch.device("cpu"), torch.bfloat16) == supported
 
 
-def layer(*, bias: bool = False) -> RaggedExperts:
-    """The ragged experts of one layer, of all widths, perhaps with output biases."""
+def layer(*, bias: bool = False, empty: bool = False) -> RaggedExperts:
+    """The ragged experts of one layer, of all widths or of none."""
     model = tiny_model("qwen3_moe", dtype=torch.float64)
-    (module, *_) = sliced_experts(prune(model, random_keep(model))).values()
+    keep = widths_keep(model, 0, structure="") if empty else random_keep(model)
+    (module, *_) = sliced_experts(prune(model, keep)).values()
     if bias:
         n_experts, d_expert = len(module.heapr_widths), module.d_expert
         module.down_bias = nn.Parameter(torch.randn(n_experts, d_expert).double())
     return module
 
 
+@pytest.mark.parametrize(("empty", "n_tokens"), [(False, 3), (False, 0), (True, 3)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("index", [[0, 0], [1, 2], [2, 4], [4, 4]], ids=str)
-def test_against_atom_by_atom(index: list[int], bias: bool) -> None:
-    """Experts without tokens or without atoms, and slots that no expert runs (4)."""
+def test_against_atom_by_atom(
+    index: list[int], bias: bool, empty: bool, n_tokens: int
+) -> None:
+    """Experts without tokens or without atoms, and slots that no expert runs (4).
+
+    Of no tokens nothing comes out.
+    """
     torch.manual_seed(0)
-    module = layer(bias=bias)
-    x = torch.randn(3, module.d_expert, dtype=torch.float64)
-    ids, p = torch.tensor([index] * 3), torch.rand(3, 2, dtype=torch.float64)
+    module = layer(bias=bias, empty=empty)
+    x = torch.randn(n_tokens, module.d_expert, dtype=torch.float64)
+    ids, p = torch.tensor(index).expand(n_tokens, 2), torch.rand(n_tokens, 2).double()
     expected = torch.zeros_like(x)
-    for token in range(3):
+    for token in range(n_tokens):
         for slot, expert in enumerate(index):
             if expert < len(module.heapr_widths):
                 out = by_atoms(module, expert, x[token])
@@ -97,13 +104,6 @@ def by_atoms(module: RaggedExperts, expert: int, x: torch.Tensor) -> torch.Tenso
         up = module.up_rows[2 * start + width + atom] @ x
         out += gate * torch.sigmoid(gate) * up * module.down_columns[start + atom]
     return out if module.down_bias is None else out + module.down_bias[expert]
-
-
-def test_no_tokens() -> None:
-    """Nothing in, nothing out."""
-    module = layer()
-    x, none = torch.zeros(0, module.d_expert).double(), torch.zeros(0, 2)
-    assert module(x, none.long(), none.double()).shape == (0, module.d_expert)
 
 
 # --- every expert on every token --------------------------------------------------
@@ -174,11 +174,10 @@ def test_where_it_is_used(
     model, _ = load_model(folder, device="cpu")
     assert model.config._experts_implementation == fast.ON_CPU
     keep, ids = random_keep(model), tiny_ids()
-    with torch.no_grad():
-        dense = logits_of(model, ids)
-        with masking(model, keep):
-            masked = logits_of(model, ids)
-        assert len(calls) == (2 * model.config.num_hidden_layers if used else 0)
-        model.set_experts_implementation("eager")
-        torch.testing.assert_close(dense, logits_of(model, ids), rtol=1e-4, atol=1e-5)
+    dense = logits_of(model, ids)
+    with masking(model, keep):
+        masked = logits_of(model, ids)
+    assert len(calls) == (2 * model.config.num_hidden_layers if used else 0)
+    model.set_experts_implementation("eager")
+    torch.testing.assert_close(dense, logits_of(model, ids), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(dense, masked)

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.oracle
 
 RELATIVE = 1e-9
 """float64 sums of some hundred terms."""
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 PROCESSOR = '{"processor_class": "AnyProcessor", "size": 8}'
 
 
@@ -45,27 +46,56 @@ def source_of(tmp_path: Path, kind: str, **kwargs: Any) -> tuple[Any, Path]:
 @pytest.mark.parametrize("kind", WRAPPERS)
 @torch.no_grad()
 def test_text_runs_the_language_model_alone(kind):
-    """With ids alone, states are those of the language model by itself."""
+    """With ids alone, states are those of the language model by itself.
+
+    Parameters are those of the whole, FLOPs those of the language model.
+    """
     model, ids = tiny_wrapper(kind), tiny_ids()
     alone = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(final_states(model, ids), alone, rtol=1e-12, atol=1e-12)
+    sizes = describe(model)
+    assert sizes.n_parameters == sum(p.numel() for p in model.parameters())
+    inside = sum(p.numel() for p in model.get_decoder().parameters())
+    assert sizes.other_weights_per_token < inside + model.lm_head.weight.numel()
 
 
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_masked_is_sliced_saved_and_loaded(tmp_path, kind):
-    """The masked, sliced, saved and loaded model agree; all else keeps its bits."""
+def test_masked_is_sliced_saved_and_loaded(tmp_path, kind, structure):
+    """The masked, sliced, saved and loaded model agree; all else keeps its bits.
+
+    `prune_folder` writes what `save_pruned` writes, also of what is not streamed. A
+    uniform mask gives a checkpoint that transformers loads by itself.
+    """
     model, source = source_of(tmp_path, kind)
-    ids, keep = tiny_ids(), random_keep(model)
+    uniform = structure == "uniform"
+    ids = tiny_ids()
+    keep = widths_keep(model, 4, structure=structure) if uniform else random_keep(model)
     expected = logits_of(zeroed_twin(model, keep), ids)
     with masking(model, keep):
-        assert torch.allclose(logits_of(model, ids), expected, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(logits_of(model, ids), expected, **CLOSE)
     pruned = prune(model, keep)
-    assert torch.allclose(logits_of(pruned, ids), expected, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(logits_of(pruned, ids), expected, **CLOSE)
+    if uniform and kind in NO_STOCK:
+        with pytest.raises(SpecError, match="cannot give routed experts the width 4"):
+            save_pruned(pruned, tmp_path / "out", base=str(source))
+        return
     out = save_pruned(pruned, tmp_path / "out", base=str(source))
-    loaded = read_weights(out, dtype=torch.float64)
+    sliced = prune_folder(source, keep, tmp_path / "sliced")
+    same_tensors(sliced, out)
+    loaded = AutoModelForMultimodalLM.from_pretrained(out, dtype=torch.float64)
+    loaded.set_experts_implementation("eager")
     assert type(loaded).__name__ == type(model).__name__
-    assert torch.allclose(logits_of(loaded, ids), expected, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(logits_of(loaded, ids), expected, **CLOSE)
+    if uniform:
+        assert {layer.d_inter for layer in find_experts(loaded)} == {4}
+        assert "quantization_config" not in read_json(out / "config.json")
+    check_other_parts(source, out)
+    check_words(sliced, out)
 
+
+def check_other_parts(source: Path, out: Path) -> None:
+    """Towers and processor are those of the source, to the bit."""
     before, after = tensors_in(source), tensors_in(out)
     rest = {name for name in before if ".experts." not in name}
     assert any(re.search("vision|visual|sam_model", name) for name in rest)
@@ -75,22 +105,17 @@ def test_masked_is_sliced_saved_and_loaded(tmp_path, kind):
     assert (out / "preprocessor_config.json").read_text() == PROCESSOR
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_uniform_is_stock(tmp_path, kind):
-    """A uniform mask gives a checkpoint that transformers loads by itself."""
-    model, source = source_of(tmp_path, kind)
-    ids, keep = tiny_ids(), widths_keep(model, 4, structure="uniform")
-    expected = logits_of(zeroed_twin(model, keep), ids)
-    if kind in NO_STOCK:
-        with pytest.raises(SpecError, match="cannot give routed experts the width 4"):
-            save_pruned(prune(model, keep), tmp_path / "out", base=str(source))
-        return
-    out = save_pruned(prune(model, keep), tmp_path / "out", base=str(source))
-    loaded = AutoModelForMultimodalLM.from_pretrained(out, dtype=torch.float64)
-    loaded.set_experts_implementation("eager")
-    assert {layer.d_inter for layer in find_experts(loaded)} == {4}
-    assert "quantization_config" not in read_json(out / "config.json")
-    assert torch.allclose(logits_of(loaded, ids), expected, rtol=1e-9, atol=1e-12)
+def check_words(*folders: Path) -> None:
+    """Both say alike what was pruned."""
+    for folder in folders:
+        manifest = read_json(folder / "heapr_manifest.json")
+        assert "language model" in manifest["pruned"]
+        assert "preprocessor_config.json" in manifest["processor"]
+        card = (folder / "README.md").read_text()
+        assert "AutoModelForMultimodalLM" in card
+        assert "the language model (" in card
+    one, other = (read_json(folder / "config.json") for folder in folders)
+    assert one == other
 
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
@@ -108,36 +133,6 @@ def test_the_code_that_loads_it(tmp_path, family, structure):
     assert ("import heapr_lab" in code) != plain
 
 
-@pytest.mark.parametrize(
-    ("kind", "structure"),
-    [
-        *((kind, "ragged") for kind in WRAPPERS),
-        *((kind, "uniform") for kind in ("aria", "glm4v_moe", "kimi_k25", "qwen4_exp")),
-    ],
-)
-def test_a_pruned_folder_is_the_saved_model(tmp_path, kind, structure):
-    """`prune_folder` writes what `save_pruned` writes, also of what is not streamed."""
-    model, source = source_of(tmp_path, kind, dtype=torch.float32)
-    keep = random_keep(model)
-    if structure == "uniform":
-        keep = widths_keep(model, 4, structure="uniform")
-    prune_folder(source, keep, tmp_path / "sliced")
-    save_pruned(prune(model, keep), tmp_path / "saved", base=str(source))
-    same_tensors(tmp_path / "sliced", tmp_path / "saved")
-    manifests = [
-        read_json(tmp_path / name / "heapr_manifest.json")
-        for name in ("sliced", "saved")
-    ]
-    for manifest in manifests:
-        assert "language model" in manifest["pruned"]
-        assert "preprocessor_config.json" in manifest["processor"]
-    card = (tmp_path / "sliced" / "README.md").read_text()
-    assert "AutoModelForMultimodalLM" in card
-    assert "the language model (" in card
-    a, b = (read_json(tmp_path / n / "config.json") for n in ("sliced", "saved"))
-    assert a == b
-
-
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_streamed_is_in_memory(tmp_path, kind):
     """Streamed, the table is that of the model in memory."""
@@ -151,19 +146,13 @@ def test_streamed_is_in_memory(tmp_path, kind):
     np.testing.assert_allclose(scores[1], scores[0], rtol=RELATIVE, atol=1e-18)
 
 
-def in_the_hubs_layout(tmp_path: Path) -> tuple[Any, Path]:
-    """A tiny qwen3_vl_moe, and a folder with its experts transposed."""
-    model, folder = source_of(tmp_path, "qwen3_vl_moe", moe_intermediate_size=12)
-    with changed_tensors(folder) as stored:
-        for name in [n for n in stored if ".experts." in n]:
-            stored[name] = stored[name].mT
-    return model, folder
-
-
 @pytest.mark.parametrize("width", [None, 4, 8], ids=["ragged", "uniform", "square"])
 def test_experts_transposed_in_files(tmp_path, width):
-    """They are pruned and loaded; square ones, too, whose orientation shapes hide."""
-    model, source = in_the_hubs_layout(tmp_path)
+    """As in the hub's layout; square ones, too, whose orientation shapes hide."""
+    model, source = source_of(tmp_path, "qwen3_vl_moe", moe_intermediate_size=12)
+    with changed_tensors(source) as stored:
+        for name in [n for n in stored if ".experts." in n]:
+            stored[name] = stored[name].mT
     keep = random_keep(model)
     if width is not None:
         keep = widths_keep(model, width, structure="uniform")
@@ -172,7 +161,7 @@ def test_experts_transposed_in_files(tmp_path, width):
     loaded.set_experts_implementation("eager")
     expected = logits_of(zeroed_twin(model, keep), tiny_ids())
     logits = logits_of(loaded, tiny_ids())
-    assert torch.allclose(logits, expected, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(logits, expected, **CLOSE)
 
 
 def test_the_checkpoint_says_which_class(tmp_path):
@@ -184,13 +173,3 @@ def test_the_checkpoint_says_which_class(tmp_path):
     config = read_config(source)
     config.architectures = [type(text).__name__]
     assert type(build(config)).__name__ == "Qwen3_5MoeForCausalLM"
-
-
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_sizes_are_of_both(kind):
-    """Parameters are those of the whole, FLOPs those of the language model."""
-    model = tiny_wrapper(kind)
-    sizes = describe(model)
-    assert sizes.n_parameters == sum(p.numel() for p in model.parameters())
-    inside = sum(p.numel() for p in model.get_decoder().parameters())
-    assert sizes.other_weights_per_token < inside + model.lm_head.weight.numel()

@@ -6,7 +6,7 @@ defines g = dl/dE_i(x). Nothing here shares code with the package.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,16 +26,9 @@ class RoutedToken:
     """Outputs of the atomic experts, (I, D); they and the bias sum to E."""
 
 
-@dataclass
-class Record:
-    """What one forward and backward left of one experts module."""
-
-    tokens: dict[int, list[RoutedToken]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-
-
-_records: dict[int, Record] = {}
+Tokens = dict[int, list[RoutedToken]]
+"""The tokens of each expert of one experts module, of one forward and backward."""
+_records: dict[int, Tokens] = {}
 
 
 def matrices(module: Any, expert: int) -> dict[str, torch.Tensor | None]:
@@ -85,7 +78,7 @@ def _experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    record = _records.setdefault(id(module), Record())
+    record = _records.setdefault(id(module), defaultdict(list))
     rows = []
     for t in range(hidden_states.shape[0]):
         total = torch.zeros_like(hidden_states[t])
@@ -101,7 +94,7 @@ def _experts_forward(
                 E = E + w["b_down"]
             E.retain_grad()
             x = hidden_states[t].detach()
-            record.tokens[expert].append(RoutedToken(x, h, p.detach(), E, e.detach()))
+            record[expert].append(RoutedToken(x, h, p.detach(), E, e.detach()))
             out = (
                 module.post_expert_norm(E[None])[0]
                 if module.has_post_expert_norm
@@ -115,8 +108,8 @@ def _experts_forward(
 ALL_EXPERTS_FUNCTIONS.register("token_by_token", _experts_forward)
 
 
-def run(model: Any, ids: torch.Tensor) -> tuple[float, dict[int, Record]]:
-    """The summed loss, and each experts module's record by `id(module)`."""
+def run(model: Any, ids: torch.Tensor) -> tuple[float, dict[int, Tokens]]:
+    """The summed loss, and each experts module's tokens by `id(module)`."""
     _records.clear()
     model.requires_grad_(False)
     previous = model.config._experts_implementation
@@ -136,9 +129,9 @@ def run(model: Any, ids: torch.Tensor) -> tuple[float, dict[int, Record]]:
     return loss.item(), dict(_records)
 
 
-def statistics(record: Record, expert: int) -> dict[str, torch.Tensor]:
+def statistics(record: Tokens, expert: int) -> dict[str, torch.Tensor]:
     """Every column of one expert, and the paper's score from its matrix G."""
-    tokens = record.tokens[expert]
+    tokens = record[expert]
     h = torch.stack([token.h.detach() for token in tokens])
     g_h = torch.stack([token.h.grad for token in tokens])
     p = torch.stack([token.p for token in tokens]).double()[:, None]

@@ -1,4 +1,4 @@
-"""A model without some experts: in a context, as a copy, on disk, and by hand."""
+"""Experts that are left out, shared or factored, against the same by hand."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +8,15 @@ import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of, weights_of
-from methods_by_hand import reloaded, without_experts
+from methods_by_hand import CLOSE, SIX, reloaded, replaced, without_experts
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.methods.composed_experts import Composition, Projection, Shared
+from heapr_lab.methods.composing import composing, composition_of, dense_composition
 from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
-from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 
 pytestmark = pytest.mark.oracle
 
@@ -35,6 +37,14 @@ def kept_of(model: nn.Module) -> dict[int, tuple[int, ...]]:
     """Other experts in each layer, three of four."""
     layers = [layer.layer for layer in find_experts(model)]
     return {k: ((0, 2, 3), (0, 1, 3), (1, 2, 3))[k % 3] for k in layers}
+
+
+def composed(
+    model: nn.Module, kept: Any = None, experts: Any = None
+) -> ExpertComposition:
+    """What leaves out all but `kept`, or puts `experts` in place of the model's."""
+    shapes = describe(model).layers
+    return ExpertComposition(Made("mine", 0.5, 0, {}), experts or {}, shapes, kept)
 
 
 def by_hand(model: Any, kept: dict[int, tuple[int, ...]]) -> torch.Tensor:
@@ -94,8 +104,7 @@ def test_in_a_context_as_a_copy_and_on_disk(family: str, tmp_path: Path) -> None
     with dropping(model, kept):
         applied = logits_of(model, IDS)
         small = describe(model)
-    shapes = describe(model).layers
-    compression = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
+    compression = composed(model, kept)
     copy: Any = compression.materialise(model)
     assert torch.equal(logits_of(copy, IDS), applied)
     assert (applied - dense).abs().max() > 0.01
@@ -113,9 +122,7 @@ def test_in_a_context_as_a_copy_and_on_disk(family: str, tmp_path: Path) -> None
 def test_the_copy_has_its_own_numbers(family: str) -> None:
     """In the configuration, which its modules share, and for the router's loss."""
     model: Any = tiny_model(family)
-    kept, shapes = kept_of(model), describe(model).layers
-    compression = ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept)
-    copy: Any = compression.materialise(model)
+    copy: Any = composed(model, kept_of(model)).materialise(model)
     assert (model.config.num_local_experts, copy.config.num_local_experts) == (4, 3)
     assert copy.model.config is copy.config
     if family != "deepseek_v3":
@@ -141,8 +148,7 @@ def test_the_model_is_alone_while_it_is_copied() -> None:
     """Another thread that evaluates it meanwhile sees the dense model."""
     model = tiny_model("qwen2_moe")
     model.probe = probe = Probe(model)
-    kept, shapes = kept_of(model), describe(model).layers
-    ExpertComposition(Made("mine", 0.25, 0, {}), {}, shapes, kept).materialise(model)
+    composed(model, kept_of(model)).materialise(model)
     assert probe.seen
     assert all(seen == probe.tensors() for seen in probe.seen)
 
@@ -182,3 +188,107 @@ def test_impossible_choices_are_refused(kept: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message), dropping(model, kept):
         pass
     assert torch.equal(logits_of(model, IDS), dense)
+
+
+# --- composed experts against matrices multiplied out -----------------------------
+
+
+def merged(layer: ExpertsLayer) -> Composition:
+    """Experts 0 and 1 share the matrices of 2; the others have their own."""
+    experts = [layer.expert(e) for e in range(2, layer.n_experts)]
+    return dense_composition([experts[0], experts[0], *experts])
+
+
+def factored(layer: ExpertsLayer) -> Composition:
+    """A common base, the mean, with a difference of rank 2 for each expert."""
+    experts = [layer.expert(e) for e in range(layer.n_experts)]
+
+    def projection(name: str) -> Projection:
+        stack = torch.stack([expert[name] for expert in experts])
+        base = stack.mean(0)
+        u, s, v = torch.linalg.svd(stack - base, full_matrices=False)
+        left, right = u[..., :2] * s[:, None, :2], v[:, :2]
+        key = f"{name}_bias"
+        bias = Shared.own([expert[key] for expert in experts if key in expert])
+        every = (0,) * len(experts)
+        return Projection(
+            Shared((base,), every), Shared.own([*left]), Shared.own([*right]), bias
+        )
+
+    gate = projection("gate") if layer.gated else None
+    return Composition(projection("up"), projection("down"), gate)
+
+
+def by_product(model: nn.Module, experts: dict[int, Composition]) -> nn.Module:
+    """The same model with its stock modules, whose matrices are multiplied out."""
+    new = {
+        (layer.layer, expert): {
+            name: multiplied(experts[layer.layer], expert, name)
+            for name in layer.expert(expert)
+        }
+        for layer in find_experts(model)
+        for expert in range(layer.n_experts)
+    }
+    return replaced(model, new)
+
+
+def multiplied(composition: Composition, expert: int, name: str) -> Any:
+    """One matrix or bias of an expert."""
+    projection = composition.projections[name.removesuffix("_bias")]
+    if name.endswith("_bias"):
+        return projection.bias.tensor_of(expert)
+    parts = projection.dense, projection.left, projection.right
+    dense, left, right = (part.tensor_of(expert) for part in parts)
+    return dense if left is None else dense + left @ right
+
+
+@pytest.mark.parametrize("family", REFERENCES)
+@pytest.mark.parametrize("make", [merged, factored])
+def test_composed_is_multiplied_out(
+    make: Callable[[ExpertsLayer], Composition], family: str
+) -> None:
+    """Applied and materialised; counted on the tensors of the copy."""
+    model = tiny_model(family, **SIX)
+    experts = {layer.layer: make(layer) for layer in find_experts(model)}
+    expected = logits_of(by_product(model, experts), IDS)
+    dense = logits_of(model, IDS)
+    assert (expected - dense).abs().max() > 1e-3
+    compressed = composed(model, experts=experts)
+    with compressed.apply(model):
+        torch.testing.assert_close(logits_of(model, IDS), expected, **CLOSE)
+    assert torch.equal(logits_of(model, IDS), dense)
+    small = compressed.materialise(model)
+    torch.testing.assert_close(logits_of(small, IDS), expected, **CLOSE)
+    stored = sum(weight.numel() for weight in small.parameters())
+    assert compressed.savings(model).parameters[1] == stored
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Numbers of experts, projections and layers, and a model that has such experts."""
+    model = tiny_model("qwen3_moe")
+    layer = find_experts(model)[0]
+    stock = composition_of(layer)
+    few = dense_composition([layer.expert(0)])
+    ungated = Composition(stock.up, stock.down)
+    for made, why in (
+        ({0: few}, r"layer 0 has new experts for \[1\] .*expected 4 experts"),
+        ({0: ungated}, r"the projections down, up; expected .* down, gate, up"),
+        ({7: stock}, "another model"),
+    ):
+        with pytest.raises(SpecError, match=why), composing(model, made):
+            pass
+    small = composed(model, experts={0: merged(layer)}).materialise(model)
+    with pytest.raises(LayoutError, match="already compressed"):
+        find_experts(small)
+
+
+def test_counts_by_hand() -> None:
+    """Parameters and operations of a base with factors, a shared matrix once."""
+    base, every = Shared((torch.ones(3, 4),), (0, 0)), Shared
+    left, right = every.own([torch.ones(3, 1)] * 2), every.own([torch.ones(1, 4)] * 2)
+    up = Projection(base, left, right)
+    down = Projection(Shared((torch.ones(4, 3),), (0, -1)))
+    composition = Composition(up, down)
+    assert composition.n_parameters == 12 + 2 * 3 + 2 * 4 + 12
+    assert composition.flops_of(0) == 2 * (12 + 3 + 4 + 12)
+    assert composition.flops_of(1) == 2 * (12 + 3 + 4)
