@@ -22,6 +22,7 @@ from heapr_lab.cli.console import in_one_line, line_of_interrupt, print_facts
 from heapr_lab.cli.evaluate import evaluate
 from heapr_lab.cli.prune import prune
 from heapr_lab.cli.score import score
+from heapr_lab.models.named import check_there
 
 
 class _Commands(TyperGroup):
@@ -133,6 +134,8 @@ def plan(
 
     Its configuration and the headers of its files are read, and no weight.
     """
+    if not Path(model).is_file():
+        check_there(model)
     from heapr_lab.streaming.plan import plan as planned
 
     needs = planned(

@@ -284,18 +284,11 @@ def _ratios(text: str) -> list[float]:
     """The ratios in a comma-separated list.
 
     Raises:
-        SpecError: one cannot be read, or is no share.
+        SpecError: one is no share.
     """
-    from heapr_lab.pruning.options import exact_ratio
+    from heapr_lab.pruning.options import read_ratio
 
-    try:
-        numbers = [float(part) for part in names_in(text)]
-    except ValueError as error:
-        raise SpecError(
-            f"--ratios is {text!r}, expected numbers separated by commas, such as "
-            "0.2,0.4"
-        ) from error
-    return [float(exact_ratio(number, name="ratio")) for number in numbers]
+    return [float(read_ratio(part)) for part in names_in(text)]
 
 
 def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:

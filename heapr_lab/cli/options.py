@@ -38,10 +38,9 @@ def model_name(name: str) -> str:
         SpecError: there is no such model.
         LayoutError: a dense one has no such form.
     """
-    dense, known = dense_of(name), hub_id(name)
-    check_there(known if dense is None else dense)
-    if dense is None:
-        return known
+    check_there(name)
+    if dense_of(name) is None:
+        return hub_id(name)
     from heapr_lab.models.loading import model_folder
 
     return str(model_folder(name))

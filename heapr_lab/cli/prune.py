@@ -150,13 +150,14 @@ class Request:
 
     def run(self, *, in_words: bool) -> dict[str, Any]:
         """Check, select and write; returns the facts to print."""
+        check_out(self.out, to_folder=self.to_folder)
+        measured = self._check_text()
         from heapr_lab.models.loading import model_folder
         from heapr_lab.models.sources import read_source
         from heapr_lab.recipes.export import savings
 
-        check_out(self.out, to_folder=self.to_folder)
         source = model_folder(self.model)
-        measured = self._check(source)
+        self._check(source)
         if self.default_own_text and self._is_streamed():
             return self._without_own_text().run(in_words=in_words)
         if self.importance is None and self.recipe.heal:
@@ -193,23 +194,31 @@ class Request:
             "out": None if self.out is None else str(self.out),
         }
 
-    def _check(self, source: Path) -> list[str]:
-        """Check what needs no weights; returns the corpora of the card.
+    def _check(self, source: Path) -> None:
+        """Check what needs no weights.
 
         Raises:
-            SpecError: a corpus cannot be used, --max-rise is given with a mixture, the
-                engine computes another model, or no checkpoint has this structure.
+            SpecError: the engine computes another model, or no checkpoint has this
+                structure.
             LayoutError: a part of a layer that predicts further tokens is missing.
         """
         from heapr_lab.checkpoints.engines import check_computed
         from heapr_lab.models.folders import read_config
         from heapr_lab.recipes.export import check_checkpoint
-        from heapr_lab.text.calibration_spec import corpora_of
 
-        corpus = self.setting.calibration.corpus
         check_computed(self.engine, read_config(source))
         if self.to_folder:
             check_checkpoint(source, self.setting.selection)
+
+    def _check_text(self) -> list[str]:
+        """Check the text without torch; returns the corpora of the card.
+
+        Raises:
+            SpecError: a corpus cannot be used, or --max-rise is given with a mixture.
+        """
+        from heapr_lab.text.calibration_spec import corpora_of
+
+        corpus = self.setting.calibration.corpus
         corpora = corpora_of(corpus)
         if self.max_rise is not None and len(corpora) > 1:
             raise SpecError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.paper_models import hub_id
 from heapr_lab.storage import paths
 
 LAB = "lab"
@@ -78,12 +79,14 @@ def check_there(name: str) -> None:
     """Make sure that a model can be found, before what needs torch is imported.
 
     Args:
-        name: as it is given to `load_model`, but no dense model's.
+        name: as it is given to `load_model`.
 
     Raises:
         SpecError: there is no such folder, and no such model on the hub or in the files
             that were fetched from it.
     """
+    dense = dense_of(name)
+    name = hub_id(name) if dense is None else dense
     if name in _FOLDERS or Path(name).is_dir():
         return
     if name.startswith((".", "~", os.sep)):

@@ -82,10 +82,12 @@ def compact(number: float, unit: str = "") -> str:
 
 def _box(answer: Answer) -> str:
     name = f"{answer.name} ({_ERROR})" if "±" in answer.change else answer.name
+    # Lines are broken after the arrow, not before a unit.
+    values = html.escape(answer.values or "–").replace(" ", "&nbsp;")
     lines = [
         f"<small>{html.escape(name)}</small>",
-        f'<span style="{_LARGE}">{html.escape(answer.values or "–")}</span>',
-        html.escape(answer.change),
+        f'<span style="{_LARGE}">{values.replace("→&nbsp;", "→ ")}</span>',
+        html.escape(answer.change.replace("-", "−")),
         f"<small>{_with_badge(answer.of)}</small>",
     ]
     grey = f' class="{STALE}"' if answer.stale else ""

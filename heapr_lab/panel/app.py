@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.named import check_there, dense_of, folder_of, names
-from heapr_lab.models.paper_models import hub_id
 from heapr_lab.storage.paths import cached_folders
 
 if TYPE_CHECKING:
@@ -68,20 +67,20 @@ def panel_source(
         CacheError: the file is not a table.
     """
     if source.endswith(".parquet"):
-        shown = _of_table(Path(source))
+        show = f"from heapr_lab import explore\nexplore({_of_table(Path(source))})"
     else:
         if profile is not None:
             from heapr_lab.workbench.settings import profile_of
 
             profile_of(source, profile)
         options = f"profile={profile!r}, device={device!r}, dtype={dtype!r}"
-        shown = f"{_of_model(source)!r}, {options}"
+        show = "from heapr_lab.panel.opening import opened\n"
+        show += f"opened({_of_model(source)!r}, {options})"
     lines = [
         "import os",
         f"os.chdir({str(folder)!r})",
         "os.environ['HEAPR_LAB_PROGRESS'] = '0'",  # the page has bars of its own
-        "from heapr_lab import explore",
-        f"explore({shown})",
+        show,
     ]
     return "\n".join(lines)
 
@@ -99,9 +98,8 @@ def _of_model(source: str) -> str:
     """The name of a model in another folder; what is not here is fetched now."""
     if source in names() and any(cached_folders("models", source)):
         return source  # made before; its kernel checks it, which imports torch
-    dense = dense_of(source)
-    check_there(hub_id(source) if dense is None else dense)
-    if dense is not None or folder_of(source) is not None:
+    check_there(source)
+    if dense_of(source) is not None or folder_of(source) is not None:
         return source
     if Path(source).is_dir():
         return str(Path(source).absolute())

@@ -280,7 +280,7 @@ class CompareTab(ipw.VBox):
         whole = folder / "comparison.parquet"
         if whole.exists():
             raise SpecError(f"{folder} has a comparison already: give another folder")
-        shown = frame.drop(columns=_dull(frame))
+        shown = frame.drop(columns=dull(frame))
         provenance = {
             "importance": self.session.table.metadata.get("spec_hash"),
             "model": (self.session.table.metadata.get("spec") or {}).get("model"),
@@ -357,7 +357,7 @@ def _message(frame: pd.DataFrame) -> str:
 def _html_table(frame: pd.DataFrame) -> str:
     context = int(frame["seq_len"].max()) if "seq_len" in frame else None
     shown = frame.drop(columns=["seq_len", "method"], errors="ignore")
-    shown = shown.drop(columns=_dull(shown))
+    shown = shown.drop(columns=dull(shown))
     for name in shown.columns:
         if str(name).endswith(("_reduction", "_ratio")):
             shown[name] = shown[name].map("{:.1%}".format, na_action="ignore")
@@ -375,7 +375,7 @@ def _html_table(frame: pd.DataFrame) -> str:
     return f"{text}<small>{note}</small>"
 
 
-def _dull(frame: pd.DataFrame) -> list[str]:
+def dull(frame: pd.DataFrame) -> list[str]:
     """The settings that have their default in all rows that have settings."""
     plain = _settings(Selection(0.0))
     return [

@@ -317,7 +317,7 @@ class WeightsBar(ipw.HBox):
         """
         self._session, self._on_change = session, on_change
         options = [(text, name) for name, text in _WEIGHTS.items()]
-        self.weights = one_of("weights", options, width="350px")
+        self.weights = one_of("weights", options, width="320px")
         self.weights.layout.display = None if session.workbench else "none"
         share = session.calibration.own_text or METHODS[DEFAULT].recipe.own_text
         self.own = slider("own text [%]", round(100 * share), most=100, step=5)

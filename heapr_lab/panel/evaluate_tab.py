@@ -10,6 +10,7 @@ import pandas as pd
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.panel.answer import cautions_html, judged_on_own
+from heapr_lab.panel.compare_tab import dull
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report
 from heapr_lab.panel.looks import (
@@ -24,6 +25,7 @@ from heapr_lab.panel.looks import (
 )
 from heapr_lab.panel.pictures import drawn_png, figure_points
 from heapr_lab.panel.session import PruningSession, setting_text
+from heapr_lab.panel.session_file import path_of
 from heapr_lab.panel.sweep import NO_MODEL, SweepSection, differences
 from heapr_lab.progress import duration
 from heapr_lab.recipes.weights import MASKED
@@ -79,7 +81,7 @@ class EvaluateTab(ipw.VBox):
             never="" if session.workbench else NO_MODEL,
             apart=True,
         )
-        self.chart = picture("losses", display="none", max_width="840px")
+        self.chart = picture("losses", display="none", max_width="min(100%, 840px)")
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.note, self.cautions = ipw.HTML(), ipw.HTML()
         self.results, self.differences = ipw.HTML(), ipw.HTML()
@@ -109,6 +111,7 @@ class EvaluateTab(ipw.VBox):
             return
         self.job.error.value = ""
         try:
+            name = str(path_of(name))
             load_corpus(name, split="test")
         except HeaprLabError as error:
             self.job.error.value = failure(error)
@@ -178,7 +181,7 @@ class EvaluateTab(ipw.VBox):
         if self.job.running or not session.is_ready:
             return
         self.job.text.value = ""
-        if each is None:
+        if each is None or not self._not_evaluated():
             return
         with contextlib.suppress(HeaprLabError):  # of which Evaluate speaks
             chosen = [*self.corpora.value], [*self.tasks.value]
@@ -238,4 +241,4 @@ def _table(points: pd.DataFrame) -> str:
     columns = [*_SHOWN, *measured]
     shown = points.sort_values(["dataset", "achieved_ratio"], kind="stable")[columns]
     removed = shown["achieved_ratio"].map("{:.1%}".format)
-    return table_html(shown.assign(achieved_ratio=removed))
+    return table_html(shown.assign(achieved_ratio=removed).drop(columns=dull(shown)))

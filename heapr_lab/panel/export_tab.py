@@ -128,7 +128,8 @@ class ExportTab(ipw.VBox):
             seq_len=calibration.seq_len or bench.profile.seq_len,
         )
         chosen, folder = self._asked()
-        return python_of_model(bench.opening, counted, *chosen, folder=folder)
+        place = str(path_of(folder))
+        return python_of_model(bench.opening, counted, *chosen, folder=place)
 
     def _export(self, report: Report, chosen: Chosen, name: str) -> str:
         from heapr_lab.checkpoints.folder import check_new

@@ -18,7 +18,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.controls import NumberBox, said_by
 from heapr_lab.panel.evaluations import edit_of
 from heapr_lab.panel.jobs import Report, ResultJob, jobs_in, parts_of
-from heapr_lab.panel.looks import failure, folded, one_of, status
+from heapr_lab.panel.looks import beside, failure, folded, one_of, status
 from heapr_lab.panel.passage_html import (
     companions_html,
     contexts_html,
@@ -183,9 +183,9 @@ class InspectTab(ipw.VBox):
         )
 
     def _rows(self) -> list[ipw.Widget]:
-        place = ipw.HBox([self.layer, self.position])
+        place = beside(self.layer, self.position)
         token = place, self.route, self.why.explain
-        atom = ipw.HBox(self._boxes), self.note, self.show_contexts
+        atom = beside(*self._boxes), self.note, self.show_contexts
         return [
             self.text,
             folded("Continue the text", self.n_tokens, self.generate),

@@ -12,7 +12,14 @@ from IPython.core.getipython import get_ipython
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.panel.controls import shown_by
 from heapr_lab.panel.glossary import widgets_in
-from heapr_lab.panel.looks import alert, button, failure, mark_stale, status
+from heapr_lab.panel.looks import (
+    alert,
+    beside,
+    button,
+    failure,
+    mark_stale,
+    status,
+)
 from heapr_lab.progress import StartPart, TimeLeft, time_left_text
 
 SECONDS: Final = 1.0
@@ -94,7 +101,7 @@ class Job(ipw.VBox):
         self._worker: threading.Thread | None = None
         self._left = TimeLeft()
         line = [self.button, self.cancel_button, self.bar, self.text][apart:]
-        super().__init__([ipw.HBox(line), self.error, *below])
+        super().__init__([beside(*line), self.error, *below])
         self._show_running(False, never)
         self.button.disabled = bool(never)
 
@@ -146,6 +153,8 @@ class Job(ipw.VBox):
     ) -> None:
         if self._stop.is_set():
             raise CancelledError
+        if not done:
+            self._left = TimeLeft()  # what came before was other work
         self._left.reached(done)
         if left is None:
             left = time_left_text(self._left.seconds(total))

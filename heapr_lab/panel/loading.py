@@ -122,6 +122,11 @@ class LoadingWorkbench:
         """Whether the model is there."""
         return self._loaded is not None
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the table on the default calibration is found without the model."""
+        return self._find(None) is not None
+
     def load(self) -> "Workbench":
         """The workbench, once its model is loaded.
 

@@ -39,9 +39,11 @@ _LEGIBLE = "color: var(--jp-ui-font-color1)"
 """The titles of ipywidgets are grey on grey, a contrast below 4.5."""
 _ANSWERS = f'.{PANEL} [aria-label="what pruning saves and costs"]'
 _IN_A_ROW = "display: inline-grid; grid-template-columns: repeat(4, auto)"
+_HANDLE = "background: var(--jp-brand-color1)"
+"""The handle of sliders is white on white in a light theme."""
 _COMPACT = f"""@media (max-height: 720px) {{
   .{PANEL} > .widget-html:has([role=note]), .{PANEL} > .heapr-earlier {{order: 1}}
-  {_ANSWERS} {{gap: 8px}}
+  {_ANSWERS} {{gap: clamp(8px, 4vw - 18px, 28px)}}
   {_ANSWERS} > div {{margin: 0 !important}}
   {_ANSWERS} > div > span {{font-size: 1em !important}}
   .{PANEL} > .widget-tab > .widget-tab-contents {{padding: 4px}}
@@ -74,18 +76,37 @@ function render({ model, el }) {
     for (const [place, name] of Object.entries(model.get("pictures"))) {
       for (const picture of panel.querySelectorAll(place)) picture.alt = name;
     }
+    for (const title of panel.querySelectorAll(".jupyter-widget-Collapse-header")) {
+      const open = title.parentElement.matches(".jupyter-widget-Collapse-open");
+      title.setAttribute("role", "button");
+      title.setAttribute("aria-label", title.textContent);
+      title.setAttribute("aria-expanded", open);
+      title.setAttribute("data-lm-suppress-shortcuts", "true");
+      title.tabIndex = 0;
+      title.onkeydown = event => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        title.click();
+      };
+    }
   };
   const observer = new MutationObserver(set);
+  const resized = new ResizeObserver(() => {
+    model.set("width", panel.clientWidth);
+    model.save_changes();
+  });
   const begin = () => {
     panel = el.closest(".heapr-panel");
     if (!panel) { waiting = setTimeout(begin, 100); return; }
     set();
-    observer.observe(panel, { childList: true, subtree: true });
-    model.set("seen", true);
-    model.save_changes();
+    const changes = { childList: true, subtree: true, attributeFilter: ["class"] };
+    observer.observe(panel, changes);
+    resized.observe(panel);
   };
   begin();
-  return () => { clearTimeout(waiting); observer.disconnect(); };
+  return () => {
+    clearTimeout(waiting); observer.disconnect(); resized.disconnect();
+  };
 }
 export default { render };
 """
@@ -93,17 +114,18 @@ logger = logging.getLogger(__name__)
 
 
 class InPage(anywidget.AnyWidget):
-    """Names pictures, and handles by the labels of their sliders, in its panel.
+    """Does in its panel what ipywidgets does not.
 
-    They have none in ipywidgets; a screen reader says them.
+    Pictures have names, and handles those of their sliders, which a screen reader says;
+    what is folded is reached and unfolded with keys.
     """
 
     _esm = _SCRIPT
 
     pictures = traitlets.Dict().tag(sync=True)
     """The name of each picture, by a CSS selector."""
-    seen = traitlets.Bool(False).tag(sync=True)
-    """Whether the panel stands in a page."""
+    width = traitlets.Int(0).tag(sync=True)
+    """The width of the panel in pixels; 0 until it stands in a page."""
 
 
 def panel_style() -> ipw.HTML:
@@ -116,8 +138,9 @@ def panel_style() -> ipw.HTML:
     for dark in _DARK:
         rules.append(f"{dark} .{PICTURE} {{filter: {_TURNED}}}")
         rules.append(f"{dark} .{PICTURE}.{STALE} {{{_GREY} {_TURNED}}}")
-        rules.append(f"{dark} .{PANEL} {{{_ARROW}}}")
-    rules += [f"{_ANSWERS} {{{_IN_A_ROW}}}", _COMPACT]
+        rules.append(f"{dark} .{PANEL} {{{_ARROW}; color-scheme: dark}}")
+    rules += [f"{_ANSWERS} {{{_IN_A_ROW}}}", f".{PANEL} .noUi-handle {{{_HANDLE}}}"]
+    rules.append(_COMPACT)
     return ipw.HTML(f"<style>{' '.join(rules)}</style>", layout={"display": "none"})
 
 
@@ -157,7 +180,7 @@ def one_of(name: str, options: Iterable[Any] = (), *, width: str) -> ipw.Dropdow
         options=list(options),
         description=name,
         style=WHOLE_LABEL,
-        layout={"width": width},
+        layout={"width": width, "max_width": "100%"},
     )
     # Of a value None ipywidgets chooses nothing, for some seeds of Python's hashes.
     box.index = 0 if box.options else None
@@ -275,10 +298,11 @@ def numbers(values: Iterable[float], form: str) -> list[str]:
 def code_html(code: str) -> str:
     """Code that keeps its lines, with a button that copies it."""
     copies = "navigator.clipboard.writeText(this.nextElementSibling.textContent)"
-    style = 'tabindex="0" style="white-space:pre-wrap"'
+    look = "white-space:pre-wrap;line-height:1.4"
+    font = "font-family:var(--jp-code-font-family, monospace)"
     return (
-        f'<button type="button" onclick="{copies}">Copy</button>'
-        f"<pre {style}>{html.escape(code)}</pre>"
+        f'<button class="jupyter-button" onclick="{copies}">Copy</button>'
+        f'<pre tabindex="0" style="{look};{font}">{html.escape(code)}</pre>'
     )
 
 

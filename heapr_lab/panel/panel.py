@@ -43,7 +43,7 @@ from heapr_lab.panel.looks import (
     status,
     table_html,
 )
-from heapr_lab.panel.pictures import ChoicePicture
+from heapr_lab.panel.pictures import NARROWEST, WIDEST, ChoicePicture
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
 from heapr_lab.panel.session_bar import LastSession, SessionBar
 from heapr_lab.panel.session_file import read_session
@@ -64,6 +64,7 @@ _CAPTION = (
     "scores, of atoms or of whole experts, with the pruned ones in front; dashed, the "
     "highest pruned score."
 )
+_NO_PICTURE = "Not known yet: Evaluate chooses the atoms, and then they are drawn."
 _LATEST = 5.0
 """Seconds after which the model is loaded, whether the panel is seen or not."""
 
@@ -150,6 +151,7 @@ class Explorer(ipw.VBox):
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.behind.observe(self._show_layers, names="selected_index")
         self.evaluation.corpora.observe(self._retarget, names="value")
+        self.in_page.observe(self._widen, names="width")
         self._shown_again()
 
     def _build_choice(self) -> None:
@@ -166,11 +168,10 @@ class Explorer(ipw.VBox):
             of=lambda: session.recipe.text,
         )
         self.advanced = folded("Advanced", self.controls, self.weights, self.search)
-        # At most as wide as it was drawn: if stretched, its text would blur.
-        self.picture = picture("choice", max_width="1100px")
+        self.picture, self.caption = picture("choice"), ipw.HTML()
         self._picture = ChoicePicture(session.table)
         self.layers = ipw.HTML()
-        self.behind = folded("All numbers", self.numbers, self.layers)
+        self.behind = folded("All numbers", beside(self.numbers, self.layers))
 
     def _build_tabs(self, corpora: Sequence[str], tasks: Sequence[str]) -> None:
         session = self.session
@@ -182,9 +183,7 @@ class Explorer(ipw.VBox):
         )
         self.inspection = InspectTab(session)
         self.export = ExportTab(session, self.weights)
-        caption = ipw.HTML(f"<small>{html.escape(_CAPTION)}</small>")
-        choice = ipw.VBox([self.picture, caption, self.behind])
-        choice.layout.max_width = "1100px"
+        choice = ipw.VBox([self.picture, self.caption, self.behind])
         others = self.evaluation, self.inspection, self.comparison, self.export
         self.tabs = ipw.Tab([choice, *others], titles=TABS)
         jobs = self.search, self.evaluation.job, *jobs_in(self.tabs)
@@ -194,8 +193,19 @@ class Explorer(ipw.VBox):
         # Shown by a notebook without a kernel, so the text is always the same.
         return f"Explorer({self._drawn}; run the notebook to use it)"
 
+    def _widen(self, change: Any) -> None:
+        """Draw the picture as wide as the panel, in steps, if it can be that wide."""
+        width = min(max(NARROWEST, change["new"] // 100 * 100), WIDEST)
+        if width != self._picture.width:
+            self._picture = ChoicePicture(self.session.table, width)
+            self.refresh()
+
     def _ipython_display_(self) -> None:
         self.copy.show(self)
+        self.begin()
+
+    def begin(self) -> None:
+        """Keep the session, and load the model, of a panel that is displayed."""
         self.last.follow()
         if self.session.workbench is not None:
             self._load_behind()
@@ -203,7 +213,7 @@ class Explorer(ipw.VBox):
     def _load_behind(self) -> None:
         """Load the model once the first picture is seen, which that would hold up."""
         seen = threading.Event()
-        self.in_page.observe(lambda _: seen.set(), names="seen")
+        self.in_page.observe(lambda _: seen.set(), names="width")
 
         def load() -> None:
             seen.wait(_LATEST)
@@ -246,6 +256,7 @@ class Explorer(ipw.VBox):
             self._show()
         except Exception as error:  # an exception in an observer is not shown
             self._fail(error)
+        self.evaluation.foresee()
         searches = self.controls.to_target and self.session.workbench is not None
         self.search.layout.display = None if searches else "none"
         self._changed()
@@ -287,7 +298,11 @@ class Explorer(ipw.VBox):
         with self.hold_sync():
             self.status.value = status(f"{text}{self._target_text()}")
             self.picture.layout.display = None if picture else "none"
+            said = html.escape(_CAPTION if picture else _NO_PICTURE)
+            self.caption.value = f"<small>{said}</small>"
             self.picture.value = picture
+            # At most as wide as it was drawn: if stretched, its text would blur.
+            self.picture.layout.max_width = f"{self._picture.width}px"
             self.error.value = ""
             for widget in (self.picture, self.behind):
                 mark_stale(widget, False)
@@ -296,7 +311,6 @@ class Explorer(ipw.VBox):
         self.export.refresh()
         self._refresh_tab()
         self._show_layers()
-        self.evaluation.foresee()
 
     def _refresh_tab(self, _change: Any = None) -> None:
         """Update the open tab, if that is expensive; hidden tabs wait."""

@@ -35,6 +35,8 @@ from heapr_lab.panel.session import setting_text
 from heapr_lab.pruning.masks import KeepMask
 
 _DPI = 100
+NARROWEST, WIDEST = 1100, 2000
+"""Pixels of the first picture, whose text can still be read, and of the largest."""
 _N_BINS = 80
 _LOAD = LinearSegmentedColormap.from_list("", ["#0072B2", "#7A4988", "#D55E00"])
 """From idle to busy; no colour is near the white to which cells fade."""
@@ -75,14 +77,15 @@ class ChoicePicture:
 
     @_alone
     @styled
-    def __init__(self, table: ImportanceTable) -> None:
+    def __init__(self, table: ImportanceTable, width: int = NARROWEST) -> None:
         """Draw the fixed parts.
 
         Args:
             table: the table of the masks that will be shown.
+            width: that of the picture, in pixels.
         """
-        full = KeepMask.full(table)
-        size = (11.0, min(6.0, 2.9 + 0.07 * max(0, len(full.layers) - 8)))
+        full, self.width = KeepMask.full(table), width
+        size = (width / _DPI, min(6.0, 2.9 + 0.07 * max(0, len(full.layers) - 8)))
         self.figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
         bars, cells, bins = self.figure.subplots(1, 3, width_ratios=[1.0, 1.5, 1.1])
         self.table = table

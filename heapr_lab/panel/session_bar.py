@@ -143,7 +143,7 @@ class SessionBar(ipw.VBox):
         if self._session.workbench is None:
             return None
         names = Inspected.__struct_fields__
-        return Inspected(*(shown_by(getattr(self._inspection, n)) for n in names))
+        return Inspected(*(_kept(getattr(self._inspection, n)) for n in names))
 
     # --- opening ------------------------------------------------------------------
 
@@ -261,6 +261,14 @@ class SessionBar(ipw.VBox):
             self.message.value = failure(error)
         else:
             self.message.value = status(done.format(self.file.value))
+
+
+def _kept(control: ipw.Widget) -> Any:
+    """The value of a control; the least where it takes none such as was typed."""
+    try:
+        return shown_by(control)
+    except SpecError:
+        return control.least
 
 
 def _measured_for(session: PruningSession) -> str:

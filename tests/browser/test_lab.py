@@ -68,6 +68,21 @@ def test_every_value_can_be_set_without_a_mouse(page: "sync_api.Page") -> None:
         panel.choice(name).select_option(value)
 
 
+@pytest.mark.parametrize("key", ["Enter", "Space"])
+def test_what_is_folded_is_opened_with_keys(page: "sync_api.Page", key: str) -> None:
+    """Advanced, numbers and Help are reached with Tab, named, and say whether open."""
+    panel, _ = panels(page)
+    panel.fold_all()
+    panel.button("Evaluate").focus()
+    page.keyboard.press("Tab")
+    expect(panel.button("Advanced")).to_be_focused()
+    for title in ("Advanced", "All numbers", "Help: what each control and term means"):
+        panel.button(title).focus()
+        for expanded in ("true", "false"):
+            page.keyboard.press(key)
+            expect(panel.button(title)).to_have_attribute("aria-expanded", expanded)
+
+
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_axe_finds_nothing_serious(page: "sync_api.Page", theme: str) -> None:
     """On any tab, with the picture and every section open, in either theme."""

@@ -92,3 +92,27 @@ def test_nothing_is_cut(other: "sync_api.Page", width: int) -> None:
         )
         for area in page_of_tab.all():
             assert area.evaluate(_WIDE) <= 0
+
+
+def test_cancel_can_be_read(other: "sync_api.Page") -> None:
+    """However narrow the window, what is said of a job that runs leaves it room."""
+    _, slow = panels(other)
+    other.set_viewport_size({"width": 1000, "height": 1400})
+    slow.button("Evaluate").click()
+    cancel = slow.button("Cancel").filter(visible=True)
+    expect(slow.root.get_by_text("dense on pydocs")).to_be_visible(timeout=TIMEOUT)
+    assert cancel.evaluate(_WIDE) <= 0
+    cancel.click()
+    expect(slow.button("Evaluate")).to_be_enabled()
+
+
+def test_the_picture_is_as_wide_as_a_wide_window(other: "sync_api.Page") -> None:
+    """It is drawn again, so that its text stays as large as that around it."""
+    panel, _ = panels(other)
+    other.set_viewport_size({"width": 1920, "height": 1400})
+    panel.open("Choose")
+    natural = "image => image.naturalWidth"
+    until = time.monotonic() + TIMEOUT / 1000
+    while panel.picture.evaluate(natural) <= 1100:
+        assert time.monotonic() < until, "the picture is as narrow as at first"
+        other.wait_for_timeout(50)

@@ -1,20 +1,36 @@
-"""What the tests of passages start from."""
+"""What several tests start from: a session that was measured, and a passage."""
+
+from pathlib import Path
 
 import pytest
-from tiny_folder import write_model, write_text
 
+from heapr_lab.inspection.passages import Passage, read_passage
+from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.session import PruningSession
+from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import open_workbench
+from heapr_lab.workbench.workbench import Workbench
 
 
-@pytest.fixture(scope="session")
-def reading(tmp_path_factory: pytest.TempPathFactory) -> PruningSession:
-    """A tiny model on a bench, measured on a text."""
-    folder = tmp_path_factory.mktemp("reading")
-    write_model(folder / "moe")
-    write_text(folder / "text.txt", n_texts=60)
-    bench = open_workbench(str(folder / "moe"), profile="small")
-    calibration = Calibration(str(folder / "text.txt"))
+@pytest.fixture
+def session(bench: Workbench, root: Path) -> PruningSession:
+    """The tiny model, whose weights are masked, measured on its text."""
+    calibration = Calibration(str(root / "text.txt"))
     table = bench.importance(calibration)
     return PruningSession(table, workbench=bench, calibration=calibration)
+
+
+@pytest.fixture
+def tab(session: PruningSession) -> InspectTab:
+    """The tab that inspects, with a short text, half of the model pruned."""
+    session.choose(Selection(ratio=0.5))
+    tab = InspectTab(session)
+    tab.text.value = "the <b>other</b> & 漢"
+    tab.n_tokens.value = 5
+    return tab
+
+
+@pytest.fixture
+def passage(tab: InspectTab, bench: Workbench) -> Passage:
+    """The text of the tab."""
+    return read_passage(bench.model, bench.tokenizer, text=tab.text.value)

@@ -11,7 +11,7 @@ from pressing import cancel, failed, press
 
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.activations import routing
-from heapr_lab.inspection.passages import read_passage, token_losses
+from heapr_lab.inspection.passages import Passage, token_losses
 from heapr_lab.panel import inspect_tab
 from heapr_lab.panel.glossary import widgets_in
 from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
@@ -19,22 +19,6 @@ from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.workbench.workbench import Workbench
-
-
-@pytest.fixture
-def tab(reading: PruningSession) -> InspectTab:
-    """The tab with a short text."""
-    reading.choose(Selection(ratio=0.5))
-    tab = InspectTab(reading)
-    tab.text.value = "the <b>other</b> & 漢"
-    tab.n_tokens.value = 5
-    return tab
-
-
-def bench_of(tab: InspectTab) -> Workbench:
-    """The tab's workbench."""
-    assert tab.session.workbench is not None
-    return tab.session.workbench
 
 
 def test_nearest_the_cut() -> None:
@@ -59,9 +43,9 @@ def test_nearest_the_cut() -> None:
     assert nearest_the_cut(table, KeepMask.full(table), estimator="heapr").empty
 
 
-def test_tab_of_a_table_alone(reading: PruningSession) -> None:
+def test_tab_of_a_table_alone(session: PruningSession) -> None:
     """Without a model text says that one is needed."""
-    tab = InspectTab(PruningSession(reading.table))
+    tab = InspectTab(PruningSession(session.table))
     tab.refresh()
     assert [c for c in widgets_in(tab) if isinstance(c, ipw.Button)] == []
     (said,) = tab.children
@@ -77,7 +61,6 @@ def test_tab_can_be_printed(tab: InspectTab) -> None:
 def test_tab_generates(tab: InspectTab) -> None:
     """Dense and pruned side by side, from the text as it was read."""
     press(tab.generate)
-    assert tab.continuations is not None
     dense, pruned = tab.continuations
     assert len(dense) == len(pruned) == 5
     assert dense["token_id"].tolist() != pruned["token_id"].tolist()
@@ -87,10 +70,8 @@ def test_tab_generates(tab: InspectTab) -> None:
     assert len(marked(page)) == 2
 
 
-def test_tab_compares(tab: InspectTab) -> None:
+def test_tab_compares(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
     """The numbers are those of the traces, for the choice at the time of pressing."""
-    bench = bench_of(tab)
-    passage = read_passage(bench.model, bench.tokenizer, text=tab.text.value)
     for ratio in (0.5, 0.25):
         tab.session.choose(Selection(ratio=ratio))
         press(tab.compare)
@@ -101,12 +82,10 @@ def test_tab_compares(tab: InspectTab) -> None:
         assert cells(tab.compare.value)[0][1] == f"{worst:+.3f}"
 
 
-def test_tab_shows_routing(tab: InspectTab) -> None:
+def test_tab_shows_routing(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
     """The routing is that of the token and the layer that were asked for."""
-    bench = bench_of(tab)
     tab.layer.value, tab.position.value = 1, 6
     press(tab.route)
-    passage = read_passage(bench.model, bench.tokenizer, text=tab.text.value)
     pd.testing.assert_frame_equal(tab.routes, routing(bench.model, passage))
     routes = tab.routes.query("layer == 1 and position == 6")
     rows = cells(tab.route.value)
@@ -127,7 +106,7 @@ def test_positions_are_those_of_the_text(tab: InspectTab) -> None:
     tab.position.value = 1
 
 
-def test_tab_shows_contexts(tab: InspectTab) -> None:
+def test_tab_shows_contexts(tab: InspectTab, bench: Workbench) -> None:
     """The atom is the one nearest the cut, the windows are those of calibration."""
     keep = tab.session.keep
     assert tab.nearest.value == ()
@@ -136,8 +115,6 @@ def test_tab_shows_contexts(tab: InspectTab) -> None:
     boxes = tab.atom_layer.value, tab.expert.value, tab.atom.value
     assert boxes == (best["layer"], best["expert"], best["atom"])
     press(tab.show_contexts)
-    assert tab.contexts is not None
-    assert tab.companions is not None
     rows = cells(tab.show_contexts.value)
     assert len(rows) == len(tab.contexts) + len(tab.companions)
     places = tab.contexts[["window", "position"]].astype(str).agg(":".join, axis=1)
@@ -148,9 +125,9 @@ def test_tab_shows_contexts(tab: InspectTab) -> None:
     for row in rows[len(places) :]:
         is_kept = kept[int(row[0]), int(row[1])]
         assert row[-1] == ("✓ kept" if is_kept else "✗ pruned")
-    windows = bench_of(tab).calibration_set(tab.session.calibration).ids
+    windows = bench.calibration_set(tab.session.calibration).ids
     for row in tab.contexts.itertuples():
-        token = bench_of(tab).tokenizer.decode(windows[row.window, row.position])
+        token = bench.tokenizer.decode(windows[row.window, row.position])
         assert row.token == token
     assert ": pruned; masked model" in tab.show_contexts.value
     assert "8 windows" in tab.show_contexts.value

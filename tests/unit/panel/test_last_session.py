@@ -121,25 +121,6 @@ def test_one_may_go_while_the_panel_opens(
     assert label == f"{datetime.fromtimestamp(0):%F %T}"
 
 
-def test_evaluations_appear_too(bench: Workbench, root: Path) -> None:
-    """All that is said of them appears; none is measured again."""
-    text = str(root / "text.txt")
-    options: dict[str, Any] = {
-        "corpora": (text,), "tasks": (f"continuation:{text}",),
-        "calibration": Calibration(text, seed=3),
-    }  # fmt: skip
-    first = displayed(bench, **options)
-    first.controls.ratio.value = "0.5"
-    press(first.evaluation.job)
-    kept(first, lambda text: '"nll"' in text)
-    again = displayed(bench, **options)
-    again.last.resume.click()
-    assert again.numbers.value == first.numbers.value
-    columns = ["dataset", "weights", "nll", "delta_nll", "stderr", "accuracy"]
-    left, right = (p.session.points[columns].astype(str) for p in (first, again))
-    assert left.equals(right)
-
-
 def test_another_text_is_noticed(bench: Workbench, root: Path, tmp_path: Path) -> None:
     """Evaluations on what a file was before do not stand beside those on what it is."""
     file = tmp_path / "mine.txt"
@@ -161,6 +142,7 @@ def test_another_text_is_noticed(bench: Workbench, root: Path, tmp_path: Path) -
     first.last.write()
     again.last.resume.click()
     assert len(again.session.points) == 2
+    assert again.numbers.value == first.numbers.value
 
 
 def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder: Path) -> None:
@@ -174,7 +156,6 @@ def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder: Path) -> None:
 def test_a_file_that_is_being_written_is_no_session(folder: Path) -> None:
     """Another panel writes it under a name that begins with a dot, and renames it."""
     use(first := displayed(small_table()))
-    assert first.last.path is not None
     partial = first.last.path.with_name(".partial-1-x.json")
     partial.write_text("{")
     assert offers(again := displayed(small_table()))
@@ -220,8 +201,9 @@ def test_a_file_that_is_written_over_can_be_had_back(tmp_path: Path) -> None:
 def test_weights_that_choose_are_opened_too(panel: Explorer, tmp_path: Path) -> None:
     """Although they were not made here; *Undo* goes back to them as well."""
     files, weights = panel.files, panel.weights.weights
-    weights.value = "compress"
+    weights.value, panel.weights.own.value = "compress", 40
     panel.comparison.pin()
+    recipe = panel.session.recipe
     files.file.value = str(tmp_path / "s.json")
     files.save_button.click()
     weights.value = "unchanged"
@@ -233,6 +215,7 @@ def test_weights_that_choose_are_opened_too(panel: Explorer, tmp_path: Path) -> 
         press_one.click()
         assert 'role="alert"' not in files.message.value
         assert weights.value == value
+    assert panel.session.recipe == panel.comparison.pins[0].recipe == recipe
 
 
 def test_the_home_of_nobody_is_said(panel: Explorer) -> None:
@@ -271,6 +254,15 @@ def test_an_infeasible_state_is_not_kept() -> None:
     panel.last.write()
     assert panel.last.message.value == ""
     assert '"ratio": 0.5' in kept(panel, bool)
+
+
+def test_a_number_that_inspect_cannot_take_loses_no_work(panel: Explorer) -> None:
+    """All else is kept, with the least number that it can be."""
+    panel.inspection.atom.value = 99
+    saved = panel.files.saved()
+    assert saved.inspected is not None
+    assert saved.inspected.atom == 0
+    assert saved.inspected.text == panel.inspection.text.value
 
 
 def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

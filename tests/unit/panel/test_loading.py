@@ -6,15 +6,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import ipywidgets as ipw
 import pytest
 from pressing import press
 from tiny_folder import write_model, write_text
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models import named
-from heapr_lab.panel import static_copy
+from heapr_lab.panel import opening, static_copy
 from heapr_lab.panel.jobs import Job
 from heapr_lab.panel.loading import LoadingWorkbench
 from heapr_lab.panel.panel import Explorer, explore
@@ -116,9 +118,35 @@ def test_the_model_waits_until_the_panel_is_seen(
     monkeypatch.setattr(panel, "get_ready", ready.set)
     panel._ipython_display_()
     assert not ready.wait(0.2)
-    panel.in_page.seen = True
+    panel.in_page.width = 1000
     assert ready.wait(2)
     assert not bench.is_loaded
+
+
+class Shown(ipw.Label):
+    """What stands for a panel."""
+
+    begin = print
+
+
+def test_a_page_says_how_far_the_scores_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are not in the cache are measured before its panel is shown."""
+    there, told = threading.Event(), list[str]()
+
+    def measure(_windows: Any, progress: Any) -> None:
+        progress(4, 8)
+        told.append(page.job.text.value)
+
+    bench: Any = SimpleNamespace(name="moe", measure=measure)
+    bench.calibration_set = lambda: SimpleNamespace(label="text", n_sequences=8)
+    bench.load = lambda: there.wait(60) and bench
+    monkeypatch.setattr(opening, "explore", lambda _: Shown())
+    page = opening.Measuring(bench)
+    there.set()
+    page.job.wait(60)
+    assert page.job.error.value == ""
+    assert "scores on text: window: 4 of 8" in told[0]
+    assert isinstance(page.children[0], Shown)
 
 
 @contextlib.contextmanager
@@ -158,7 +186,6 @@ def test_settings_are_those_of_the_press(
     tab.text.value = "aaab bbba"
     with waiting(tab.compare, monkeypatch):
         tab.text.value = "abab"
-    assert tab.losses is not None
     assert "".join(tab.losses["token"]) == "aaab bbba"
 
 

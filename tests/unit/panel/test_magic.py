@@ -9,9 +9,9 @@ import matplotlib as mpl
 import pandas as pd
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from random_tables import small_table
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel import magic
 
 _KERNEL = """
@@ -79,11 +79,8 @@ def test_the_magic_takes_a_variable_or_a_name() -> None:
 
 def test_the_magic_explores_what_it_is_given() -> None:
     """`%heapr table` is the panel of that table."""
-    columns = ["sum_h2", "sum_g2", "sum_hg2", "tokens"]
-    numbers = pd.DataFrame(1.0, index=range(4), columns=columns)
-    keys = {"layer": 0, "expert": [0, 0, 1, 1], "atom": [0, 1, 0, 1]}
     shell = InteractiveShell()
-    shell.user_ns["table"] = ImportanceTable.from_frame(numbers.assign(**keys), N=2)
+    shell.user_ns["table"] = small_table()
     shell.run_line_magic("load_ext", "heapr_lab")
     panel = shell.run_line_magic("heapr", "table")
     assert type(panel).__name__ == "Explorer"

@@ -57,7 +57,6 @@ def test_controls_of_structure_budget_and_constraints() -> None:
     controls.budget.value = "parameters (model)"
     assert panel.error.value == ""
     saved = panel.session.savings()
-    assert saved is not None
     assert 0.2 <= saved.parameter_reduction.iloc[0] < 0.22
 
 
@@ -108,17 +107,12 @@ def test_anything_else_cannot_be_explored(tmp_path: Path) -> None:
 def test_panel_with_camera() -> None:
     """Camera locks the scope and says why; leaving it restores the scope."""
     panel = explore(small_table())
+    scope = panel.controls.scope
     panel.controls.estimator.value = "camera"
-    assert (panel.controls.scope.value, panel.controls.scope.disabled) == (
-        "layer",
-        True,
-    )
+    assert (scope.value, scope.disabled) == ("layer", True)
     assert "compares atoms within a layer only" in panel.status.value
     panel.controls.estimator.value = "heapr"
-    assert (panel.controls.scope.value, panel.controls.scope.disabled) == (
-        "global",
-        False,
-    )
+    assert (scope.value, scope.disabled) == ("global", False)
 
 
 def test_panel_text_is_the_same_each_time() -> None:

@@ -23,7 +23,6 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.tasks.harness import continuation_items
-from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.workbench import Workbench
 
@@ -35,14 +34,6 @@ def corpora(root: Path) -> tuple[str, str]:
     """Two texts."""
     write_text(root / "second.txt", n_texts=50)
     return str(root / "text.txt"), str(root / "second.txt")
-
-
-@pytest.fixture
-def session(bench: Workbench, corpora: tuple[str, str]) -> PruningSession:
-    """The tiny model, with its weights masked."""
-    calibration = Calibration(corpora[0])
-    table = bench.importance(calibration)
-    return PruningSession(table, workbench=bench, calibration=calibration)
 
 
 @pytest.fixture
@@ -67,11 +58,9 @@ def test_ratios_that_are_none(text: str) -> None:
 
 
 def test_windows_are_paired_as_a_loop_does(
-    session: PruningSession, corpora: tuple[str, str]
+    bench: Workbench, session: PruningSession, corpora: tuple[str, str]
 ) -> None:
     """Mean and standard error of single windows, each measured alone."""
-    bench = session.workbench
-    assert bench is not None
     chosen = Selection(0.5)
     session.evaluate(corpora[:1], selection=chosen)
     row = session.points.iloc[-1]
@@ -88,11 +77,9 @@ def test_windows_are_paired_as_a_loop_does(
 
 
 def test_without_windows_of_the_dense_model_there_is_no_error(
-    session: PruningSession, corpora: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    bench: Workbench, session: PruningSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such results were cached by earlier versions: not 0, which would be certain."""
-    bench = session.workbench
-    assert bench is not None
     measured = bench.perplexity
 
     def without(keep: Any, *args: Any, **options: Any) -> Any:
@@ -100,7 +87,7 @@ def test_without_windows_of_the_dense_model_there_is_no_error(
         return perplexity if keep is not None else replace(perplexity, windows=())
 
     monkeypatch.setattr(bench, "perplexity", without)
-    session.evaluate(corpora[:1], selection=Selection(0.5))
+    session.evaluate((session.calibration.corpus,), selection=Selection(0.5))
     assert session.points["stderr"].isna().all()
     assert session.points["delta_nll"].notna().all()
 
@@ -117,7 +104,7 @@ def test_what_cannot_be_paired_is_refused() -> None:
 
 
 def test_only_what_is_missing_is_measured(
-    session: PruningSession, corpora: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    session: PruningSession, corpora: tuple[str, str]
 ) -> None:
     """A second sweep with a further ratio and corpus measures only these."""
     options: Any = {"estimators": ("heapr",)}
@@ -138,11 +125,10 @@ def test_only_what_is_missing_is_measured(
     assert len(replace(more, recipe=WeightRecipe("compensated")).missing(session)) == 2
 
 
-def test_a_cancelled_sweep_goes_on_where_it_was(
-    session: PruningSession, corpora: tuple[str, str]
-) -> None:
+def test_a_cancelled_sweep_goes_on_where_it_was(session: PruningSession) -> None:
     """What is finished stays."""
-    sweep = Sweep((Selection(0.25), Selection(0.5), Selection(0.75)), corpora[:1])
+    corpora = (session.calibration.corpus,)
+    sweep = Sweep((Selection(0.25), Selection(0.5), Selection(0.75)), corpora)
 
     def stopping(done: float, *_args: Any, **_options: Any) -> None:
         if done > 1:
@@ -158,14 +144,13 @@ def test_a_cancelled_sweep_goes_on_where_it_was(
 
 
 def test_the_time_is_that_of_evaluations_so_far(
-    session: PruningSession, corpora: tuple[str, str]
+    bench: Workbench, session: PruningSession, corpora: tuple[str, str]
 ) -> None:
     """It counts all windows of the models that are left, and making their weights."""
     sweep = Sweep((Selection(0.25), Selection(0.5)), corpora)
     session.evaluate(corpora[:1], selection=Selection(0.25))
     session.seconds_a_window = 2.0
-    assert session.workbench is not None
-    profile = session.workbench.profile
+    profile = bench.profile
     n_test = profile.n_test or 0
     dense, left = 2 * n_test, 3 * n_test
     assert sweep.seconds(session) == 2.0 * (dense + left)
@@ -174,9 +159,7 @@ def test_the_time_is_that_of_evaluations_so_far(
     assert compensated.seconds(session) == 2.0 * (dense + 4 * n_test + making)
 
 
-def test_the_first_estimate_is_that_of_the_scores(
-    session: PruningSession, corpora: tuple[str, str]
-) -> None:
+def test_the_first_estimate_is_that_of_the_scores(session: PruningSession) -> None:
     """A window takes a third of what it took with gradients, by its tokens."""
     table = session.table
     origin = dict(table.metadata["provenance"], seconds=96.0, resumed_at=0)
@@ -185,7 +168,7 @@ def test_the_first_estimate_is_that_of_the_scores(
     told = ImportanceTable.from_frame(table.frame, **facts)
     fresh = PruningSession(told, workbench=session.workbench)
     assert fresh.seconds_a_window == 96 / 8 / 3 / 2  # windows of 64 tokens
-    panel = Explorer(fresh, corpora=corpora[:1], tasks=())
+    panel = Explorer(fresh, corpora=(session.calibration.corpus,), tasks=())
     assert "about 16 s" in panel.evaluation.job.text.value  # 2 models on 4 windows
     del facts["provenance"]
     silent = ImportanceTable.from_frame(table.frame, **facts)
@@ -193,14 +176,11 @@ def test_the_first_estimate_is_that_of_the_scores(
     assert alone.seconds_a_window is None
 
 
-def test_a_task_is_as_long_as_its_text(
-    bench: Workbench, corpora: tuple[str, str]
-) -> None:
+def test_a_task_is_as_long_as_its_text(bench: Workbench, root: Path) -> None:
     """Until it was measured, tokens of its items count, as windows of a corpus do."""
-    task = f"continuation:{corpora[0]}"
-    items = continuation_items(
-        load_corpus(corpora[0], split="test"), n_items=bench.profile.n_items
-    )
+    task = f"continuation:{root / 'text.txt'}"
+    corpus = load_corpus(str(root / "text.txt"), split="test")
+    items = continuation_items(corpus, n_items=bench.profile.n_items)
     texts = [item.context + "".join(item.choices) for item in items.itertuples()]
     n_tokens = sum(len(bench.tokenizer(text)["input_ids"]) for text in texts)
     n_windows = n_tokens / bench.profile.seq_len
@@ -225,23 +205,17 @@ def test_tasks_and_weights_count_as_the_time_they_took(
 def test_estimators_that_compare_within_layers_have_that_scope() -> None:
     """`compress` has no estimators of its own."""
     options: Any = {"ratios": RATIOS, "corpora": ("a",)}
-    sweep = sweep_of(
-        Selection(0.1), WeightRecipe(), estimators=("heapr", "camera"), **options
-    )
+    options["estimators"] = ("heapr", "camera")
+    sweep = sweep_of(Selection(0.1), WeightRecipe(), **options)
     assert [(pick.estimator, pick.scope, pick.ratio) for pick in sweep.selections] == [
         ("heapr", "global", 0.25), ("heapr", "global", 0.5),
         ("camera", "layer", 0.25), ("camera", "layer", 0.5),
     ]  # fmt: skip
-    alone = sweep_of(
-        Selection(0.1),
-        WeightRecipe("compress"),
-        estimators=("heapr", "camera"),
-        **options,
-    )
+    alone = sweep_of(Selection(0.1), WeightRecipe("compress"), **options)
     assert len(alone.selections) == 2
-    for missing in ({"estimators": ()}, {"estimators": ("heapr",), "corpora": ()}):
+    for missing in ("estimators", "corpora"):
         with pytest.raises(SpecError, match="select one"):
-            sweep_of(Selection(0.1), WeightRecipe(), **(options | missing))
+            sweep_of(Selection(0.1), WeightRecipe(), **(options | {missing: ()}))
 
 
 def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:
@@ -284,11 +258,11 @@ def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
 
 
 def test_windows_of_two_texts_are_not_paired(
-    session: PruningSession, corpora: tuple[str, str], tmp_path: Path
+    session: PruningSession, root: Path, tmp_path: Path
 ) -> None:
     """Once a file has another text, all is measured on that, as in a new session."""
     file = tmp_path / "eval.txt"
-    file.write_text(Path(corpora[0]).read_text())
+    file.write_text((root / "text.txt").read_text())
     session.evaluate([str(file)], selection=Selection(0.5))
     file.write_text(file.read_text()[::-1])
     sweep = Sweep((Selection(0.5), Selection(0.5, "magnitude")), (str(file),))

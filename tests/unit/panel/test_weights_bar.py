@@ -18,13 +18,10 @@ from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
-from heapr_lab.panel.session_file import read_session, write_session
 from heapr_lab.recipes import making
 from heapr_lab.recipes.weights import DEFAULT, MASKED, METHODS, WeightRecipe
 from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.opening import load_like
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench
 
 
 def last_point(panel: Explorer) -> dict[str, Any]:
@@ -32,17 +29,14 @@ def last_point(panel: Explorer) -> dict[str, Any]:
     return dict(panel.session.points.iloc[-1])
 
 
-def test_the_mask_of_the_first_weights_is_known(bench: Workbench, root: Path) -> None:
+def test_the_mask_of_the_first_weights_is_known(session: PruningSession) -> None:
     """Others have a share of self-generated text; a table alone has no switch."""
-    text = Calibration(str(root / "text.txt"))
-    table = bench.importance(text)
-    session = PruningSession(table, workbench=bench, calibration=text)
     panel = Explorer(session, corpora=(), tasks=())
     assert session.recipe == MASKED
     assert panel.weights.weights.layout.display is None
     panel.weights.weights.value = "compress"
     assert session.recipe == WeightRecipe("compress", METHODS[DEFAULT].recipe.own_text)
-    alone = Explorer(PruningSession(table))
+    alone = Explorer(PruningSession(session.table))
     assert alone.session.recipe == MASKED
     assert alone.weights.weights.layout.display == "none"
 
@@ -57,8 +51,7 @@ def test_what_is_evaluated_is_what_is_exported(
     panel.controls.ratio.value = "0.5"
     press(panel.evaluation.job)
     point = last_point(panel)
-    names = {"unchanged": "masked"}
-    assert point["weights"] == names.get(weights, weights)
+    assert point["weights"] == weights.replace("unchanged", "masked")
     assert f"Last point, {point['weights']}:" in panel.evaluation.message.value
     panel.export.folder.value = str(tmp_path / "out")
     press(panel.export.job)
@@ -152,6 +145,7 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     assert panel.controls.estimator.disabled
     assert "not known yet: compress chooses" in panel.status.value
     assert panel.picture.layout.display == "none"
+    assert "Not known yet" in panel.caption.value
     assert not any(row[0].startswith(("atomic", "bytes")) for row in panel._numbers)
     assert [bool(answer.values) for answer in answers(panel.session)] == [False] * 4
     known = panel.comparison.frame()["flops_reduction"].notna()
@@ -165,7 +159,6 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     assert panel.comparison.frame()["flops_reduction"].notna().all()
     made = session.made(session.selection, session.recipe)
     assert session.keep == made.keep
-    assert made.report is not None
     (chosen,) = made.report.loc[made.report["chosen"], "made"]
     assert chosen.split(" + ")[0] == point["estimator"]
     assert point["achieved_ratio"] == made.keep.achieved_ratio
@@ -185,27 +178,25 @@ def test_points_of_compress_are_of_their_ratio(panel: Explorer) -> None:
     panel.weights.weights.value = "compress"
     panel.controls.ratio.value = "0.5"
     session = panel.session
-    score = 1.0
-    row = dict.fromkeys(POINT_COLUMNS, 1.0) | {"dataset": "text", "summed_score": score}
-    row |= {
-        "weights": session.recipe.text,
-        "selection": session.selection,
-        "ratio": 0.5,
-    }
-    session.points = pd.DataFrame([row])
-    assert len(session.measured()) == 1
-    row |= {"selection": replace(session.selection, ratio=0.25), "ratio": 0.25}
-    session.points = pd.DataFrame([row])
-    assert session.measured().empty
+    row: dict[str, Any] = dict.fromkeys(POINT_COLUMNS, 1.0)
+    row |= {"dataset": "text", "weights": session.recipe.text}
+    for ratio, n_known in ((0.5, 1), (0.25, 0)):
+        chosen = replace(session.selection, ratio=ratio)
+        session.points = pd.DataFrame([row | {"selection": chosen, "ratio": ratio}])
+        assert len(session.measured()) == n_known
 
 
 def test_points_of_each_way_stay_apart(panel: Explorer) -> None:
-    """Curves stand beside each other; numbers are of the recipe that is shown."""
+    """Curves stand beside each other; numbers are of the recipe that is shown.
+
+    A pin's loss is of its own weights.
+    """
     for weights in ("unchanged", "compensated"):
         panel.weights.weights.value = weights
         for ratio in ("0.25", "0.5"):
             panel.controls.ratio.value = ratio
             press(panel.evaluation.job)
+        panel.comparison.pin()
     points = panel.session.points
     assert points["weights"].tolist().count("dense") == 1
     assert len(points[points["weights"].eq("masked")]) == 2  # none is measured again
@@ -214,39 +205,12 @@ def test_points_of_each_way_stay_apart(panel: Explorer) -> None:
         panel.weights.weights.value = weights
         alike = panel.session._points_alike()
         assert alike["weights"].tolist() == [text, text]
-    panel.controls.ratio.value = "0.5"
     (shown,) = panel.session.measured()["delta_nll"]
-    masked = points[points["weights"].eq("masked") & points["ratio"].eq(0.5)]
-    assert shown == masked["delta_nll"].iloc[0]
-
-
-def test_pins_and_files_keep_the_way(panel: Explorer, tmp_path: Path) -> None:
-    """A pin's loss is of its own weights; a session opens with its switch."""
-    for weights in ("compensated", "unchanged"):
-        panel.weights.weights.value = weights
-        press(panel.evaluation.job)
-        panel.comparison.label.value = weights
-        panel.comparison.pin()
-    frame = panel.comparison.frame().set_index("label")
-    losses = panel.session.points.set_index("weights")["delta_nll"]
-    (name,) = [column for column in frame if column.startswith("Δloss ")]
-    assert frame[name]["compensated"] == losses["compensated"]
-    assert frame[name]["unchanged"] == losses["masked"]
-    assert frame["weights"].to_dict() == {
-        "compensated": "compensated", "unchanged": "masked"
-    }  # fmt: skip
-    panel.weights.weights.value = "compress"
-    panel.weights.own.value = 40
-    write_session(tmp_path / "session.json", panel.files.saved())
-    panel.weights.weights.value = "unchanged"
-    panel.comparison.clear()
-    panel.files.restore(read_session(tmp_path / "session.json"))
-    assert panel.session.recipe == WeightRecipe("compress", 0.4)
-    assert panel.weights.weights.value == "compress"
-    assert [pin.recipe.text for pin in panel.comparison.pins] == [
-        "compensated",
-        "masked",
-    ]
+    losses = points[points["ratio"].eq(0.5)].set_index("weights")["delta_nll"]
+    assert shown == losses["masked"]
+    pins = panel.comparison.frame().set_index("weights")
+    (name,) = [column for column in pins if column.startswith("Δloss ")]
+    assert pins[name].to_dict() == losses.to_dict()
 
 
 def test_inspect_follows_the_switch(panel: Explorer) -> None:
@@ -256,12 +220,10 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     panel.controls.ratio.value = "0.5"
     panel.weights.weights.value = "compensated"
     press(tab.compare)
-    assert tab.losses is not None
     assert "ragged, compensated)" in tab.compare.value
     bench: Any = session.workbench
     passage = tab._passage(tab.text.value)
     made = session.made(session.selection, session.recipe)
-    assert made.compensation is not None
     down_projs = made.compensation.down_projs
     expected = token_losses(bench.model, passage, keep=made.keep, down_projs=down_projs)
     pd.testing.assert_frame_equal(tab.losses, expected)
@@ -273,5 +235,3 @@ def test_inspect_follows_the_switch(panel: Explorer) -> None:
     press(tab.compare)
     assert "ragged, masked)" in tab.compare.value
     pd.testing.assert_frame_equal(tab.losses, masked)
-    press(tab.generate)
-    assert "ragged, masked)" in tab.generate.value

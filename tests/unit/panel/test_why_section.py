@@ -1,48 +1,25 @@
 """Why pruning hurts a text, in the tab that inspects it."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from html_text import cells, marked
 from pressing import press
 
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
-from heapr_lab.inspection.passages import read_passage, token_losses
+from heapr_lab.inspection.passages import Passage, token_losses
 from heapr_lab.panel import why_section as views
 from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.panel.session import PruningSession
-from heapr_lab.pruning.options import Selection
+from heapr_lab.workbench.workbench import Workbench
 
 PRUNED = "half of <it>"
 
 
-@pytest.fixture
-def tab(reading: PruningSession) -> InspectTab:
-    """The tab with a short text, half of the model pruned."""
-    reading.choose(Selection(ratio=0.5))
-    tab = InspectTab(reading)
-    tab.text.value = "the <b>other</b> & 漢"
-    return tab
-
-
-def model_and_ids(tab: InspectTab) -> tuple[Any, torch.Tensor]:
-    """What the tab works on."""
-    bench: Any = tab.session.workbench
-    return bench.model, read_passage(
-        bench.model, bench.tokenizer, text=tab.text.value
-    ).ids
-
-
-def test_attribute(tab: InspectTab) -> None:
+def test_attribute(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
     """The layers add up to what is said, beside the measured change; then the map."""
-    model, ids = model_and_ids(tab)
     press(tab.why.attribute)
-    expected = attribute_loss(model, tab.session.keep, ids)
+    expected = attribute_loss(bench.model, tab.session.keep, passage.ids)
     attribution = tab.why.attribution
-    assert attribution is not None
     np.testing.assert_array_equal(attribution.tokens, expected.tokens)
     rows = cells(tab.why.attribute.value)
     layers = expected.layers()
@@ -52,20 +29,19 @@ def test_attribute(tab: InspectTab) -> None:
     ]
     page = tab.why.attribute.value
     assert f"add up to {expected.total:+.4f} nats" in page
-    bench: Any = tab.session.workbench
-    passage = read_passage(model, bench.tokenizer, text=tab.text.value)
-    change = token_losses(model, passage, keep=tab.session.keep)["delta_nll"].mean()
-    assert f"measured, Δ is {change:+.4f}" in page
-    assert len(rows) == n_layers + ids.shape[1]
+    losses = token_losses(bench.model, passage, keep=tab.session.keep)
+    assert f"measured, Δ is {losses['delta_nll'].mean():+.4f}" in page
+    assert len(rows) == n_layers + passage.ids.shape[1]
     assert rows[n_layers + 3][3] == f"{1000 * expected.tokens[0, 3, 0]:+.2f}"
 
 
-def test_explain(tab: InspectTab) -> None:
+def test_explain(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
     """The pruned atoms of the token below, and what its experts have together."""
-    model, ids = model_and_ids(tab)
     tab.layer.value, tab.position.value = 1, 4
     press(tab.why.explain)
-    expected = attribute_token(model, tab.session.keep, ids, layer=1, position=4)
+    expected = attribute_token(
+        bench.model, tab.session.keep, passage.ids, layer=1, position=4
+    )
     pd.testing.assert_frame_equal(tab.why.atoms, expected)
     rows = cells(tab.why.explain.value)
     atoms = [row for row in rows if len(row) == 5]
