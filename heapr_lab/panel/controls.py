@@ -320,11 +320,17 @@ class WeightsBar(ipw.HBox):
         self.weights = one_of("weights", options, width="320px")
         self.weights.layout.display = None if session.workbench else "none"
         share = session.calibration.own_text or METHODS[DEFAULT].recipe.own_text
-        self.own = slider("own text [%]", round(100 * share), most=100, step=5)
+        self._default = round(100 * share)
+        self.own = slider("own text [%]", self._default, most=100, step=5)
         super().__init__([self.own], layout={"display": self.weights.layout.display})
         self._apply()
         for control in (self.weights, self.own):
             control.observe(self._changed, names="value")
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether another share of self-generated text is used than by default."""
+        return not self.own.disabled and self.own.value != self._default
 
     def show(self, recipe: WeightRecipe) -> None:
         """Show the recipe of a session that was opened."""

@@ -270,7 +270,7 @@ class Explorer(ipw.VBox):
 
     def _shown_again(self) -> None:
         """Show another selection, with what is advanced only if it is used."""
-        if self.controls.are_unusual:
+        if self.controls.are_unusual or self.weights.is_unusual:
             self.advanced.selected_index = 0
         self.refresh()
 

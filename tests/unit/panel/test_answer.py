@@ -1,6 +1,7 @@
 """The four numbers at the top, what each is of, and what is seen first."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from heapr_lab.panel.answer import Answer, answers, answers_html, compact
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.weights import DEFAULT, METHODS
 
 
 @pytest.mark.parametrize(
@@ -118,3 +120,7 @@ def test_what_is_advanced_is_open_where_it_is_used() -> None:
     for selection, index in ((None, None), (Selection(0.5), None), (by_layer, 0)):
         panel = explore(small_table(), selection=selection)
         assert panel.advanced.selected_index == index
+    panel = explore(small_table())
+    panel.weights.show(replace(METHODS[DEFAULT].recipe, own_text=0.6))
+    panel._shown_again()
+    assert panel.advanced.selected_index == 0
