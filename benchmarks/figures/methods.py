@@ -365,6 +365,7 @@ def _ranked(known: pd.DataFrame, nearest: float) -> pd.DataFrame:
 _MERGING = {
     "hc-smoe": "merging, HC-SMoE",
     "random-groups": "merging random groups",
+    "reap": "dropping, REAP",
     "random": "removing random atoms",
 }
 
@@ -392,7 +393,7 @@ def similarity_table(rows: pd.DataFrame) -> pd.DataFrame:
 def merging_table(
     rows: pd.DataFrame, measured: pd.DataFrame, *, ratio: float
 ) -> pd.DataFrame:
-    """`similarity_table`, with what merging and removing at random lose at a ratio.
+    """`similarity_table`, with what merging, dropping and random atoms lose at a ratio.
 
     Args:
         rows: of `benchmarks/similarity.py`.

@@ -199,31 +199,36 @@ def methods(
 
 
 def _where_merging_wins(measured: pd.DataFrame, ratio: float) -> str:
-    """On which models merging beats random atoms, and which the cause leaves open."""
+    """On which models merging beats random atoms, and on which dropping beats it."""
     rows = measured[measured["ratio"].eq(ratio)]
     losses = rows.pivot_table(
         index="model", columns="variant", values="delta_nll pydocs"
     )
-    if not {"hc-smoe", "random"} <= {*losses.columns}:
+    compared = ["hc-smoe", "random", "reap"]
+    if not {*compared} <= {*losses.columns}:
         return ""
-    losses = losses.dropna(subset=["hc-smoe", "random"])
+    losses = losses.dropna(subset=compared)
     wins = losses["hc-smoe"] < losses["random"]
     sides = {"less": losses[wins], "more": losses[~wins]}
     text = ", and ".join(
         f"{word} on {_pairs(part)}" for word, part in sides.items() if len(part)
     )
     exceptions = losses.index[wins != losses.index.str.contains("upcycled")]
+    drops = losses[losses["reap"] < losses["hc-smoe"]]
     return (
         f"Beside removing random atoms, merging (HC-SMoE) loses {text}. It averages "
         "experts, so it should lose less where they began as copies of one (upcycled) "
-        "and more where they were trained from scratch. Exceptions, which are not "
-        f"explained: {listed(exceptions) if len(exceptions) else 'none'}."
+        "and more where they were trained from scratch. Exceptions: "
+        f"{listed(exceptions) if len(exceptions) else 'none'}. "
+        f"Dropping as many experts (REAP) loses less than merging them on {len(drops)} "
+        f"of {len(losses)} models: {_pairs(drops, beside='reap')}. Where that beats "
+        "random atoms, merging may, too, without any gain of its own."
     )
 
 
-def _pairs(losses: pd.DataFrame) -> str:
+def _pairs(losses: pd.DataFrame, beside: str = "random") -> str:
     return listed(
-        f"the {model} ({row['hc-smoe']:.3f} against {row['random']:.3f})"
+        f"the {model} ({row['hc-smoe']:.3f} against {row[beside]:.3f})"
         for model, row in losses.iterrows()
     )
 

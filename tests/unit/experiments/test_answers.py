@@ -131,14 +131,14 @@ def test_what_the_ablations_refute_comes_first() -> None:
     assert "Whole experts save operations here (8% at 20%)" in repr(reply)
 
 
-def test_merging_is_compared_with_random_atoms_on_every_model() -> None:
-    """Copies of one expert lose less; where training from scratch does, it is said."""
+def test_merging_is_compared_with_random_atoms_and_dropping() -> None:
+    """On every model, and what does not follow from how alike experts are is said."""
 
     def reply(fine: float) -> str:
         rows = [
             {"model": model, "variant": name, "ratio": 0.4, "delta_nll pydocs": loss}
             for model, merged in (("fine", fine), ("lab", 0.8), ("upcycled", 0.05))
-            for name, loss in (("hc-smoe", merged), ("random", 0.3))
+            for name, loss in (("hc-smoe", merged), ("random", 0.3), ("reap", 0.1))
         ]
         return repr(answers.methods(data, rankings, pd.DataFrame(rows)))
 
@@ -152,8 +152,9 @@ def test_merging_is_compared_with_random_atoms_on_every_model() -> None:
     less = "less on the fine (0.200 against 0.300) and the upcycled (0.050 against"
     assert less in text
     assert "and more on the lab (0.800 against 0.300)" in text
-    assert text.endswith("Exceptions, which are not explained: fine.")
-    assert reply(0.4).endswith("Exceptions, which are not explained: none.")
+    assert "Exceptions: fine. Dropping" in text
+    assert "on 2 of 3 models: the fine (0.200 against 0.100) and the lab (0.8" in text
+    assert "Exceptions: none. Dropping" in reply(0.4)
 
 
 def test_the_default_stands_beside_heapr() -> None:
