@@ -134,7 +134,7 @@ def plan(
 
     Its configuration and the headers of its files are read, and no weight.
     """
-    if not Path(model).is_file():
+    if Path(model).suffix != ".json":
         check_there(model)
     from heapr_lab.streaming.plan import plan as planned
 

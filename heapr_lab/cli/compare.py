@@ -288,7 +288,7 @@ def _ratios(text: str) -> list[float]:
     """
     from heapr_lab.pruning.options import read_ratio
 
-    return [float(read_ratio(part)) for part in names_in(text)]
+    return [read_ratio(part) for part in names_in(text)]
 
 
 def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:

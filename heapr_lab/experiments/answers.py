@@ -204,25 +204,34 @@ def _where_merging_wins(measured: pd.DataFrame, ratio: float) -> str:
     losses = rows.pivot_table(
         index="model", columns="variant", values="delta_nll pydocs"
     )
-    compared = ["hc-smoe", "random", "reap"]
-    if not {*compared} <= {*losses.columns}:
+    if not {"hc-smoe", "random"} <= {*losses.columns}:
         return ""
-    losses = losses.dropna(subset=compared)
+    losses = losses.dropna(subset=["hc-smoe", "random"])
     wins = losses["hc-smoe"] < losses["random"]
     sides = {"less": losses[wins], "more": losses[~wins]}
     text = ", and ".join(
         f"{word} on {_pairs(part)}" for word, part in sides.items() if len(part)
     )
     exceptions = losses.index[wins != losses.index.str.contains("upcycled")]
-    drops = losses[losses["reap"] < losses["hc-smoe"]]
     return (
         f"Beside removing random atoms, merging (HC-SMoE) loses {text}. It averages "
         "experts, so it should lose less where they began as copies of one (upcycled) "
         "and more where they were trained from scratch. Exceptions: "
-        f"{listed(exceptions) if len(exceptions) else 'none'}. "
-        f"Dropping as many experts (REAP) loses less than merging them on {len(drops)} "
-        f"of {len(losses)} models: {_pairs(drops, beside='reap')}. Where that beats "
-        "random atoms, merging may, too, without any gain of its own."
+        f"{listed(exceptions) if len(exceptions) else 'none'}.{_dropped(losses)}"
+    )
+
+
+def _dropped(losses: pd.DataFrame) -> str:
+    """On which models dropping as many experts loses less than merging them."""
+    drops = (
+        losses[losses["reap"] < losses["hc-smoe"]] if "reap" in losses else losses[:0]
+    )
+    if drops.empty:
+        return ""
+    return (
+        " Dropping as many experts (REAP) loses less than merging them on "
+        f"{len(drops)} of {len(losses)} models: {_pairs(drops, beside='reap')}. Where "
+        "that beats random atoms, merging may, too, without any gain of its own."
     )
 
 

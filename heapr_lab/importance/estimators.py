@@ -391,7 +391,7 @@ def _check_finite(frame: pd.DataFrame, values: _Scores, *, estimator: str) -> No
     if len(rows):
         atom = tuple(int(frame[key].iloc[rows[0]]) for key in KEYS)
         raise SpecError(
-            f"{len(rows)} {estimator!r} scores are not finite, because their columns "
-            f"are too large, first at (layer, expert, atom) {atom}; collect again, "
+            f"{len(rows)} {estimator!r} scores are not finite, as columns are not "
+            f"or are too large, first at (layer, expert, atom) {atom}; collect again, "
             "with dtype float32 if the model overflows in a smaller one"
         )

@@ -250,9 +250,10 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     refuse_by_name(config)
     read_generation(Path(source))  # of which transformers ignores a damaged one
     kind = quantisation(config)
-    if kind is not None:
-        read_by_us = registry.find("settings of quantised weights")
-        config.quantization_config = read_by_us(config.quantization_config)
+    stored = getattr(config, "quantization_config", None)
+    settings = stored and registry.find("settings of quantised weights")(stored)
+    if settings is not stored:  # they are read by us
+        config.quantization_config = settings
         options["config"] = config
     with _named(source, "weights or config.json"), _without_report():
         loaded: Any = _auto_class(config).from_pretrained(
@@ -263,10 +264,10 @@ def read_weights(source: str | Path, **options: Any) -> Any:
             **options,
         )
     model, info = loaded
-    for name, weight in model.named_parameters() if kind is not None else ():
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        stays = stays_float32(model, name)  # transformers leaves it in its own type
-        weight.data = weight.data.to(wide if stays else model.config.dtype)
+    for name, weight in model.named_parameters() if settings is not stored else ():
+        dtype = model.config.dtype  # transformers leaves some in their own
+        wide = torch.promote_types(dtype, torch.float32)
+        weight.data = weight.data.to(wide if stays_float32(model, name) else dtype)
     if kind is not None and not hasattr(model, "hf_quantizer"):
         model._weight_conversions = None  # with which it would be quantised when saved
     try:

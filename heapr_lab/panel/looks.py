@@ -92,6 +92,7 @@ function render({ model, el }) {
   };
   const observer = new MutationObserver(set);
   const resized = new ResizeObserver(() => {
+    if (!panel.clientWidth) return;
     model.set("width", panel.clientWidth);
     model.save_changes();
   });

@@ -33,6 +33,7 @@ from heapr_lab.models.ragged_experts import check_no_missing_weights
 from heapr_lab.models.safetensors_headers import Stored, StoredTensor, read_headers
 from heapr_lab.streaming.quantisation import (
     BLOCK_OF_FP4,
+    EXPECTED_BYTES,
     Fp4Quantizer,
     Fp8Quantizer,
     check_grid,
@@ -173,8 +174,8 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
     """Check that every tensor in 8 or 4 bits has its scales.
 
     Raises:
-        LayoutError: one has none, and would be read as if they were 1, or FP8 weights
-            have scales of other blocks.
+        LayoutError: one has none, and would be read as if they were 1, or they are of
+            other blocks or of another type.
     """
     tensors = {entry.name: entry.tensor for entry in every}
     in_fp4 = isinstance(quantizer, Fp4Quantizer)
@@ -198,6 +199,10 @@ def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
             columns, block = 2 * columns, quantizer.quantization_config.block
         else:
             continue
+        if powers and there[0].dtype not in ("U8", "F8_E8M0"):
+            raise LayoutError(
+                f"{entry} has scales in {there[0].dtype}, {EXPECTED_BYTES}"
+            )
         try:
             check_grid((*rows, columns), there[0].shape, block)
         except ValueError as error:

@@ -43,6 +43,7 @@ _OUR_FP8, _OUR_FP4 = "heapr_fp8", "heapr_fp4"
 """The formats under which transformers finds the classes below."""
 _BLOCK_OF_NVFP4 = 1, 16
 """Rows and columns of NVFP4 that have a scale in common; MXFP4 has `BLOCK_OF_FP4`."""
+EXPECTED_BYTES = "expected exponents in bytes: download the files again"
 _BIAS = 127
 """What is added to the exponents of MXFP4."""
 _POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
@@ -325,6 +326,8 @@ class Fp4Dequantize(ConversionOps):
         for packed, *parts in zip(every, *kinds, strict=True):
             numbers = unpacked(packed)
             check_grid(numbers.shape, parts[0].shape, config.block)
+            if config.powers and parts[0].dtype.itemsize > 1:
+                raise ValueError(f"scales in {parts[0].dtype}, {EXPECTED_BYTES}")
             yield dequantised(numbers, self._scale(*parts), config.block)
 
     def _scale(
@@ -332,7 +335,7 @@ class Fp4Dequantize(ConversionOps):
     ) -> torch.Tensor:
         """What numbers are multiplied by, for each block."""
         if last is None:
-            exponents = scales.int() - _BIAS
+            exponents = scales.view(torch.uint8).int() - _BIAS
             return torch.ldexp(torch.ones_like(exponents, dtype=torch.float), exponents)
         divides = self.hf_quantizer.quantization_config.divides
         return scales.float() * (1 / last.float() if divides else last.float())

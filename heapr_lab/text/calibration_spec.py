@@ -54,6 +54,7 @@ class Calibration:
                     self, name, whole_number(value, name=name, least=least)
                 )
         check_seed(self.seed)
+        object.__setattr__(self, "seed", int(self.seed))
         name = "own_text (windows that the model writes for each of the corpus)"
         share = number_to(_MOST_OWN_TEXT, self.own_text, name=name)
         object.__setattr__(self, "own_text", share)

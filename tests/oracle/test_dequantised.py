@@ -257,6 +257,7 @@ Change = Callable[[torch.Tensor], torch.Tensor] | None
         ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale[::2], SMALL),
         ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale[:, :1], SMALL),
         ("fp4", IN_FP4, None, "scale"),
+        (POWERS, f"{EXPERT}_scale", lambda scale: 2.0**scale, "exponents in bytes"),
         ("fp4", IN_FP4, lambda scale: scale[::2], "32 x 1 for blocks of 1 x 32"),
         ("modelopt", f"{EXPERT}_scale_2", None, "scale"),
         ("compressed-tensors", f"{EXPERT}_global_scale", None, "scale"),

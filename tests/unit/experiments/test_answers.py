@@ -134,11 +134,11 @@ def test_what_the_ablations_refute_comes_first() -> None:
 def test_merging_is_compared_with_random_atoms_and_dropping() -> None:
     """On every model, and what does not follow from how alike experts are is said."""
 
-    def reply(fine: float) -> str:
+    def reply(fine: float, dropped: float = 0.1) -> str:
         rows = [
             {"model": model, "variant": name, "ratio": 0.4, "delta_nll pydocs": loss}
             for model, merged in (("fine", fine), ("lab", 0.8), ("upcycled", 0.05))
-            for name, loss in (("hc-smoe", merged), ("random", 0.3), ("reap", 0.1))
+            for name, loss in (("hc-smoe", merged), ("random", 0.3), ("reap", dropped))
         ]
         return repr(answers.methods(data, rankings, pd.DataFrame(rows)))
 
@@ -155,6 +155,7 @@ def test_merging_is_compared_with_random_atoms_and_dropping() -> None:
     assert "Exceptions: fine. Dropping" in text
     assert "on 2 of 3 models: the fine (0.200 against 0.100) and the lab (0.8" in text
     assert "Exceptions: none. Dropping" in reply(0.4)
+    assert "Dropping" not in reply(0.4, dropped=1.0)
 
 
 def test_the_default_stands_beside_heapr() -> None:

@@ -101,7 +101,7 @@ def test_the_kernel(tokens: list[int], dtype: torch.dtype) -> None:
 
 def test_the_kernel_interpreted() -> None:
     """The same kernel on the CPU, where Triton is installed."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.7")
     code = (
         "from test_moments import DTYPES, ROUTINGS, check\n"
         "from heapr_lab.models.moments_kernel import at_once\n"
