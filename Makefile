@@ -101,13 +101,14 @@ $(ENGINES_STAMP): pyproject.toml
 test-engines: $(ENGINES_STAMP) ## tests with vLLM, llama.cpp, other tools, and the lowest transformers
 	HEAPR_LLAMA_CPP=.engines/$(LLAMA)/vendor/llama.cpp \
 		$(ENGINES)/python -m pytest -m engine tests/engines
-	PYTHONPATH=$(LOWEST) HEAPR_TRANSFORMERS=$(LOWEST_TRANSFORMERS) \
+	PYTHONPATH=$(abspath $(LOWEST)) HEAPR_TRANSFORMERS=$(LOWEST_TRANSFORMERS) \
 		$(ENGINES)/python -m pytest -m engine tests/engines/test_transformers_range.py
-	PYTHONPATH=$(TORCHAO) $(ENGINES)/python -m pytest -m engine tests/engines/test_torchao.py
-	PYTHONPATH=$(TOOLS) $(ENGINES)/python -m pytest -m engine \
+	PYTHONPATH=$(abspath $(TORCHAO)) $(ENGINES)/python -m pytest -m engine tests/engines/test_torchao.py
+	PYTHONPATH=$(abspath $(TOOLS)) $(ENGINES)/python -m pytest -m engine \
 		tests/engines/test_peft.py tests/engines/test_mergekit.py
-	PYTHONPATH=$(LLM_COMPRESSOR) $(ENGINES)/python -m pytest -m engine \
+	PYTHONPATH=$(abspath $(LLM_COMPRESSOR)) $(ENGINES)/python -m pytest -m engine \
 		tests/engines/test_llm_compressor.py
+	$(ENGINES)/python -m pytest tests/unit/models/test_moments.py -k interpreted
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")

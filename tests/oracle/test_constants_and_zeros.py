@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_model
-from methods_by_hand import FAMILIES, IDS, SIX, fitted, lowest, routed
+from methods_by_hand import FAMILIES, IDS, SIX, WINDOWS, fitted, lowest, routed
 from oracles.token_by_token import matrices
 from torch import nn
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.mone import OUTPUT_MOMENTS
 from heapr_lab.models.experts import find_experts
 
 pytestmark = pytest.mark.oracle
@@ -42,6 +44,15 @@ def mone_scores(outputs: Outputs, kind: str) -> dict[Any, float]:
             "product": routing * float(np.sqrt(variance.sum())),
         }[kind]
     return scores
+
+
+@pytest.mark.parametrize("kind", ["product", "variance", "routing"])
+def test_the_scores_of_mone(kind: str) -> None:
+    """Each kind of score, expert by expert."""
+    model = tiny_model("qwen2_moe", **SIX)
+    moments = Measurements(model, WINDOWS).collected(OUTPUT_MOMENTS)
+    for (layer, expert), score in mone_scores(outputs_by_hand(model), kind).items():
+        assert moments[layer].scores(kind)[expert] == pytest.approx(score)
 
 
 @pytest.mark.parametrize("kind", ["product", "variance", "routing"])

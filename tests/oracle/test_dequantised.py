@@ -162,7 +162,7 @@ def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> N
     assert (stream_of(model) is not None) == (way == "auto")
     table = collect_statistics(model, WINDOWS)
     bench = Workbench(model, tokenizer, name="tiny", profile=PROFILES["small"])
-    session = PruningSession(table, workbench=bench)
+    session: Any = PruningSession(table, workbench=bench)
     session.choose(Selection(0.5))
     with masking(model, session.keep):
         masked = window_nll(model, WINDOWS.ids)
@@ -180,6 +180,7 @@ def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> N
     assert told in (folder / "README.md").read_text()
     facts = savings(session.keep, table, source=bench.source)
     assert facts["bytes_before"] == (packed / "model.safetensors").stat().st_size
+    assert facts["bytes_before"] == session.savings().iloc[0]["bytes_before"]
     written = sum(tensor.nbytes for tensor in tensors_in(folder).values())
     assert facts["bytes_after"] == pytest.approx(written, rel=0.01)
     assert facts["bytes_after_is"] == "an estimate, in bfloat16"

@@ -8,7 +8,14 @@ import copy
 import pytest
 import torch
 from families import FAMILIES, REPRESENTATIVES, tiny_ids, tiny_model
-from keeps import full_keep, logits_of, random_keep, weights_of, zeroed_twin
+from keeps import (
+    full_keep,
+    logits_of,
+    random_keep,
+    weights_of,
+    widths_keep,
+    zeroed_twin,
+)
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -79,6 +86,29 @@ def test_a_pruned_model_is_smaller_by_the_formula(family: str, tied: bool) -> No
         rows = 2 if layer.gated else 1
         by_hand += n_dropped * ((rows + 1) * layer.d_expert + rows * layer.biased)
     assert numel - left == by_hand
+
+
+@pytest.mark.parametrize("width", [0, 8])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_masks_that_are_empty_or_full(family: str, width: int) -> None:
+    """Without atoms the output biases are left; with all of them, the dense model."""
+    model = tiny_model(family)
+    keep = widths_keep(model, width, structure="per_layer")
+    expected = logits_of(zeroed_twin(model, keep), IDS)
+    with masking(model, keep):
+        torch.testing.assert_close(logits_of(model, IDS), expected)
+    torch.testing.assert_close(logits_of(prune(model, keep), IDS), expected)
+
+
+def test_new_columns_where_most_experts_are_active() -> None:
+    """All of them then run at once, with the columns that replace W_down."""
+    model = tiny_model("qwen2_moe", num_experts_per_tok=3)
+    keep = random_keep(model)
+    down_projs = {k.layer: 2 * k.down.detach() for k in find_experts(model)}
+    with masking(model, keep, down_projs):
+        masked = logits_of(model, IDS)
+    pruned = prune(model, keep, down_projs=down_projs)
+    torch.testing.assert_close(masked, logits_of(pruned, IDS))
 
 
 def test_a_copy_of_a_masked_model_is_dense() -> None:

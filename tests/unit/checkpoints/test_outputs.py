@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from keeps import random_keep
+from safetensors import SafetensorError
 from stored_tensors import tensors_in
 from tiny_folder import write_model
 
 from heapr_lab.checkpoints import save
-from heapr_lab.checkpoints.folder import check_new, partial_of
+from heapr_lab.checkpoints.folder import check_new, new_folder, partial_of
 from heapr_lab.checkpoints.save import MANIFEST_FILE, prune_folder, save_pruned
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.folders import read_weights
@@ -297,3 +298,18 @@ def test_saving_into_the_folder_it_was_loaded_from(pruned: Any, tmp_path: Path) 
     after = tensors_in(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("error", [OSError, SafetensorError, KeyboardInterrupt])
+def test_a_full_disk_while_saving(error: Any, tmp_path: Path) -> None:
+    """It is one line, and nothing is left behind."""
+
+    def fail() -> None:
+        with new_folder(tmp_path / "out") as partial:
+            (partial / "model.safetensors").touch()
+            raise error(errno.ENOSPC, "No space")
+
+    message = r"out could not be written: .*No space|^\(28, 'No space"
+    with pytest.raises((SpecError, KeyboardInterrupt), match=message):
+        fail()
+    assert list(tmp_path.iterdir()) == []

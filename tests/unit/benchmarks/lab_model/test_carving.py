@@ -68,3 +68,11 @@ def test_places_are_kept_and_the_sum_is_near_the_largest() -> None:
 
     everything = set(itertools.permutations([0, 0, 1, 1, 1, 2, 2, 2]))
     assert total(tuple(assignment)) > 0.97 * max(map(total, everything))
+
+
+def test_the_same_seed_gives_the_same_carving() -> None:
+    """Order and router are equal, to the bit."""
+    one, two = (carve(dense_model(), _IDS, Layout.named("s4e5x4k3")) for _ in range(2))
+    for carving, other in zip(one, two, strict=True):
+        assert torch.equal(carving.order, other.order)
+        assert torch.equal(carving.router, other.router)
