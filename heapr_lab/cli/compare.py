@@ -10,6 +10,7 @@ import typer
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import names_in, print_facts, say
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import check_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -168,6 +169,8 @@ def _asked(defaults: Mapping[str, str], **given: str | None) -> dict[str, Any]:
     """
     texts = {**defaults, **{k: v for k, v in given.items() if v is not None}}
     lists = {name: names_in(texts[name]) for name in ("methods", "corpora", "tasks")}
+    for name in lists["methods"]:
+        check_name(name)
     ratios = _ratios(texts["ratios"])
     if not (lists["methods"] and ratios and (lists["corpora"] or lists["tasks"])):
         raise SpecError("nothing to measure: give --methods, --ratios and --corpora")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from heapr_lab.errors import SpecError
 from heapr_lab.models.dtypes import check_dtype
 from heapr_lab.models.named import check_there, dense_of
 from heapr_lab.models.paper_models import hub_id
@@ -16,6 +17,8 @@ from heapr_lab.streaming.sizes import size_of
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
+
+_DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")
 
 
 def _size(size: str | None) -> str | None:
@@ -52,6 +55,21 @@ def dtype_name(name: str) -> str:
     return name
 
 
+def device_name(name: str) -> str:
+    """A kind of device that there is somewhere; torch knows whether it is here.
+
+    Raises:
+        SpecError: there is no such kind.
+    """
+    kind, _, number = name.partition(":")
+    if kind not in _DEVICES or not (number or "0").isdecimal():
+        raise SpecError(
+            f"device is {name!r}: give one of {', '.join(_DEVICES)}, or one with a "
+            "number, such as cuda:1"
+        )
+    return name
+
+
 def profile_name(name: str | None) -> str | None:
     """A profile that there is, if one is given."""
     if name is not None:
@@ -83,7 +101,9 @@ Profile = Annotated[
         callback=profile_name,
     ),
 ]
-Device = Annotated[str, _machine(help="auto, cpu, cuda, cuda:1, ...")]
+Device = Annotated[
+    str, _machine(help="auto, cpu, cuda, cuda:1, ...", callback=device_name)
+]
 Dtype = Annotated[
     str, _machine(help="auto, float32, bfloat16, ...", callback=dtype_name)
 ]

@@ -13,12 +13,35 @@ For example::
 through the entry-point group `heapr_lab.methods`.
 """
 
+from collections.abc import Iterable
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
     from heapr_lab.methods.method import Method
+
+GROUP = "heapr_lab.methods"
+"""The entry-point group of plug-ins; each entry is a `Method`."""
+OURS = (
+    *("heapr", "heapr-l", "heapr-expert", "magnitude", "random", "compress"),
+    *("intdim-e", "intdim-l", "intdim-g", "camera-p", "tenp-like", "frequency", "ean"),
+    *("reap", "man", "msan", "naee", "mone", "evoesap", "moe-i2-like", "hc-smoe"),
+    *("mc-smoe", "sub-moe-like", "ream", "random-groups", "svd", "d2-moe"),
+    *("moe-svd-like", "moe-pruner"),
+)
+"""The names of the registry's own methods, for what must not wait for torch."""
+
+
+def check_name(name: str, known: Iterable[str] = OURS) -> None:
+    """Check that there is such a method; without the registry, if no plug-in has any.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if name not in known and (known is not OURS or not entry_points(group=GROUP)):
+        raise SpecError(f"unknown method {name!r}; choose one of {', '.join(known)}")
 
 
 def names() -> tuple[str, ...]:
@@ -41,6 +64,5 @@ def get(name: str) -> "Method":
     from heapr_lab.methods import registry
 
     methods = registry.found()
-    if name not in methods:
-        raise SpecError(f"unknown method {name!r}; choose one of {', '.join(methods)}")
+    check_name(name, methods)
     return methods[name]

@@ -5,6 +5,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import GROUP
 from heapr_lab.methods.atoms import ATOMS
 from heapr_lab.methods.camera import CAMERA
 from heapr_lab.methods.d2_moe import D2_MOE
@@ -23,8 +24,6 @@ from heapr_lab.methods.ream import REAM
 from heapr_lab.methods.sub_moe import SUB_MOE
 from heapr_lab.methods.tenp import TENP
 
-GROUP = "heapr_lab.methods"
-"""The entry-point group of plug-ins; each entry is a `Method`."""
 _OURS = (
     *ATOMS,
     CAMERA,

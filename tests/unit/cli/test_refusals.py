@@ -157,12 +157,13 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*RATIO, "--heal", "16"), "give the folder of a checkpoint as --out"),
     ((*RATIO, "--heal", "16", "--out", "mask.parquet"), "a checkpoint as --out"),
     ((*TABLE, "--ratio", "0.4", "--heal", "16", "--out", "x"), "leave --importance"),
+    (("compare", "lab", "--methods", "naeee", "--ratios", "20%"), "unknown method"),
+    (("score", "lab", "--device", "gpu"), "give one of auto, cpu"),
     (("app", "none.parquet"), "none.parquet"),
     (("app", "./nosuchfolder"), "nosuchfolder"),
 )
 """What is asked for, and a part of what is said of it."""
 LATER: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("compare", "lab", "--methods", "naeee", "--ratios", "20%"), "unknown method"),
     (("compare", "lab", "--set", "reap.alpha=1"), "no option alpha"),
     (("compare", "lab", "--set", "camera-p.alpha=high"), "is 'high', expected float"),
     (("compare", "lab", "--tasks", "continuation:gone"), "gone"),
