@@ -143,6 +143,7 @@ class Controls(ipw.VBox):
         self._on_change = on_change
         self._silent = False
         self._wished_scope = selection.scope
+        self._wished_ratio = ratio_text(selection.ratio)
         self._widest = max(size for _, size in table.shapes().values())
         self._default = default_multiple(table)
         self._build_amount(selection)
@@ -234,6 +235,7 @@ class Controls(ipw.VBox):
         for name in _SHOWN:
             self._quietly(getattr(self, name), getattr(other, name).value)
         self._wished_scope = other._wished_scope
+        self._wished_ratio = other._wished_ratio
         self._lock()
 
     def show_use(self, scope: str, *, estimator: bool) -> None:
@@ -261,6 +263,8 @@ class Controls(ipw.VBox):
             self._wished_scope = change["new"]
         if change["owner"] is self.ratio:
             self._follow_box()
+        if change["owner"] is self.budget:
+            self._keep_ratio(change)
         self._lock()
         self._on_change()
 
@@ -268,6 +272,14 @@ class Controls(ipw.VBox):
         """Copy the position of the slider to the box, which informs the panel."""
         if not self._silent:
             self.ratio.value = ratio_text(change["new"] / 100)
+
+    def _keep_ratio(self, change: Any) -> None:
+        """Note the ratio while there is a target, and show it again afterwards."""
+        if change["new"] == TARGET:
+            self._wished_ratio = self.ratio.value
+        elif change["old"] == TARGET:
+            self._quietly(self.ratio, self._wished_ratio)
+            self._follow_box()
 
     def _follow_box(self) -> None:
         """Move the slider to the ratio in the box, if that is valid."""

@@ -59,6 +59,8 @@ def test_a_target_is_searched_for_by_measuring(panel: Explorer) -> None:
     assert 3 <= len(ratios(panel)) <= 7
     for ratio in ratios(panel):
         assert f"{ratio:.0%} {ratio**2:+.4g}" in panel.status.value
+    panel.controls.budget.value = "atoms"
+    assert panel.controls.ratio.value == "0.25"  # as before there was a target
     (ax,) = figure_points(panel.session.points).axes
     (curve,) = ax.get_lines()
     assert len(curve.get_xdata()) == 1 + len(ratios(panel))
