@@ -25,7 +25,7 @@ from heapr_lab.panel.looks import (
     table_html,
 )
 from heapr_lab.panel.method_runs import MethodRuns
-from heapr_lab.panel.pictures import LOSS, drawn_png, figure_compared
+from heapr_lab.panel.pictures import LOSS, NARROWEST, drawn_png, figure_compared
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
 from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.masks import KeepMask
@@ -105,7 +105,8 @@ class CompareTab(ipw.VBox):
 
     def _build_views(self) -> None:
         self.message = ipw.HTML(status(_NOTHING_YET))
-        self.chart = picture("compared", display="none", max_width="900px")
+        self.chart = picture("compared", display="none", max_width="100%")
+        self._width = NARROWEST
         self.table = ipw.HTML()
         self.folder = line("folder", "comparison")
         hint = "write CSV, parquet, Markdown, PNG and PDF"
@@ -188,6 +189,11 @@ class CompareTab(ipw.VBox):
         self.refresh()
         self._on_pins()
 
+    def widen(self, width: int) -> None:
+        """Draw the chart so many pixels wide from now on."""
+        self._width = width
+        self.refresh()
+
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
         self.exported.value = status("")  # the files are of other rows
@@ -198,7 +204,7 @@ class CompareTab(ipw.VBox):
             self.message.value, self.table.value = status(_NOTHING_YET), ""
             return
         frame = self.frame()
-        self.chart.value = drawn_png(lambda: self.figure(frame))
+        self.chart.value = drawn_png(lambda: self.figure(frame), self._width)
         mark = badge() if any(map(_is_measured, frame)) else ""
         self.message.value = status(_message(frame), before=mark)
         self.table.value = _html_table(frame)

@@ -198,6 +198,7 @@ class Explorer(ipw.VBox):
         width = min(max(NARROWEST, change["new"] // 100 * 100), WIDEST)
         if width != self._picture.width:
             self._picture = ChoicePicture(self.session.table, width)
+            self.comparison.widen(width)
             self.refresh()
 
     def _ipython_display_(self) -> None:

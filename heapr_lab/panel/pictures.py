@@ -352,10 +352,12 @@ def _plot_losses(
 
 
 @_alone
-def drawn_png(draw: Callable[[], Figure]) -> bytes:
-    """A new figure as PNG."""
+def drawn_png(draw: Callable[[], Figure], width: int | None = None) -> bytes:
+    """A new figure as PNG, `width` pixels wide if it is given."""
     figure = draw()
     figure.set_dpi(_DPI)
+    if width is not None:
+        figure.set_figwidth(width / _DPI)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return _png(_pixels(canvas))

@@ -125,5 +125,5 @@ def test_a_job_says_how_long_it_takes_yet(monkeypatch: pytest.MonkeyPatch) -> No
     job = Job("Go", work)
     job.start()
     job.wait(60)
-    expected = ["0 of 4", "1 of 4, about 3:00 left", "2 of 4, soon", "4 of 4"]
+    expected = ["0 of 4", "1 of 4, about 1:30 left", "2 of 4, soon", "4 of 4"]
     assert [text.split(": ")[1].split("<")[0] for text in shown] == expected

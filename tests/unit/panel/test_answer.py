@@ -124,3 +124,13 @@ def test_what_is_advanced_is_open_where_it_is_used() -> None:
     panel.weights.show(replace(METHODS[DEFAULT].recipe, own_text=0.6))
     panel._shown_again()
     assert panel.advanced.selected_index == 0
+
+
+def test_pictures_are_as_wide_as_the_panel() -> None:
+    """In steps of a hundred pixels, and not while it is narrow or hidden."""
+    panel = explore(small_table())
+    panel.comparison.pin_button.click()
+    for width, drawn in ((1650, 1600), (700, 1100), (2500, 2000)):
+        panel.in_page.width = width
+        for image in (panel.picture, panel.comparison.chart):
+            assert int.from_bytes(image.value[16:20]) == drawn

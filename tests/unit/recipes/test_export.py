@@ -202,12 +202,15 @@ def test_a_width_that_the_files_cannot_have_is_refused_first(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_family_without_one_width_is_refused_first(tmp_path: Path) -> None:
-    """A shared expert has the width of a routed one: no text is read to find out."""
+def test_a_family_without_one_width_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared expert has the width of a routed one: nothing is measured to find out."""
+    monkeypatch.setattr("heapr_lab.models.loading.read_weights", None)
     model: Any = tiny_model("deepseek_v4")
     model.save_pretrained(tmp_path / "moe")
     write_tokenizer(tmp_path / "moe")
-    chosen = ("--ratio", 0.5, "--structure", "uniform", "--corpus", tmp_path / "none")
+    chosen = ("--ratio", 0.5, "--structure", "uniform", "--corpus", "pydocs")
     message = one_line("prune", tmp_path / "moe", *chosen, "--out", tmp_path / "out")
     assert "no width fits. Choose the structure per_layer" in message
 
