@@ -205,7 +205,7 @@ def test_a_width_that_the_files_cannot_have_is_refused_first(
 def test_a_family_without_one_width_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shared expert has the width of a routed one: nothing is measured to find out."""
+    """A shared expert has a routed one's width: nothing is measured to find out."""
     monkeypatch.setattr("heapr_lab.models.loading.read_weights", None)
     model: Any = tiny_model("deepseek_v4")
     model.save_pretrained(tmp_path / "moe")
