@@ -346,6 +346,7 @@ class FileReader:
         settings = LoadStateDictConfig(
             weight_mapping=[*self._renamings, *converters.values()],
             dtype=self._dtype,
+            dtype_plan=self._model._get_dtype_plan(self._dtype),
             device_map={"": self._device},
             hf_quantizer=self._quantizer,
         )

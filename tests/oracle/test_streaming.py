@@ -56,6 +56,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 # --- every family ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("deepseek_v4", "bfloat16"), ("gpt_oss", "float16")]
+)
+def test_what_stays_in_float32_does_so_streamed(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    """Norms, sinks and others that a family names: losses are equal to the bit."""
+    write_folder(tmp_path, tiny_model(family, dtype=torch.float32))
+    model, streamed = (
+        load_model(tmp_path, device="cpu", dtype=dtype, stream=way)[0]
+        for way in (False, True)
+    )
+    assert torch.float32 in {tensor.dtype for tensor in model.parameters()}
+    losses = [window_nll(net, WINDOWS.ids) for net in (model, streamed)]
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
     """Sizes, statistics and their key, losses, divergences, sums, solves; to rounding.
