@@ -26,7 +26,12 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from heapr_lab import registry
 from heapr_lab.errors import SpecError
-from heapr_lab.models.dtypes import check_format, format_of, stays_float32
+from heapr_lab.models.dtypes import (
+    DEQUANTISED,
+    check_format,
+    format_of,
+    stays_float32,
+)
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import check_no_missing_weights
@@ -251,7 +256,9 @@ def read_weights(source: str | Path, **options: Any) -> Any:
     read_generation(Path(source))  # of which transformers ignores a damaged one
     kind = quantisation(config)
     stored = getattr(config, "quantization_config", None)
-    settings = stored and registry.find("settings of quantised weights")(stored)
+    settings = stored
+    if stored and kind in DEQUANTISED:
+        settings = registry.find("settings of quantised weights")(stored)
     if settings is not stored:  # they are read by us
         config.quantization_config = settings
         options["config"] = config

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from heapr_lab.checkpoints.save import (
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.models.experts import describe, find_experts, sliced_experts
+from heapr_lab.models.folders import read_weights
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
@@ -127,6 +129,15 @@ def test_tensors_have_natural_names_and_shapes(family: str, tmp_path: Path) -> N
     D = layer.d_expert
     assert shapes == {e: {(w, D), (D, w)} for e, w in enumerate(widths)}
     assert widths[0] == 0
+
+
+def test_a_pruned_model_is_no_quantised_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads quantised weights is not needed, whatever its configuration says."""
+    saved(tmp_path, "qwen3_moe", "ragged")
+    monkeypatch.setitem(sys.modules, "heapr_lab.streaming.quantisation", None)
+    assert read_weights(tmp_path)
 
 
 def test_bfloat16_and_shards(tmp_path: Path) -> None:
