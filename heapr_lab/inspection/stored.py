@@ -31,6 +31,10 @@ _TOKENS_AT_ONCE = 8192
 """Tokens of the windows that an interrupt loses at most."""
 
 
+Compute = Callable[[list[int]], pd.DataFrame]
+"""Makes the rows of these numbers."""
+
+
 class State:
     """The present state of a model, in which rows are computed once."""
 
@@ -39,31 +43,23 @@ class State:
         self.identity = identity_in_force(model)
         self._weights = weights_state(model)
 
-    def rows(
-        self,
-        kind: str,
-        key: Mapping[str, Any],
-        numbers: Sequence[int],
-        compute: Callable[[list[int]], pd.DataFrame],
-        *,
-        at_once: int,
-        progress: Progress | None = None,
-    ) -> pd.DataFrame:
-        """The rows of `cached_rows`, for what the model computes in this state."""
+    def key(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The key of rows that the model computes in this state."""
+        return {"schema": _SCHEMA, "model": self.identity, **fields}
+
+    def checked(self, compute: Compute) -> Compute:
+        """`compute`, after which the weights must be those of this state."""
 
         def of_one_model(missing: list[int]) -> pd.DataFrame:
             frame = compute(missing)
             check_unchanged(self.model, self._weights)
             return frame
 
-        return cached_rows(
-            kind,
-            {"schema": _SCHEMA, "model": self.identity, **key},
-            numbers,
-            of_one_model,
-            at_once=backend_of(self.model).at_once(self.model, at_once),
-            progress=progress,
-        )
+        return of_one_model
+
+    def at_once(self, n: int) -> int:
+        """Rows to compute before a file is written: n, or more for layers on disk."""
+        return backend_of(self.model).at_once(self.model, n)
 
 
 def stored_perplexity(
@@ -84,12 +80,13 @@ def stored_perplexity(
         nll = window_nll(model, windows.ids[missing])
         return pd.DataFrame({"nll": nll.numpy()}, index=missing)
 
-    rows = State(model).rows(
+    state = State(model)
+    rows = cached_rows(
         "window_losses",
-        {"windows": windows.fingerprint},
+        state.key({"windows": windows.fingerprint}),
         range(windows.n_sequences),
-        compute,
-        at_once=max(1, _TOKENS_AT_ONCE // windows.seq_len),
+        state.checked(compute),
+        at_once=state.at_once(max(1, _TOKENS_AT_ONCE // windows.seq_len)),
         progress=progress,
     )
     losses = rows["nll"].tolist()
@@ -104,7 +101,7 @@ def cached_rows(
     kind: str,
     key: Mapping[str, Any],
     numbers: Sequence[int],
-    compute: Callable[[list[int]], pd.DataFrame],
+    compute: Compute,
     *,
     at_once: int,
     progress: Progress | None = None,

@@ -17,7 +17,7 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.errors import SpecError, whole_number
-from heapr_lab.inspection.stored import State
+from heapr_lab.inspection.stored import State, cached_rows
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Parts, Progress, no_report
 from heapr_lab.tasks.harness import (
@@ -143,8 +143,14 @@ class _Asked:
         if state is None:
             rows = answered(self.drawn).loc[self.drawn]
         else:
-            options: dict[str, Any] = {"at_once": _ITEMS_AT_ONCE, "progress": parts}
-            rows = state.rows("task_items", self.key, self.drawn, answered, **options)
+            rows = cached_rows(
+                "task_items",
+                state.key(self.key),
+                self.drawn,
+                state.checked(answered),
+                at_once=state.at_once(_ITEMS_AT_ONCE),
+                progress=parts,
+            )
         parts.end(len(self.drawn))
         named = rows.rename_axis("item").reset_index()
         named.insert(0, "task", self.name)
