@@ -135,6 +135,9 @@ def check_tasks(names: Iterable[str]) -> None:
         else:
             of_harness.append(task)
     if of_harness:
+        from heapr_lab.tasks.paper_tasks import check_defined
+
+        check_defined(of_harness)
         from heapr_lab.tasks.harness import check_tasks as check_harness
 
         check_harness(of_harness)

@@ -37,7 +37,7 @@ from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress
 from heapr_lab.storage.hashing import digest
-from heapr_lab.tasks.paper_tasks import PAPER_TASKS, local_items
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS, local_items, refuse_unknown
 from heapr_lab.text.corpora import Corpus
 
 if TYPE_CHECKING:
@@ -175,12 +175,7 @@ def load_tasks(tasks: "list[str | ConfigurableTask]") -> Any:
             path = Path(folder) / f"{name}.yaml"
             path.write_text(json.dumps(_definition(name)))  # JSON is YAML
         manager = TaskManager(include_path=folder, include_defaults=bool(others))
-        unknown = sorted(set(others) - set(manager.all_tasks))
-        if unknown:
-            raise SpecError(
-                f"the harness knows no task {', '.join(unknown)}; the paper's are "
-                f"{', '.join(PAPER_TASKS)}, `lm_eval --tasks list` lists all"
-            )
+        refuse_unknown(set(others) - set(manager.all_tasks))
         return _merged([_load_one(manager, task) for task in tasks])
 
 

@@ -1,10 +1,14 @@
-"""The seven zero-shot tasks of the paper, and their items on this machine.
+"""The seven zero-shot tasks of the paper, their items here, and what others there are.
 
-Without torch.
+Without torch, and without the harness, which is slow to import.
 """
 
 import os
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
+
+from heapr_lab.errors import SpecError
 
 PAPER_TASKS = {
     "openbookqa": ("test", 500),
@@ -36,3 +40,41 @@ def local_items(name: str) -> Path | None:
     # A numbered part, as validation_1000; other variants differ from the official set.
     parts = sorted(whole.parent.glob(f"{split}_[0-9]*.parquet"))
     return parts[0].resolve() if parts else None
+
+
+def check_defined(names: Iterable[str]) -> None:
+    """Check that the text of the harness's definitions has these names.
+
+    That takes half a second; importing the harness and reading the definitions, which
+    `tasks.harness.check_tasks` does for certainty, takes several.
+
+    Raises:
+        SpecError: it does not have one, so that there is no such task.
+    """
+    others = [name for name in names if name not in PAPER_TASKS]
+    if others:
+        text = _definitions()
+        refuse_unknown([name for name in others if name.encode() not in text])
+
+
+def _definitions() -> bytes:
+    """The text of all definitions; those that others include have no suffix."""
+    package = find_spec("lm_eval")
+    assert package is not None and package.origin is not None
+    every = (Path(package.origin).parent / "tasks").rglob("*")
+    files = (path for path in every if path.suffix in ("", ".yaml") and path.is_file())
+    return b"\n".join(path.read_bytes() for path in files)
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Refuse tasks that the harness does not know.
+
+    Raises:
+        SpecError: there are any.
+    """
+    unknown = ", ".join(sorted(set(names)))
+    if unknown:
+        raise SpecError(
+            f"the harness knows no task {unknown}; the paper's are "
+            f"{', '.join(PAPER_TASKS)}, `lm_eval --tasks list` lists all"
+        )

@@ -125,6 +125,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("evaluate", "lab", "--corpora", ""), "nothing to measure"),
     (("evaluate", "lab", "--corpora", "absent.txt"), "absent.txt"),
     (("evaluate", "lab", "--corpora", "", "--tasks", "continuation:typo"), "typo"),
+    (("evaluate", "lab", "--tasks", "arc_esy"), "knows no task arc_esy"),
     (("evaluate", "lab", "--mask", "none.parquet"), "none.parquet"),
     (("evaluate", "lab", "--mask", "bad.parquet"), "bad.parquet cannot be read"),
     (("evaluate", "lab", "--kl"), "--mask"),

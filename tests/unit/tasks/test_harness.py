@@ -15,7 +15,7 @@ from tiny_folder import D_VOCAB
 from heapr_lab.errors import CorpusError, SpecError
 from heapr_lab.tasks.harness import continuation_items, continuation_task, run_tasks
 from heapr_lab.tasks.harness_model import PackingHFLM, _row
-from heapr_lab.tasks.paper_tasks import PAPER_TASKS
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS, check_defined
 from heapr_lab.text.corpora import Corpus
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
@@ -250,3 +250,15 @@ def test_a_task_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path))
     with pytest.raises(CorpusError, match=r"'piqa' are not available.*HEAPR_TASKS_DIR"):
         run_tasks(byte_model(), tokenizer, ["piqa"])
+
+
+def test_no_name_is_refused_that_the_harness_knows():
+    """Tags and groups are also in definitions that others include."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()
+    names = {*manager.all_tags, *manager.all_groups, *sorted(manager.all_tasks)[::50]}
+    assert len(names) > 1000
+    check_defined(names)
+    with pytest.raises(SpecError, match="knows no task arc_esy, piqqa;"):
+        check_defined(["arc_easy", "piqqa", "arc_esy", "mmlu"])
