@@ -37,7 +37,8 @@ _TITLES = ", ".join(
 )
 _LEGIBLE = "color: var(--jp-ui-font-color1)"
 """The titles of ipywidgets are grey on grey, a contrast below 4.5."""
-_ANSWERS = f'.{PANEL} [aria-label="what pruning saves and costs"]'
+_NUMBERS = '[aria-label="what pruning saves and costs"]'
+_ANSWERS = f".{PANEL} {_NUMBERS}"
 _IN_A_ROW = "display: inline-grid; grid-template-columns: repeat(4, auto)"
 _HANDLE = "background: var(--jp-brand-color1)"
 """The handle of sliders is white on white in a light theme."""
@@ -48,9 +49,14 @@ _COMPACT = f"""@media (max-height: 720px) {{
   {_ANSWERS} > div > span {{font-size: 1em !important}}
   .{PANEL} > .widget-tab > .widget-tab-contents {{padding: 4px}}
 }}
-@media (max-height: 500px) {{.{PANEL} > .widget-accordion {{order: 1}}}}"""
+@media (max-height: 560px) {{.{PANEL} > .widget-accordion {{order: 1}}}}
+.{PANEL} {{container-type: inline-size}}
+@media (max-height: 500px) {{
+  @container (max-width: 400px) {{.{PANEL} > :has({_NUMBERS}) {{order: 1}}}}
+}}"""
 """In a low window what the panel is of and what it offers stand last, as Advanced does
-in a very low one, so that the picture is seen without scrolling."""
+in a lower one, and in one as narrow as beside the files of JupyterLab at 150 % the
+numbers, so that the picture is seen without scrolling."""
 _ARROW = (
     '--jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg xmlns='
     "'http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E%3Cpath fill='%23bbb' "

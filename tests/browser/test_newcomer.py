@@ -17,6 +17,9 @@ expect = sync_api.expect
 pytestmark = pytest.mark.browser
 
 
+TO_OUTPUT = "document.querySelector('.jp-OutputArea').scrollIntoView()"
+
+
 @pytest.fixture
 def page(chromium: "sync_api.Browser", server: Lab) -> Iterator["sync_api.Page"]:
     """JupyterLab as `make lab` opens it: the launcher, and no notebook."""
@@ -41,15 +44,20 @@ def test_the_first_minute(
 
     clicks: dict[str, int] = {}
     panel, _ = panels(page)
+    files = page.get_by_role("button", name="New Folder")
 
     class Counting(Clock):
         def end(self, step: str) -> None:
             super().end(step)
             clicks[step] = page.evaluate("clicks")
             if step == "picture":
-                page.set_viewport_size({"width": 1000, "height": 700})
-                for seen in (panel.handle, panel.picture):
-                    expect(seen).to_be_in_viewport(ratio=0.99)
+                for width, height in ((1000, 700), (853, 533), (667, 467)):
+                    page.set_viewport_size({"width": width, "height": height})
+                    expect(files).to_be_visible()
+                    if height < 700:  # at 150 %, beside the files, below no other cell
+                        page.evaluate(TO_OUTPUT)
+                    for seen in (panel.handle, panel.picture):
+                        expect(seen).to_be_in_viewport(ratio=0.95)
                 page.set_viewport_size({"width": 1280, "height": 1000})
 
     monkeypatch.setenv("HEAPR_CACHE_DIR", environment["HEAPR_CACHE_DIR"])
