@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import Rows
 from benchmarks.quality import model_folder
 from heapr_lab.evaluation.paired import paired_difference
-from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import fit_compression
@@ -57,20 +57,11 @@ class Case:
 
 
 def own_text(bench: Workbench, windows: CalibrationSet) -> CalibrationSet:
-    """As many windows of text that the model continues openings of `windows` with."""
-    n, length = windows.ids.shape
-    openings = bench.calibration_set(Calibration(CORPUS, n_sequences=2 * n))
-    prompts = openings.ids[:, :N_OPENING]
-    endings = continuations(
-        bench.model,
-        prompts,
-        n_new=length - N_OPENING,
-        temperature=1.0,
-        batch_size=64,
-    )
-    rows = zip(prompts, endings, strict=True)
-    stream = torch.cat([part for row in rows for part in row])
-    ids = stream[: n * length].view(n, length)
+    """As many windows, of which the model continues the openings of `windows`."""
+    prompts = windows.ids[:, :N_OPENING]
+    n_new = windows.seq_len - N_OPENING
+    endings = continuations(bench.model, prompts, n_new=n_new, batch_size=64)
+    ids = torch.cat([prompts, endings], dim=1)
     return CalibrationSet(ids, {"corpus": "own text"})
 
 
@@ -87,7 +78,8 @@ def measured(case: Case, model: Any) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for corpus in (CORPUS, OTHER):
         ids = bench.test_windows(corpus).ids[:N_TEST]
-        losses = [window_nll(network, ids).tolist() for network in (model, bench.model)]
+        models = model, bench.model
+        losses = [evaluate_perplexity(network, ids).windows for network in models]
         rise, stderr = paired_difference(*losses)
         row |= {f"delta_nll {corpus}": rise, f"stderr {corpus}": stderr}
     return row

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows
 from heapr_lab.evaluation.paired import paired_difference
-from heapr_lab.evaluation.perplexity import window_nll
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.named import LAB
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -155,7 +155,8 @@ class Measured:
         if keep is not None:
             masked = masking(self.bench.model, keep, down_projs)
         with masked:
-            return window_nll(self.bench.model, ids)
+            losses = evaluate_perplexity(self.bench.model, ids).windows
+        return torch.tensor(losses, dtype=torch.float64)
 
     def reference(self, corpus: str, ratio: float | None) -> torch.Tensor:
         """The losses of HEAPr at a ratio, or of the dense model."""

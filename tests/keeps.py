@@ -3,12 +3,14 @@
 import copy
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from oracles.token_by_token import matrices
 from torch import nn
 
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.masks import KeepMask
 
@@ -83,3 +85,9 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def logits_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Logits without a cache, (n_sequences, seq_len, d_vocab)."""
     return model(ids, use_cache=False).logits
+
+
+def window_nll(model: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The mean loss of each window, (n_windows,) float64."""
+    losses = evaluate_perplexity(model, ids, **options).windows
+    return torch.tensor(losses, dtype=torch.float64)

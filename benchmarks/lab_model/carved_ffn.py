@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heapr_lab.pretrained.carved import GATE_SCALE, MATRICES, Layout
-from heapr_lab.pretrained.delta import Ternary, ternary
+from heapr_lab.pretrained.carved import GATE_SCALE, MATRICES, Layout, Ternary, ternary
 
 
 @dataclass(frozen=True, eq=False)

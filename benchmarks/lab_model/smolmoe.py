@@ -23,8 +23,7 @@ from benchmarks.lab_model.smolmoe_card import write_card
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.loading import load_model
-from heapr_lab.pretrained.carved import NORMS, Carved, CarvedLayer, Layout
-from heapr_lab.pretrained.delta import Ternary
+from heapr_lab.pretrained.carved import NORMS, Carved, CarvedLayer, Layout, Ternary
 from heapr_lab.pretrained.smollm2 import WHEEL, smollm2_folder
 from heapr_lab.progress import progress_bar
 from heapr_lab.storage import cache

@@ -21,8 +21,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from heapr_lab.checkpoints.stored_type import Fp8Files
 from heapr_lab.checkpoints.uniform import Shapes, fit
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.experts import is_wrapper
 from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_headers
-from heapr_lab.models.wrapped import is_wrapper
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
 from heapr_lab.streaming.file_reader import FoundTensor, find_tensors

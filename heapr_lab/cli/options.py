@@ -11,8 +11,7 @@ import typer
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.dtypes import check_dtype
-from heapr_lab.models.named import check_there, dense_of
-from heapr_lab.models.paper_models import hub_id
+from heapr_lab.models.named import check_there, dense_of, hub_id
 from heapr_lab.streaming.sizes import size_of
 
 if TYPE_CHECKING:

@@ -113,21 +113,6 @@ def evaluate_perplexity(
     return Perplexity(exp_nll(nll), nll, n_tokens, tuple(windows))
 
 
-def window_nll(
-    model: nn.Module,
-    ids: Any,
-    *,
-    batch_size: int | None = None,
-    progress: Progress | None = None,
-) -> torch.Tensor:
-    """The mean loss of `model` on each window, (n_windows,) float64, in nats per token.
-
-    Arguments and errors are those of `evaluate_perplexity`.
-    """
-    losses = evaluate_perplexity(model, ids, batch_size=batch_size, progress=progress)
-    return torch.tensor(losses.windows, dtype=torch.float64)
-
-
 def evaluate_divergence(
     model: nn.Module,
     keep: KeepMask,

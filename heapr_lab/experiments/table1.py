@@ -15,7 +15,7 @@ import pandas as pd
 from heapr_lab import methods
 from heapr_lab.figures.paper import paper_table, plain_name
 from heapr_lab.methods.comparison import DENSE
-from heapr_lab.models.paper_models import PAPER_MODELS
+from heapr_lab.models.named import PAPER_MODELS
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import PROFILES, Profile

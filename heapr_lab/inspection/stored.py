@@ -15,7 +15,11 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.errors import CacheError
-from heapr_lab.evaluation.perplexity import Perplexity, exp_nll, window_nll
+from heapr_lab.evaluation.perplexity import (
+    Perplexity,
+    evaluate_perplexity,
+    exp_nll,
+)
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
 from heapr_lab.progress import Progress, no_report
@@ -77,8 +81,8 @@ def stored_perplexity(
     windows = CalibrationSet.from_ids(ids)
 
     def compute(missing: list[int]) -> pd.DataFrame:
-        nll = window_nll(model, windows.ids[missing])
-        return pd.DataFrame({"nll": nll.numpy()}, index=missing)
+        losses = evaluate_perplexity(model, windows.ids[missing]).windows
+        return pd.DataFrame({"nll": losses}, index=missing)
 
     state = State(model)
     rows = cached_rows(

@@ -15,8 +15,9 @@ import torch
 
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.experts import lowest_of
-from heapr_lab.methods.gradients import WeightGradients, summed
+from heapr_lab.methods.gradients import sum_over_windows
 from heapr_lab.methods.method import Method, Request
+from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
@@ -74,17 +75,22 @@ def mean_absolute_gradients(request: Request) -> dict[int, np.ndarray]:
     ℓ is the sum of the loss over the predicted tokens of one window, and w are the
     atom's rows of the input projections and its column of W_down.
     """
-    sums, n_windows = summed(request, _means), request.calibration.n_sequences
+    sums = sum_over_windows(
+        request.model, request.calibration, _means, request.progress
+    )
+    n_windows = request.calibration.n_sequences
     return {layer: (s["atoms"] / n_windows).numpy() for layer, s in sums.items()}
 
 
-def _means(grads: WeightGradients) -> dict[str, torch.Tensor]:
+def _means(
+    layer: ExpertsLayer, up_rows: torch.Tensor, down: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """The mean absolute gradient of each atom's weights, (E, I) float64."""
     up, down = (
         g.abs().mean(axis, dtype=accumulating_dtype(g))
-        for g, axis in ((grads.up_rows, 2), (grads.down, 1))
+        for g, axis in ((up_rows, 2), (down, 1))
     )
-    means = torch.cat([grads.layer.by_atom(up), down[..., None]], dim=-1)
+    means = torch.cat([layer.by_atom(up), down[..., None]], dim=-1)
     return {"atoms": means.mean(-1).double().cpu()}  # of (E, I, 3), or 2
 
 

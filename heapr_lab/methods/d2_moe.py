@@ -13,7 +13,7 @@ import torch
 
 from heapr_lab.methods.composed_experts import Composition, Shared
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.gradients import WeightGradients, summed
+from heapr_lab.methods.gradients import Stacks, sum_over_windows
 from heapr_lab.methods.low_rank import (
     MOMENTS,
     Moments,
@@ -27,13 +27,10 @@ from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
 
-Stacks = dict[str, torch.Tensor]
-"""A value of every weight of a layer by projection, (E, out, in) each."""
 
-
-def _squares(grads: WeightGradients) -> Stacks:
-    """The squared gradient of every weight of a layer."""
-    stacks = grads.layer.apart(grads.up_rows, axis=1) | {"down": grads.down}
+def squares(layer: ExpertsLayer, up_rows: torch.Tensor, down: torch.Tensor) -> Stacks:
+    """The squared gradient of every weight of a layer, (E, out, in) by projection."""
+    stacks = layer.apart(up_rows, axis=1) | {"down": down}
     return {n: g.to(accumulating_dtype(g)).square() for n, g in stacks.items()}
 
 
@@ -61,7 +58,10 @@ def _d2_moe(request: Request) -> ExpertComposition:
         ranks[k] = ranks_of(shape, request.ratio, layer=k, shared=base)
     moments = request.measured.collected(MOMENTS, request.progress)
     fisher = request.measured.once(
-        "squared gradients", lambda: summed(request, _squares)
+        "squared gradients",
+        lambda: sum_over_windows(
+            request.model, request.calibration, squares, request.progress
+        ),
     )
     compositions = {
         moe.layer: _composed(

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.repr_html import card_html
 
 
 class Keep(Protocol):
@@ -59,7 +58,7 @@ class LayerShape:
         return 2 * self.n_matrices * self.d_expert
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Architecture:
     """The sizes of a model that pruning its routed experts changes, and the rest.
 
@@ -92,11 +91,6 @@ class Architecture:
         """Parameters of all routed atoms."""
         return sum(s.n_atoms * s.atom_parameters for s in self.layers.values())
 
-    @property
-    def routed_share(self) -> float:
-        """Share of the model's parameters that is in routed atoms."""
-        return self.routed_parameters / self.n_parameters
-
     def parameters(self, keep: Keep | None = None) -> int:
         """Parameters of the whole model after pruning (before, without `keep`)."""
         if keep is None:
@@ -107,28 +101,6 @@ class Architecture:
             for layer in keep.layers
         )
         return self.n_parameters - removed
-
-    # --- display ----------------------------------------------------------------
-
-    def __repr__(self) -> str:
-        return (
-            f"Architecture({self.n_parameters:,} parameters, {self.routed_share:.1%} "
-            f"of them in the routed atoms of {len(self.layers)} layers)"
-        )
-
-    def _repr_html_(self) -> str:
-        shapes = list(dict.fromkeys(self.layers.values()))
-        facts = {
-            "parameters": f"{self.n_parameters:,}",
-            "in routed atoms": f"{self.routed_share:.1%}",
-            "layers with routed experts": f"{len(self.layers)}",
-            "experts × atoms, active": ", ".join(
-                f"{shape.n_experts} × {shape.d_inter}, {shape.top_k}"
-                for shape in shapes
-            ),
-            "d_model": f"{self.d_model}",
-        }
-        return card_html("Architecture", facts)
 
     # --- operations -------------------------------------------------------------
 

@@ -5,6 +5,10 @@ one module, decorated so that its forward goes through `ALL_EXPERTS_FUNCTIONS`. 
 module finds those modules, presents their weights in one orientation, and refuses, by
 name, experts that cannot be measured exactly.
 
+A multimodal wrapper, such as a `*ForConditionalGeneration`, has a language model beside
+a vision or audio tower. With token ids alone only the language model runs, so its
+experts are measured and pruned, and all other weights stay as they are.
+
 Shapes: E n_experts, I d_inter, D d_expert (width of the experts' input and output).
 Letters: W_gate, W_up (E, I, D); W_down (E, D, I).
 """
@@ -22,7 +26,6 @@ from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.ragged_experts import RaggedExperts, activate
-from heapr_lab.models.wrapped import is_wrapper, text_modules
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -233,6 +236,21 @@ def sliced_experts(model: nn.Module) -> dict[str, RaggedExperts]:
         for name, module in model.named_modules()
         if isinstance(module, RaggedExperts)
     }
+
+
+def is_wrapper(config: Any) -> bool:
+    """Whether a model with this configuration has more than its language model."""
+    return config is not None and config.get_text_config() is not config
+
+
+def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that token ids pass through, but for a wrapper's head, and names."""
+    if not is_wrapper(getattr(model, "config", None)):
+        yield from model.named_modules()
+        return
+    inside = model.get_decoder()
+    name = next(name for name, module in model.named_modules() if module is inside)
+    yield from inside.named_modules(prefix=name)
 
 
 def _decorated(

@@ -22,8 +22,7 @@ from heapr_lab.models.folders import (
     refuse_format,
 )
 from heapr_lab.models.memory import return_freed
-from heapr_lab.models.named import AS_MOE, dense_of, folder_of, what_is_expected
-from heapr_lab.models.paper_models import hub_id
+from heapr_lab.models.named import AS_MOE, dense_of, folder_of, hub_id, what_is_expected
 from heapr_lab.progress import silent
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def load_model(
 
     Args:
         name_or_path: a hub id, a local folder, `lab`, `smollm2`, `smolmoe`, or a name
-            in `heapr_lab.models.paper_models`. Remote code is never run.
+            in `heapr_lab.models.named`. Remote code is never run.
         device: `cpu`, `cuda`, `cuda:1`, ...; `auto` spreads the model over all GPUs
             (accelerate's device map), or uses the CPU if there is none.
         dtype: `auto` is the checkpoint's own on a GPU and float32 on the CPU; else

@@ -1,4 +1,4 @@
-"""The models that have a name of their own, whose folders are found or made.
+"""The models that have a name: folders found or made, and those of the HEAPr paper.
 
 A wing above this one adds a name with `register`; `heapr_lab/__init__.py` does so for
 those of the package. Without torch.
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.paper_models import hub_id
 from heapr_lab.storage import paths
 
 LAB = "lab"
@@ -17,6 +16,15 @@ LAB = "lab"
 
 AS_MOE = "as-moe:"
 """Prefix of a dense model's name: it is opened as a MoE with one expert a layer."""
+
+PAPER_MODELS = {
+    "DeepSeekMoE-16B-Base": "deepseek-ai/deepseek-moe-16b-base",
+    "Qwen1.5-MoE-A2.7B-Chat": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
+    "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B",
+    "Qwen2-57B-A14B": "Qwen/Qwen2-57B-A14B",
+}
+"""The hub id of each model of the paper, which can be given by either name."""
+_BY_NAME = {name.lower(): hub_id for name, hub_id in PAPER_MODELS.items()}
 
 _FOLDERS: dict[str, Callable[[], Path]] = {}
 
@@ -44,6 +52,18 @@ def names() -> list[str]:
 def folder_of(name: str) -> Path | None:
     """The folder of the model of that name; None if it is no such name."""
     return _FOLDERS[name]() if name in _FOLDERS else None
+
+
+def hub_id(name: str) -> str:
+    """The hub id of a model of the paper; any other name, or a folder, as it is.
+
+    Example:
+        >>> hub_id("deepseekmoe-16b-base")
+        'deepseek-ai/deepseek-moe-16b-base'
+        >>> hub_id("lab")
+        'lab'
+    """
+    return name if Path(name).is_dir() else _BY_NAME.get(name.lower(), name)
 
 
 def local_folder(name: str) -> Path | None:

@@ -4,11 +4,11 @@ Without torch.
 """
 
 import json
-import math
-import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.named import what_is_expected
@@ -17,12 +17,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 """Bytes of a number of the types of weights that are not quantised."""
-ORDER = (
-    "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0",
-    "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32", "F32",
-    "C64", "F64", "I64", "U64",
-)  # fmt: skip
-"""Types of safetensors in its writer's order, in reverse to that in a file."""
 
 
 @dataclass(frozen=True)
@@ -135,64 +129,25 @@ def names_in(source: Path) -> set[str]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors in a safetensors file, whose size is checked.
+    """The tensors in a safetensors file, which the library has checked.
 
     Raises:
-        SpecError: it is incomplete or damaged.
+        SpecError: it is incomplete or damaged, or cannot be read.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with safe_open(path, "numpy"), path.open("rb") as file:
             end = 8 + int.from_bytes(file.read(8), "little")
-            text = file.read(end - 8) if end <= size else b""
-    except OSError as error:
+            header = json.loads(file.read(end - 8))
+    except (OSError, SafetensorError) as error:
         raise SpecError(
-            f"{path} cannot be read ({error.strerror}): give a folder with readable "
-            "files"
+            f"{path} cannot be read ({error}): it is incomplete, damaged or another "
+            "kind of file; expected a whole safetensors file: download it again"
         ) from error
-    try:
-        tensors = _tensors_of(text, end)
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        raise SpecError(
-            f"{path} ({size} bytes) has no complete safetensors header: it is "
-            "truncated or another kind of file; download it again"
-        ) from error
-    for name in sorted(tensors, key=lambda n: (tensors[n].start, tensors[n].n_bytes)):
-        tensor = tensors[name]
-        if tensor.start != end or tensor.n_bytes < 0 or tensor.dtype not in ORDER:
-            raise SpecError(
-                f"{path}: {name} is misplaced or has an unknown type ({tensor.dtype}): "
-                "download the file again"
-            )
-        needed = math.prod(tensor.shape) * FLOATS.get(tensor.dtype, 0)
-        if tensor.dtype in FLOATS and tensor.n_bytes != needed:
-            raise SpecError(
-                f"{path}: {name} has {tensor.n_bytes} bytes, its shape "
-                f"{tensor.shape} needs {needed}: download the file again"
-            )
-        end += tensor.n_bytes
-    if end != size:
-        last = max(tensors, key=lambda n: tensors[n].start, default="none")
-        raise SpecError(
-            f"{path} has {size} bytes, its header says {end} (the last tensor is "
-            f"{last}): it is incomplete; download it again"
-        )
-    return tensors
-
-
-def _tensors_of(text: bytes, end: int) -> dict[str, StoredTensor]:
-    """The tensors of a header, which ends at byte `end`; fails if it is none."""
-    header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
+    header.pop("__metadata__", None)
     return {
         name: StoredTensor(
-            str(entry["dtype"]),
-            tuple(map(operator.index, entry["shape"])),
+            entry["dtype"],
+            tuple(entry["shape"]),
             end + entry["data_offsets"][0],
             entry["data_offsets"][1] - entry["data_offsets"][0],
         )

@@ -1,29 +1,36 @@
-"""The files a model was loaded from: their folder, size, and type of weights."""
+"""The files a model was loaded from: their folder, size, and type of weights.
+
+Importing this needs no torch.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from heapr_lab.models.dtypes import DEQUANTISED, FP8, block_of, blocks_fit
-from heapr_lab.models.folders import quantisation, read_config
 from heapr_lab.models.named import local_folder
+
+if TYPE_CHECKING:
+    import torch
+
+_UNKNOWN = "unknown type"
+_IN_BFLOAT16 = 2.0
+"""Bytes of a number in bfloat16."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A checkpoint on this machine."""
 
-    folder: Path
     n_bytes: int
     """Size of its safetensors files."""
-    dtype: torch.dtype | None
-    """Type of its weights in its configuration; None if that does not say."""
+    dtype_name: str = _UNKNOWN
+    """Type of its weights in its configuration, such as bfloat16."""
     dequantised_from: str | None = None
     """The format of weights that are dequantised when they are read."""
     block: tuple[int, int] | None = None
     """Rows and columns of the blocks of weights in FP8, if they are in blocks."""
+    folder: Path = Path()
 
     def bytes_per_parameter(self, n_parameters: int) -> float:
         """Its size over the number of parameters of the model that it holds."""
@@ -35,7 +42,7 @@ class Source:
         Dequantised weights are written in bfloat16, if not in FP8.
         """
         if self.is_dequantised(width):
-            return torch.bfloat16.itemsize
+            return _IN_BFLOAT16
         return self.bytes_per_parameter(n_parameters)
 
     def is_dequantised(self, width: int | None) -> bool:
@@ -43,9 +50,11 @@ class Source:
         return self.dequantised_from is not None and not blocks_fit(self.block, width)
 
     @property
-    def dtype_name(self) -> str:
-        """The type without its prefix, such as bfloat16."""
-        return "unknown type" if self.dtype is None else dtype_name(self.dtype)
+    def dtype(self) -> "torch.dtype | None":
+        """The type of its weights; None if its configuration does not say."""
+        import torch
+
+        return getattr(torch, self.dtype_name, None)
 
 
 def read_source(folder: Path) -> Source:
@@ -54,14 +63,16 @@ def read_source(folder: Path) -> Source:
     Raises:
         SpecError: its configuration is damaged.
     """
+    from heapr_lab.models.folders import quantisation, read_config
+
     config = read_config(folder)
     method = quantisation(config)
     return Source(
-        folder,
         weights_bytes(folder),
-        config.dtype,
+        _UNKNOWN if config.dtype is None else dtype_name(config.dtype),
         method if method in DEQUANTISED else None,
         block_of(config.quantization_config) if method == FP8 else None,
+        folder,
     )
 
 
@@ -79,10 +90,11 @@ def weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: "torch.dtype") -> str:
     """The name of a type without its prefix.
 
     Example:
+        >>> import torch
         >>> dtype_name(torch.bfloat16)
         'bfloat16'
     """

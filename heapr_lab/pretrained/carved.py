@@ -1,9 +1,12 @@
 """A carved model as what was changed of a dense one, in a small file.
 
 The file holds the order of the neurons, the routers, the norms, and the change of each
-matrix in three levels (`delta`). Read together with the dense model of one expert a
-layer, it makes a stock `glm4_moe`: shared experts, a sigmoid router with a correction
-bias, and gates of 2·σ(z).
+matrix in three levels. Read together with the dense model of one expert a layer, it
+makes a stock `glm4_moe`: shared experts, a sigmoid router with a correction bias, and
+gates of 2·σ(z).
+
+A fine-tuned weight differs little from the one it began with, and coarse values of the
+difference are enough: each is −s, 0 or s, with one s for each row, five values a byte.
 """
 
 import re
@@ -20,7 +23,6 @@ from transformers import AutoConfig
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import build
-from heapr_lab.pretrained.delta import Ternary
 from heapr_lab.pretrained.one_expert import SHARED
 from heapr_lab.storage.files import replacing
 
@@ -31,6 +33,48 @@ MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 _ENTRY = "heapr_lab.carved"
 NORMS = ("input_layernorm", "post_attention_layernorm")
 _LAYOUT = re.compile(r"s(\d+)e(\d+)x(\d+)k(\d+)")
+_PER_BYTE = 5
+_POWERS = torch.tensor([3**place for place in range(_PER_BYTE)])
+_N_FITS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Ternary:
+    """A matrix of the values −1, 0 and 1, with a scale for each row."""
+
+    packed: torch.Tensor
+    """Five values in each byte, in the order of the matrix: (⌈n/5⌉,) uint8."""
+    scale: torch.Tensor
+    """The scale of each row, (n_rows,) float16."""
+    n_columns: int
+
+    def values(self) -> torch.Tensor:
+        """The matrix, (n_rows, n_columns) float32."""
+        digits = self.packed.long()[:, None] // _POWERS % 3
+        n_rows = len(self.scale)
+        signs = digits.flatten()[: n_rows * self.n_columns].float() - 1
+        return signs.view(n_rows, self.n_columns) * self.scale.float()[:, None]
+
+
+def ternary(matrix: torch.Tensor) -> Ternary:
+    """The nearest matrix of three levels a row, in the mean square (Lloyd's method).
+
+    Shapes: matrix (n_rows, n_columns).
+    """
+    size = matrix.float().abs()
+    level = size.mean(1, keepdim=True)
+    for _ in range(_N_FITS):
+        outer = (size > level / 2).float()
+        level = (size * outer).sum(1, keepdim=True) / outer.sum(1, keepdim=True).clamp(
+            min=1
+        )
+    scale = level[:, 0].half()
+    signs = torch.where(size > scale.float()[:, None] / 2, matrix.sign(), 0.0)
+    digits = (signs + 1).long().flatten()
+    padding = -len(digits) % _PER_BYTE
+    digits = F.pad(digits, (0, padding)).view(-1, _PER_BYTE)
+    packed = (digits * _POWERS).sum(1).to(torch.uint8)
+    return Ternary(packed, scale, matrix.shape[1])
 
 
 @dataclass(frozen=True)

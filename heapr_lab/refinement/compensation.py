@@ -53,7 +53,6 @@ from heapr_lab.refinement.activation_grams import (
     layer_store,
 )
 from heapr_lab.refinement.normal_equations import Columns, Normal, at_once, scarcity
-from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger(__name__)
@@ -82,21 +81,6 @@ class Compensation:
     Cholesky failed."""
     settings: dict[str, Any]
     """The settings that determine it besides model, mask and text, as plain data."""
-
-    def _facts(self) -> dict[str, str]:
-        before, after = (self.report[n].mean() for n in ("dropped", "compensated"))
-        return {
-            "layers": f"{len(self.report)}",
-            "span": str(self.settings["span"]),
-            "error of the output, dropped → compensated": f"{before:.3g} → {after:.3g}",
-        }
-
-    def __repr__(self) -> str:
-        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
-        return f"Compensation({facts})"
-
-    def _repr_html_(self) -> str:
-        return card_html("Compensation", self._facts())
 
 
 def compensate(

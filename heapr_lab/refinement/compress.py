@@ -34,7 +34,6 @@ from heapr_lab.refinement.compensation import (
     is_less,
     losses_on,
 )
-from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
 COMPENSATED = {
@@ -63,23 +62,6 @@ class FittedCompression:
     def down_projs(self) -> ReplacedDownProj | None:
         """The new W_down by layer, as `masking` and `prune` take it."""
         return None if self.compensation is None else self.compensation.down_projs
-
-    def _facts(self) -> dict[str, str]:
-        rows = self.report.set_index("made")
-        chosen = rows.index[rows["chosen"]][0]
-        paper, ours = rows.loc[[PAPER, chosen], "delta_nll"]
-        return {
-            "chosen": str(chosen),
-            "pruning ratio": f"{self.keep.achieved_ratio:.4g}",
-            "Δ nll on held-out windows, HEAPr → chosen": f"{paper:.4f} → {ours:.4f}",
-        }
-
-    def __repr__(self) -> str:
-        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
-        return f"FittedCompression({facts})"
-
-    def _repr_html_(self) -> str:
-        return card_html("Compression", self._facts())
 
 
 def compress(

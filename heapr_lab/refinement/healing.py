@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.errors import CacheError, HeaprLabError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import find_experts, sliced_experts
@@ -30,11 +30,7 @@ from heapr_lab.models.identity import model_identity, refuse_disturbed
 from heapr_lab.models.likelihood import final_states, input_device, iter_log_probs
 from heapr_lab.models.modes import differentiating
 from heapr_lab.progress import Progress, no_report
-from heapr_lab.refinement.training_state import (
-    restore_training,
-    save_training,
-    share_of_rate,
-)
+from heapr_lab.storage.files import load_state, save_state
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -49,6 +45,7 @@ _HELD_OUT = 16
 """Windows, at most: every fourth if there are few."""
 _SAVE_SECONDS = 300.0
 _SHARED = re.compile(r"shared_experts?\.")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def heal(
@@ -302,3 +299,71 @@ def add_gradients(pruned: Any, dense: Any, ids: torch.Tensor) -> float:
         total += loss.item()
     states.backward(leaf.grad)
     return total / len(targets)
+
+
+# --- what trainings have in common ------------------------------------------------
+
+
+def share_of_rate(step: int, n_steps: int, warm: float) -> float:
+    """The share of a rate: it rises over `warm` steps, and falls to 0 at the end."""
+    return min(1.0, (step + 1) / warm) * (1 - step / n_steps)
+
+
+def save_training(
+    path: Path,
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    others: Mapping[str, torch.Tensor],
+    *,
+    key: str = "",
+) -> None:
+    """Write the state after a step.
+
+    Args:
+        path: the file.
+        trained: the parameters that are trained, by name.
+        optimizer: an Adam that has taken a step.
+        others: what else to go on with.
+        key: hash of all that determines the training.
+    """
+    tensors = {f"other.{name}": tensor for name, tensor in others.items()}
+    for name, weight in trained.items():
+        tensors[f"weight.{name}"] = weight.detach()
+        for part, value in optimizer.state[weight].items():
+            tensors[f"{part}.{name}"] = value
+    arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+    save_state(path, arrays, {"key": key})
+
+
+def restore_training(
+    path: Path,
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    key: str = "",
+) -> dict[str, torch.Tensor]:
+    """Give parameters and optimiser the state in a file; returns the others.
+
+    Raises:
+        CacheError: the file is of another training, or is damaged.
+    """
+    arrays, meta = load_state(path)
+    if meta.get("key") != key:
+        raise CacheError(
+            f"{path} is the state of another training (another model or other text); "
+            "delete it, or give another file"
+        )
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    for name, weight in trained.items():
+        weight.data.copy_(tensors[f"weight.{name}"])
+        moments = {part: tensors[f"{part}.{name}"] for part in _MOMENTS}
+        optimizer.state[weight] = {
+            "step": tensors[f"step.{name}"],  # a counter, which Adam has on the CPU
+            **{part: moment.to(weight.device) for part, moment in moments.items()},
+        }
+    begin = "other."
+    return {
+        name.removeprefix(begin): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(begin)
+    }

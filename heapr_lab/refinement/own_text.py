@@ -68,13 +68,11 @@ def own_text(
         model,
         openings,
         n_new=seq_len - 1,
-        temperature=1.0,
         seed=seed,
-        to_the_end=False,
         batch_size=batch_size,
         progress=progress,
     )
-    ids = torch.cat([openings, torch.stack(texts)], dim=1)
+    ids = torch.cat([openings, texts], dim=1)
     return CalibrationSet(ids, {"corpus": OWN_TEXT, "seed": seed})
 
 
@@ -123,31 +121,26 @@ def continuations(
     prompts: torch.Tensor,
     *,
     n_new: int,
-    temperature: float = 0.0,
     seed: int = 0,
-    to_the_end: bool = True,
     batch_size: int = 16,
     progress: Progress | None = None,
-) -> list[torch.Tensor]:
-    """What the model continues each prompt with.
+) -> torch.Tensor:
+    """What the model continues each prompt with, drawn from its distribution.
 
-    The model's `generation_config` counts only for the tokens that end a text: its
-    penalties, cut-offs and the like would be no property of the weights.
+    The model's `generation_config` counts only for the tokens that end a text, which
+    are never drawn: its penalties, cut-offs and the like would be no property of the
+    weights.
 
     Args:
         model: a causal language model of transformers.
         prompts: token ids, (B, L), of at least one token.
-        n_new: tokens of each continuation, fewer where the model ends its text.
-        temperature: divides the logits of the distribution that tokens are drawn from;
-            with 0 the most probable token is taken.
+        n_new: tokens of each continuation.
         seed: seeds the draw; the random numbers of the process are left as they are.
-        to_the_end: whether a text may end; otherwise the tokens that end it are never
-            taken, and each continuation has `n_new` tokens.
         batch_size: prompts at a time.
         progress: called with (tokens done, B × N) at each step.
 
     Returns:
-        The new tokens of each prompt, up to and with the token that ends the text.
+        The new tokens of each prompt, (B, N).
 
     Raises:
         SpecError: the prompts are not windows of the model's tokens, a number is not
@@ -160,16 +153,16 @@ def continuations(
     whole_number(n_new, name="n_new")
     windows = token_windows(prompts, least=1)
     check_fits(model, windows)
-    ends, device = _ends(model), input_device(model)
+    device = input_device(model)
     settings = GenerationConfig(
         max_new_tokens=n_new,
         use_cache=True,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-        suppress_tokens=ends if ends and not to_the_end else None,
+        suppress_tokens=_ends(model) or None,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
     )
-    if temperature:
-        settings.update(do_sample=True, temperature=temperature, top_k=0, top_p=1.0)
     parts = Parts(len(windows) * n_new, progress)
     rows: list[torch.Tensor] = []
     with (
@@ -185,10 +178,10 @@ def continuations(
                 attention_mask=torch.ones_like(ids),
                 stopping_criteria=StoppingCriteriaList([_Steps(parts, ids.shape[1])]),
             )
-            rows += [_until(row[ids.shape[1] :].cpu(), ends) for row in sequences]
+            rows.append(sequences[:, ids.shape[1] :].cpu())
             parts(len(ids) * n_new, 0)
             parts.end(len(ids) * n_new)
-    return rows
+    return torch.cat(rows)
 
 
 @contextlib.contextmanager
@@ -208,10 +201,3 @@ def _ends(model: Any) -> list[int]:
     if ends is None:
         return []
     return [ends] if isinstance(ends, int) else list(ends)
-
-
-def _until(tokens: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """`tokens` up to and with the first of `ends`; what follows is padding."""
-    is_end = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype))
-    at = is_end.nonzero()
-    return tokens[: int(at[0, 0]) + 1] if len(at) else tokens

@@ -18,8 +18,7 @@ from huggingface_hub import snapshot_download
 from heapr_lab import hub, registry
 from heapr_lab.errors import LayoutError, SpecError, whole_number
 from heapr_lab.models.dtypes import check_dtype, check_format, format_of
-from heapr_lab.models.named import dense_of, folder_of, what_is_expected
-from heapr_lab.models.paper_models import hub_id
+from heapr_lab.models.named import dense_of, folder_of, hub_id, what_is_expected
 from heapr_lab.models.safetensors_headers import (
     INDEX,
     SINGLE,

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
+from heapr_lab.models.experts import text_modules
 from heapr_lab.models.memory import return_freed
-from heapr_lab.models.wrapped import text_modules
 
 _STREAM, _PART = "heapr_stream", "heapr_part"
 _EMBEDDINGS = -1

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from heapr_lab.errors import one_of
-from heapr_lab.models.named import LAB, dense_of
-from heapr_lab.models.paper_models import hub_id
+from heapr_lab.models.named import LAB, dense_of, hub_id
 from heapr_lab.pruning.options import Selection
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
@@ -72,16 +71,6 @@ class Profile:
     def items_of(self, task: str) -> int:
         """The number of items of a task."""
         return self.n_items if task.startswith(CONTINUATION) else self.n_task_items
-
-    def _repr_html_(self) -> str:
-        test = "all" if self.n_test is None else f"{self.n_test:,}"
-        facts = {
-            "calibration windows": f"{self.n_sequences:,} of {self.seq_len:,} tokens",
-            "test windows of a corpus": test,
-            "items of a task": f"{self.n_task_items} (continuation: {self.n_items})",
-            "calibration draws": f"{self.n_seeds}",
-        }
-        return card_html(f"Profile {self.name}", facts)
 
 
 CONTINUATION = "continuation"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from commands import TINY, invoke, one_line, run
 from families import tiny_ids, tiny_model
+from keeps import window_nll
 from quantised_folder import LAYOUTS, POWERS, check_refused, configure, in_fp8, in_pairs
 from stored_tensors import changed_json, changed_tensors, same_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
@@ -20,7 +21,6 @@ from wrappers import tiny_wrapper
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.dtypes import stays_float32
 from heapr_lab.models.folders import read_config

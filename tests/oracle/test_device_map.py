@@ -8,11 +8,12 @@ import torch
 from accelerate import dispatch_model
 from devices import GPU, OF_DEVICES
 from families import tiny_ids, tiny_model
+from keeps import window_nll
 from oracles.streamed import same_tables
 from torch import nn
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.evaluation.perplexity import evaluate_perplexity, window_nll
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select

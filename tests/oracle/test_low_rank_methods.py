@@ -14,11 +14,12 @@ from oracles.token_by_token import matrices as by_hand
 from torch import nn
 
 from heapr_lab import methods
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.composed_experts import Projection
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.d2_moe import base_of
+from heapr_lab.methods.d2_moe import base_of, squares
+from heapr_lab.methods.gradients import sum_over_windows
 from heapr_lab.methods.low_rank import MOMENTS, ranks_of
 from heapr_lab.methods.moe_svd import Sizes, sensitivity, sizes_of
 from heapr_lab.models.architecture import LayerShape
@@ -140,9 +141,66 @@ def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]
     for gradients in gradients_by_hand(model):
         for key, matrices in gradients.items():
             for name in NAMES:
-                square = matrices[f"W_{name}"].square() / len(IDS)
-                fisher[*key, name] = fisher.get((*key, name), 0) + square
+                if (gradient := matrices[f"W_{name}"]) is not None:
+                    square = gradient.square() / len(IDS)
+                    fisher[*key, name] = fisher.get((*key, name), 0) + square
     return fisher
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron_h"])
+def test_squared_gradients_are_those_of_autograd(family: str) -> None:
+    """Of every matrix, through the family's own code; windows are reported."""
+    model, progress = tiny_model(family), list[tuple[int, int]]()
+    sums = sum_over_windows(
+        model, WINDOWS, squares, lambda *done: progress.append(done)
+    )
+    fisher = fisher_by_hand(model)
+    for (layer, expert, name), mean in fisher.items():
+        square = sums[layer][name][expert] / len(IDS)
+        torch.testing.assert_close(square, mean, rtol=1e-5, atol=1e-9)
+    assert {(k, name) for k, _, name in fisher} == {
+        (k, name) for k, stacks in sums.items() for name in stacks
+    }
+    assert max(float(mean.max()) for mean in fisher.values()) > 1e-8
+    assert progress == [(done, len(IDS)) for done in range(1, len(IDS) + 1)]
+
+
+def test_the_model_is_as_before() -> None:
+    """Modes, flags and gradients, after a pass and after an exception in one."""
+    model = tiny_model("qwen2_moe").train()
+    weight = find_experts(model)[0].module.down_proj
+    weight.grad = torch.full_like(weight, 3.0)
+    next(model.parameters()).requires_grad_(False)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+
+    def fail(_done: int, _total: int) -> None:
+        assert not model.training
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        sum_over_windows(model, WINDOWS, squares, fail)
+    sum_over_windows(model, WINDOWS, squares)
+    assert model.training
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+    rest = [p.grad for p in model.parameters() if p is not weight]
+    assert rest == [None] * len(rest)
+
+
+def test_gradients_that_are_missing_or_not_finite_are_refused() -> None:
+    """The layer is named by its number, and a later pass is as if there were none."""
+    model = tiny_model("mixtral")
+    before = sum_over_windows(model, WINDOWS, squares)
+    model.config.num_hidden_layers = 1
+    with pytest.raises(CoverageError, match="layer 1 took no part in the pass"):
+        sum_over_windows(model, WINDOWS, squares)
+    model.config.num_hidden_layers = 2
+    weight = find_experts(model)[1].module.down_proj
+    hook = weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(HeaprLabError, match="non-finite gradients in layer 1"):
+        sum_over_windows(model, WINDOWS, squares)
+    hook.remove()
+    torch.testing.assert_close(sum_over_windows(model, WINDOWS, squares), before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

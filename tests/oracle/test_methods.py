@@ -1,7 +1,6 @@
 """The rules of compression methods against loops over single tokens and experts."""
 
 import itertools
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from families import tiny_model
 from methods_by_hand import (
     FAMILIES,
     IDS,
-    IN_SINGLE,
     SIX,
     WINDOWS,
     fitted,
@@ -25,12 +23,11 @@ from oracles.token_by_token import matrices
 from text_models import atoms_by_hand
 from torch import nn
 
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import experts, naee
 from heapr_lab.methods.collectors import Measurements, expert_output
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
-from heapr_lab.methods.gradients import WeightGradients, visit_gradients
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
@@ -341,64 +338,3 @@ def test_enp_keeps_no_expert_whole() -> None:
     assert {int(n) for mask in kept.values() for n in mask.sum(1)} == {4}
     with pytest.raises(SpecError, match=r"whole is 1\.0, expected a share"):
         fitted("tenp-like", model, 0.5, whole=1.0)
-
-
-# --- gradients of the weights, against autograd through the family's own code -----
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "nemotron_h"])
-def test_gradients_are_those_of_autograd(family: str) -> None:
-    """Gradients of each window and layer, oriented as `up_rows` and `down`."""
-    model, seen = tiny_model(family), defaultdict(list)
-
-    def note(grads: WeightGradients) -> None:
-        seen[grads.layer.layer].append((grads.up_rows.clone(), grads.down.clone()))
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-    visit_gradients(model, WINDOWS, note)
-    layers = {layer.layer: layer for layer in find_experts(model)}
-    for number, expected in enumerate(gradients_by_hand(model)):
-        for (layer, expert), w in expected.items():
-            up, down = seen[layer][number]
-            gradients = layers[layer].apart(up[expert]) | {"down": down[expert]}
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(gradient, w[f"W_{name}"], **IN_SINGLE)
-        assert max(float(w["W_up"].abs().max()) for w in expected.values()) > 1e-4
-
-
-def test_the_model_is_as_before() -> None:
-    """Modes, flags and gradients, after a pass and after an exception in one."""
-    model = tiny_model("qwen2_moe").train()
-    weight = find_experts(model)[0].module.down_proj
-    weight.grad = torch.full_like(weight, 3.0)
-    next(model.parameters()).requires_grad_(False)
-    flags = [parameter.requires_grad for parameter in model.parameters()]
-
-    def fail(_grads: WeightGradients) -> None:
-        assert not model.training
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        visit_gradients(model, WINDOWS, fail)
-    visit_gradients(model, WINDOWS, lambda _: None)
-    assert model.training
-    assert [parameter.requires_grad for parameter in model.parameters()] == flags
-    assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
-    rest = [p.grad for p in model.parameters() if p is not weight]
-    assert rest == [None] * len(rest)
-
-
-def test_gradients_that_are_not_finite_are_refused() -> None:
-    """The layer is named by its number."""
-    model = tiny_model("mixtral")
-
-    def spoil(grads: WeightGradients) -> None:
-        grads.down[0, 0, 0] = torch.inf
-
-    with pytest.raises(HeaprLabError, match="non-finite gradients in layer 1"):
-        visit_gradients(model, WINDOWS, spoil)
-    progress: list[tuple[int, int]] = []
-    visit_gradients(
-        model, WINDOWS, lambda _: None, progress=lambda *done: progress.append(done)
-    )
-    assert progress == [(done, len(IDS)) for done in range(1, len(IDS) + 1)]

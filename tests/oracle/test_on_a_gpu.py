@@ -15,12 +15,12 @@ import pytest
 import torch
 from devices import GPU
 from families import REPRESENTATIVES, tiny_ids, tiny_model
-from keeps import logits_of
+from keeps import logits_of, window_nll
 from tiny_folder import write_model, write_text
 
 import heapr_lab
 from heapr_lab import Calibration, CalibrationSet, Setting, Workbench, methods
-from heapr_lab.evaluation.perplexity import evaluate_perplexity, window_nll
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.inspection.activations import atoms_of_token, routing
 from heapr_lab.inspection.attribution import attribute_loss
@@ -210,10 +210,18 @@ def passage_of(side: Side) -> Any:
     return read_passage(side.model, side.tokenizer, text="the panel and the theatre")
 
 
+def written(side: Side) -> torch.Tensor:
+    """Tokens that every draw gives, because the model is sure of each."""
+    head = side.model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda _head, _states, logits: 1e3 * logits)
+    try:
+        return continuations(side.model, IDS, n_new=4)
+    finally:
+        hook.remove()
+
+
 INSPECTED: dict[str, Callable[[Side], Any]] = {
-    "generation": lambda side: torch.stack(
-        continuations(side.model, IDS, n_new=4, to_the_end=False)
-    ),
+    "generation": written,
     "elimination": lambda side: eliminate(side.model, side.table, side.windows).frame,
     "atoms of a token": lambda side: atoms_of_token(
         side.model, passage_of(side), layer=0, position=3

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_ids
-from keeps import random_keep
+from keeps import random_keep, window_nll
 from oracles.streamed import free_on_disk, written
 from tiny_folder import opened
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from families import REPRESENTATIVES
-from keeps import random_keep, widths_keep
+from keeps import random_keep, widths_keep, window_nll
 from oracles.streamed import ROUNDED, WINDOWS, both, resident, stream
 from stored_tensors import same_tensors
 from tiny_folder import opened
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.options import Selection

@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import TINY, refused, run, text_of
 from families import FAMILIES, tiny_model
-from keeps import random_keep
+from keeps import random_keep, window_nll
 from oracles.streamed import (
     ROUNDED,
     WINDOWS,
@@ -32,7 +32,6 @@ from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
 from heapr_lab.evaluation.perplexity import (
     evaluate_divergence,
     evaluate_perplexity,
-    window_nll,
 )
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe

@@ -15,10 +15,8 @@ from heapr_lab.evaluation.perplexity import Divergence, Perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.methods.compression import AtomCompression, Made
 from heapr_lab.methods.method import Method
-from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
-from heapr_lab.refinement.compensation import Compensation
 from heapr_lab.streaming.plan import plan
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
@@ -29,7 +27,6 @@ from heapr_lab.workbench.workbench import Workbench
 QWEN3 = Path(__file__).parents[1] / "data/shapes/Qwen3-30B-A3B"
 NASTY = "<script>alert('&')</script>"
 _ROWS = {"layer": [0, 0], "expert": [0, 0], "atom": [0, 1], "sum_hg2": [2.0, 6]}
-_SHAPE = LayerShape(n_experts=2, d_inter=3, d_expert=4)
 
 
 def keep_mask() -> KeepMask:
@@ -45,7 +42,6 @@ Shown = dict[str, tuple[Any, list[str]]]
 @pytest.fixture(scope="module")
 def shown() -> Shown:
     """An object of each class."""
-    report = pd.DataFrame({"dropped": [0.1, 0.3], "compensated": [0.1, 0.1]})
     windows = CalibrationSet(
         torch.zeros(3, 5, dtype=torch.long), {"corpus": NASTY, "seed": 7}
     )
@@ -59,12 +55,6 @@ def shown() -> Shown:
         (Corpus(NASTY, "test", ("ab", "c"), NASTY), ["test", "2", "3"]),
         (Perplexity(20.1, 3.0, 4321), ["20.1", "3.0000", "4,321"]),
         (Divergence(0.0123, 0.99, 4321), ["0.0123", "99.00%", "4,321"]),
-        (Architecture(100, 2, 4, {0: _SHAPE}, 10, 8), ["100", "72.0%", "2 × 3, 1"]),
-        (
-            Compensation({}, report, {"span": "layer"}),
-            ["2", "layer", "0.2 → 0.1"],
-        ),
-        (PROFILES["small"], ["8 of 64 tokens", "4"]),
         (Selection(0.25, min_atoms=3), ["0.25 of the atoms", "at least 3"]),
         (Calibration(NASTY, 8, seed=1), [NASTY, "8", "1"]),
         (Setting(0.25, calibration=NASTY), ["0.25", "heapr", "global"]),

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from keeps import window_nll
 from tiny_folder import write_text
 
 from benchmarks import methods as script
 from benchmarks.machine import Rows
 from heapr_lab import methods
-from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.workbench.workbench import Workbench
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heapr_lab.errors import SpecError
-from heapr_lab.pretrained.carved import Carved, Layout, as_glm4_moe
-from heapr_lab.pretrained.delta import ternary
+from heapr_lab.pretrained.carved import Carved, Layout, as_glm4_moe, ternary
 
 _IDS = torch.arange(24).view(2, 12) % 31
 

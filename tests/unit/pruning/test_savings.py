@@ -1,7 +1,6 @@
 """What a mask saves, of a model small enough to count by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def test_all_that_is_saved_is_in_one_row() -> None:
 def test_bytes_are_those_of_the_checkpoint_if_it_is_named() -> None:
     """Whole bytes, also of half a byte for each parameter."""
     names = ("bytes_before", "bytes_after", "bytes_per_parameter")
-    source = Source(Path(), n_bytes=53, dtype=None)
+    source = Source(n_bytes=53)
     (row,) = savings_of(KEEP, table(), source=source).to_dict("records")
     assert [row[name] for name in names] == [53, 47, 0.53]
     assert row["bytes_before"] == int(row["bytes_before"])

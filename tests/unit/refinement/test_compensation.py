@@ -216,8 +216,8 @@ def test_weights_stay_where_the_loss_says_otherwise(
     kept[0, :, 0] = False
     keep = KeepMask.from_arrays(dict(enumerate(kept)))
     with masking(model, keep) if written == "without the sink" else nullcontext():
-        new = continuations(model, START, n_new=23, temperature=1.0, to_the_end=False)
-    text = CalibrationSet.from_ids(torch.cat([START, torch.stack(new)], 1))
+        new = continuations(model, START, n_new=23)
+    text = CalibrationSet.from_ids(torch.cat([START, new], 1))
     fitted = fit_compensation(model, keep, text)
     assert fitted.report["dropped"][0] == pytest.approx(1, abs=0.01)
     assert bool(fitted.down_projs) == (written == "with it")

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import tiny_ids, tiny_model
+from keeps import window_nll
 from torch import nn
 
 import heapr_lab
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.identity import weights_state
 from heapr_lab.pruning.options import Selection

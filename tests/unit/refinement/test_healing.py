@@ -17,8 +17,12 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement import healing
-from heapr_lab.refinement.healing import add_gradients, heal
-from heapr_lab.refinement.training_state import restore_training, save_training
+from heapr_lab.refinement.healing import (
+    add_gradients,
+    heal,
+    restore_training,
+    save_training,
+)
 from heapr_lab.text.calibration import CalibrationSet
 
 _COUNTED = torch.arange(32 * 9).reshape(32, 9) % 48
@@ -170,9 +174,12 @@ def test_another_or_a_damaged_state_is_refused(
         heal(pruned_of(dense), dense, TEXT, state=state, progress=stop)
     with pytest.raises(CacheError, match="of another training"):
         heal(pruned_of(dense), dense, TEXT, state=state, learning_rate=1e-3)
-    state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(CacheError, match="is damaged"):
-        heal(pruned_of(dense), dense, TEXT, state=state)
+    content = state.read_bytes()
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    for damaged, why in {flipped: "checksum", content[:100]: "truncated"}.items():
+        state.write_bytes(damaged)
+        with pytest.raises(CacheError, match=why):
+            heal(pruned_of(dense), dense, TEXT, state=state)
     assert state.exists()
 
 

@@ -12,7 +12,7 @@ from heapr_lab.models import loading
 from heapr_lab.models.experts import describe
 from heapr_lab.models.folders import build, read_config
 from heapr_lab.models.loading import load_model, model_folder
-from heapr_lab.models.paper_models import PAPER_MODELS, hub_id
+from heapr_lab.models.named import PAPER_MODELS, hub_id
 
 CONFIGS = Path(__file__).parents[2] / "data" / "shapes"
 """The published config.json of each model."""
