@@ -12,7 +12,7 @@ import copy
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from heapr_lab.checkpoints.predicting import (
     Further,
     Heads,
     are_readable,
+    by_layer,
     can_be_sliced,
     check_experts,
     conversions_of,
@@ -46,6 +47,7 @@ from heapr_lab.models.safetensors_headers import SINGLE, Stored
 from heapr_lab.models.sources import read_source
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
+from heapr_lab.pruning.surgery import prune
 from heapr_lab.streaming.file_reader import check_whole, differs, find_tensors
 from heapr_lab.streaming.quantisation import SCALES
 from heapr_lab.text.calibration import CalibrationSet
@@ -54,10 +56,16 @@ _STEM = re.compile(r".*?(layers\.\d+|mtp\w*)\.")
 
 logger = logging.getLogger(__name__)
 
+_INDEXED = "indexed_attention"
+_BLOCKS = "mtp_layers_block_type"
+"""The key of the kinds of blocks that such a layer is made of (Nemotron-3)."""
+_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
+"""What it is if the configuration does not say and the trunk has such layers."""
+
 _OTHER_FORMS = (
     AttributeError,
     ImportError,
-    KeyError,
+    LookupError,
     RuntimeError,
     StopIteration,
     TypeError,
@@ -97,19 +105,32 @@ def further_layers(
         return Further(heads, said_of(heads, "kept", ", not pruned"), block=block)
     if calibration is None or not can_be_sliced(heads):
         return dropped
+    every = by_layer(heads, _n_blocks(skeleton))
     try:
         if unknown is not None:
             raise unknown
-        layer = open_head(model, heads, block)
+        layers = [open_head(model, one, block) for one in every.values()]
     except LayoutError:
         raise
     except _OTHER_FORMS as error:
         logger.warning("transformers cannot run %s*: %s", _stem_of(heads), error)
         return dropped
-    table = head_table(model, layer, calibration)
-    how = f", to the width of all others, by its own loss on {calibration.label}"
+    how = f", each to the width of all others, by its own loss on {calibration.label}"
     facts = said_of(heads, "also pruned", how)
-    return Further(heads, facts, highest(table, width), block)
+    kept = _kept_in(model, layers, calibration, width)
+    return Further(heads, facts, dict(zip(every, kept, strict=True)), block)
+
+
+def _kept_in(
+    model: Any, layers: Iterable[Any], calibration: CalibrationSet, width: int
+) -> Iterator[torch.Tensor]:
+    """The kept atoms (E, I) of each layer, scored after the pruned one before it."""
+    for layer in layers:
+        head, calibration = head_after(model, layer, calibration)
+        keep = highest(collect_statistics(head, calibration), width)
+        model = prune(head, keep)
+        (kept,) = keep.arrays.values()
+        yield torch.tensor(kept)
 
 
 def whole_heads(skeleton: Any, base: str) -> tuple[Heads, Exception | None]:
@@ -125,7 +146,8 @@ def whole_heads(skeleton: Any, base: str) -> tuple[Heads, Exception | None]:
     check_experts(heads)
     if heads:
         try:
-            _check_parts(_trunk_with_one(skeleton, heads), heads)
+            for one in by_layer(heads, _n_blocks(skeleton)).values():
+                _check_parts(_trunk_with_one(skeleton, one), one)
         except LayoutError:
             raise
         except _OTHER_FORMS as error:
@@ -134,16 +156,16 @@ def whole_heads(skeleton: Any, base: str) -> tuple[Heads, Exception | None]:
 
 
 class MtpHead(nn.Module):
-    """The layer as a causal language model, on windows whose trunk states are known.
+    """The layer as a causal language model, on windows whose states are known.
 
-    Its windows begin at the second token of the trunk's.
+    Its windows begin at the second token of those of the model before it.
     """
 
     logits_of: Callable[[torch.Tensor], torch.Tensor]
     """The map from its states to logits."""
 
     def __init__(self, layer: Any, states: Mapping[bytes, torch.Tensor]) -> None:
-        """Take the layer, and the trunk's states of all but the last token (L, D)."""
+        """Take the layer, and the states before it of all but the last token (L, D)."""
         super().__init__()
         self.config = layer.config
         self.body = _Body(layer, states)
@@ -191,7 +213,7 @@ def open_head(model: Any, heads: Heads, block: Block = None) -> Any:
 
     Args:
         model: the trunk, dense or pruned, whose embeddings are used.
-        heads: the tensors of the layer, of a form that is known.
+        heads: the tensors of one layer, of a form that is known.
         block: as in `are_readable`.
 
     Raises:
@@ -202,13 +224,43 @@ def open_head(model: Any, heads: Heads, block: Block = None) -> Any:
         if block is not None:
             save_file(floats_of(heads, block), Path(place) / SINGLE)
             trunk.config.name_or_path = place
-        layer = read_mtp(trunk, input_device(model)).eval()
+        layer = read_mtp(_class_of(trunk), trunk, input_device(model)).eval()
     layer.embed_tokens = _in_memory(layer.embed_tokens)
     layer.shared_head = _in_memory(layer.shared_head)
     layer.set_experts_implementation("eager")  # runs in any type
+    if getattr(layer.config, "layer_types", None) == [_INDEXED]:
+        _let_indexed_run(layer)
     with evaluating(layer):
         _run(layer, torch.zeros(1, 2, dtype=torch.long), None)
     return layer
+
+
+def _let_indexed_run(layer: Any) -> None:
+    """Give a block with an indexer the mask that it needs, and take its states alone.
+
+    transformers has both in the trunk of DeepSeek-V3.2 and GLM-5, not in such a layer.
+    """
+    layer.config.layer_types = ["full_attention"]  # the kinds that it knows masks of
+    block = layer.layers[0].mtp_block
+    block.register_forward_pre_hook(_with_mask, with_kwargs=True)
+    block.register_forward_hook(_states_alone)
+
+
+def _with_mask(
+    _block: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs (B, L, D) of a block, with a causal mask."""
+    if options["attention_mask"] is None:
+        n_windows, length, _ = inputs[0].shape
+        mask = torch.ones(length, length, dtype=torch.bool, device=inputs[0].device)
+        options["attention_mask"] = mask.tril().expand(n_windows, 1, -1, -1)
+    return inputs, options
+
+
+def _states_alone(_block: nn.Module, _inputs: Any, outputs: Any) -> torch.Tensor:
+    """The states of a block that may also return which tokens it attended to."""
+    states: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+    return states
 
 
 def _stem_of(heads: Heads) -> str:
@@ -232,20 +284,43 @@ def _in_memory(module: Any) -> Any:
 
 def _trunk_with_one(model: Any, heads: Heads) -> Any:
     """The same modules, with a configuration that has one such layer, where it is."""
-    trunk, stem = copy.copy(model), _stem_of(heads)
+    trunk, stem, numbers = copy.copy(model), _stem_of(heads), list(by_layer(heads))
     trunk.config = copy.deepcopy(model.config)
     trunk.config.name_or_path = str(heads[0].file.parent)
     trunk.config.dtype = model.get_input_embeddings().weight.dtype
-    config = trunk.config.get_text_config()
-    config.num_mtp_layers = 1
-    kinds = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
-    for types, kind in kinds.items():
-        if getattr(config, types, None) and not getattr(config, f"mtp_{types}", None):
-            setattr(config, f"mtp_{types}", [kind])
+    _leave_one(trunk.config.get_text_config(), numbers[0])
     trunk._weight_conversions = conversions_of(model)
     # The class has the number of the layer in the largest published model.
-    trunk._keys_to_ignore_on_load_unexpected = [f"^{re.escape(stem)}"]
+    others = rf"(?!layers\.(?!({'|'.join(map(str, numbers))})\.))"
+    trunk._keys_to_ignore_on_load_unexpected = [f"^{re.escape(stem)}{others}"]
     return trunk
+
+
+def _leave_one(config: Any, number: int) -> None:
+    """Let a configuration have only the layer of this number in files, as the first."""
+    place = number % config.num_hidden_layers
+    for types, usual in _KINDS.items():
+        if known := getattr(config, types, None):
+            kind = usual if len(set(known)) > 1 else known[0]
+            kinds = getattr(config, f"mtp_{types}", None) or [kind] * (place + 1)
+            setattr(config, f"mtp_{types}", [kinds[place]])
+    if blocks := getattr(config, _BLOCKS, None):
+        config.mtp_layer_types, config.rms_norm_eps = blocks, config.layer_norm_epsilon
+    config.num_mtp_layers, config.num_hidden_layers = 1, number
+
+
+def _n_blocks(model: Any) -> int:
+    """How many of the trunk's blocks, each with a number, are such a layer."""
+    return len(getattr(model.config.get_text_config(), _BLOCKS, None) or [None])
+
+
+def _class_of(trunk: Any) -> Any:
+    """The class of such layers."""
+    from transformers.modeling_layers import MtpModel  # not in every version
+
+    from heapr_lab.checkpoints.mtp_blocks import MtpOfBlocks
+
+    return MtpOfBlocks if hasattr(trunk.config.get_text_config(), _BLOCKS) else MtpModel
 
 
 def _check_parts(trunk: Any, heads: Heads) -> None:
@@ -255,10 +330,8 @@ def _check_parts(trunk: Any, heads: Heads) -> None:
         LayoutError: what is there is of such a layer, and a part is missing.
         ValueError: it is another.
     """
-    from transformers.modeling_layers import MtpModel  # not in every version
-
     with torch.device("meta"):
-        layer: Any = MtpModel(trunk, 1)
+        layer = _class_of(trunk)(trunk, 1)
     stored: Stored = {}
     for head in heads:
         if not head.name.endswith(SCALES):
@@ -294,18 +367,19 @@ def _run(layer: Any, ids: torch.Tensor, before: torch.Tensor | None) -> torch.Te
     return states
 
 
-def head_table(model: Any, layer: Any, calibration: CalibrationSet) -> ImportanceTable:
-    """The statistics of the layer's atoms, of its own loss on the states of `model`.
+def head_after(
+    model: Any, layer: Any, calibration: CalibrationSet
+) -> tuple[MtpHead, CalibrationSet]:
+    """The layer on the states of `model`, and the windows that it is measured on.
 
     Args:
-        model: the pruned model.
+        model: the pruned model, or the pruned layer before this one.
         layer: the one that `open_head` returned.
-        calibration: the windows to measure on.
+        calibration: the windows of `model`.
 
     Raises:
         SpecError: a token is not in the vocabulary, or two windows differ in the first
             one alone.
-        LayoutError: the experts of the layer cannot be measured.
     """
     windows = calibration.ids
     if len(windows.unique(dim=0)) > len(windows[:, 1:].unique(dim=0)):
@@ -320,7 +394,7 @@ def head_table(model: Any, layer: Any, calibration: CalibrationSet) -> Importanc
         for window, state in zip(windows, states, strict=True)
     }
     later = CalibrationSet(windows[:, 1:].contiguous(), calibration.provenance)
-    return collect_statistics(MtpHead(layer, by_window), later)
+    return MtpHead(layer, by_window), later
 
 
 def highest(table: ImportanceTable, width: int) -> KeepMask:

@@ -7,8 +7,8 @@ dropped, and the configuration says that there are none. Without experts they ar
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from heapr_lab.checkpoints.stored_type import Fp8Files
-from heapr_lab.checkpoints.uniform import Shapes, fit
+from heapr_lab.checkpoints.uniform import fit
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.experts import is_wrapper
+from heapr_lab.models.experts import ExpertsLayer, find_experts, is_wrapper
 from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_headers
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
 from heapr_lab.streaming.file_reader import FoundTensor, find_tensors
 from heapr_lab.streaming.quantisation import SCALES, check_grid, dequantised
@@ -32,8 +31,9 @@ from heapr_lab.streaming.sizes import PREDICTING
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names of the number of such layers in configurations."""
-_LAYER = re.compile(r"(.*?)layers\.(\d+)\.")
+_LAYER = re.compile(r"(.*?)(?:layers|mtp)\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
+_FUSED = re.compile(rf".*\.experts\.(gate_up_proj|up_proj|down_proj)({SCALES})?$")
 _OWN_FILE = "model-mtp.safetensors"
 _FIRST = "model-00001-of-00001.safetensors"
 """The name of a single file of weights once there is another one beside it."""
@@ -52,8 +52,8 @@ class Further:
     """The tensors that are written."""
     said: dict[str, str]
     """What manifest and card say of them."""
-    keep: KeepMask | None = None
-    """The kept atoms of the layer that is pruned, if one is."""
+    kept: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """The kept atoms (E, I) of each layer that is pruned, by its first number."""
     block: Block = None
     """As in `are_readable`."""
 
@@ -154,10 +154,29 @@ def has_experts(heads: Heads) -> bool:
 
 
 def can_be_sliced(heads: Heads) -> bool:
-    """Whether it is one layer, with a tensor for each matrix of an expert."""
-    layers = {place[0] for head in heads if (place := _LAYER.match(head.name))}
-    fused = [head.name for head in heads if ".experts." in head.name]
-    return len(layers) == 1 and all(map(_EXPERT.match, fused))
+    """Whether a tensor is a matrix of one expert, or of all as transformers has it."""
+    return all(
+        _EXPERT.match(head.name) or (_FUSED.match(head.name) and not head.converter)
+        for head in heads
+        if ".experts." in head.name
+    )
+
+
+def by_layer(heads: Heads, n_blocks: int = 1) -> dict[int, Heads]:
+    """The tensors of each layer, by its number in names; those without one in each.
+
+    With `n_blocks` above 1 a layer has so many numbers; it is known by the first.
+    """
+    places = [(head, _LAYER.match(head.name)) for head in heads]
+    numbers = {int(place[2]) for _, place in places if place} or {0}
+    return {
+        start: [
+            head
+            for head, place in places
+            if not place or start <= int(place[2]) < start + n_blocks
+        ]
+        for start in sorted(numbers)[::n_blocks]
+    }
 
 
 def said_of(heads: Heads, verb: str, how: str = "") -> dict[str, str]:
@@ -192,17 +211,9 @@ def add_heads(
         The SHA-256 of the file that they are in; the weights beside it are
         unchanged, but for the name of a single file.
     """
-    shared = {
-        name[place.end() :]: tuple(tensor.shape)
-        for name, tensor in model.state_dict().items()
-        if "shared_expert" in name and (place := _LAYER.match(name))
-    }
     tensors = floats_of(further.heads, further.block)
-    if further.keep is not None:
-        for head in further.heads:
-            if head.name in tensors:
-                sliced = _sliced(head, tensors[head.name], further.keep, shared)
-                tensors[head.name] = sliced
+    if further.kept:
+        tensors = _narrow(tensors, further, model)
     if packing is not None:
         tensors = packing.written(tensors)
     save_file(tensors, folder / _OWN_FILE, metadata={"format": "pt"})
@@ -213,15 +224,49 @@ def add_heads(
     return {_OWN_FILE: files.checksum(folder / _OWN_FILE)}
 
 
+def _narrow(
+    tensors: Mapping[str, torch.Tensor], further: Further, model: Any
+) -> dict[str, torch.Tensor]:
+    """The tensors of pruned layers, with shared experts as wide as those of `model`."""
+    shared = {
+        _LAYER.sub("", name, 1): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if "shared_expert" in name
+    }
+    experts, narrow = find_experts(model)[-1], {}
+    for head in further.heads:
+        if head.name in tensors:
+            tensor = _sliced(head, tensors[head.name], further.kept, experts)
+            narrow[head.name] = fit(_LAYER.sub("", head.name, 1), tensor, shared)
+    return narrow
+
+
 def _sliced(
-    head: FoundTensor, tensor: torch.Tensor, keep: KeepMask, shared: Shapes
+    head: FoundTensor,
+    tensor: torch.Tensor,
+    keeps: Mapping[int, torch.Tensor],
+    experts: ExpertsLayer,
 ) -> torch.Tensor:
-    """The tensor of a pruned layer, with the shapes of shared experts given."""
-    place = _EXPERT.match(head.name)
-    if place is None:
-        layer = _LAYER.match(head.name)
-        return fit(head.name[layer.end() :] if layer else "", tensor, shared)
-    (kept,) = keep.arrays.values()
-    atoms = torch.from_numpy(kept[int(place[2])].nonzero()[0])
-    axis = 1 if head.parameter.endswith("down_proj") else 0
-    return tensor.index_select(axis, atoms)
+    """A tensor of a pruned layer, whose family has its experts as `experts`."""
+    layer, one = _LAYER.match(head.name), _EXPERT.match(head.name)
+    if layer is None or ".experts." not in head.name:
+        return tensor
+    kept = keeps[max(first for first in keeps if first <= int(layer[2]))]
+    is_down = head.parameter.endswith("down_proj")
+    if one is None:
+        return narrowed(tensor, kept, experts, is_down=is_down)
+    return tensor.index_select(int(is_down), kept[int(one[2])].nonzero()[:, 0])
+
+
+def narrowed(
+    tensor: torch.Tensor, kept: torch.Tensor, experts: ExpertsLayer, *, is_down: bool
+) -> torch.Tensor:
+    """The kept atoms (E, I) of a matrix of all experts, in the orientation it has."""
+    matrices, rows = experts.oriented(tensor), kept
+    if is_down:
+        matrices = matrices.mT
+    else:
+        rows = kept.new_empty(matrices.shape[:2])
+        experts.by_atom(rows).copy_(kept[..., None])
+    narrow = matrices[rows].unflatten(0, (len(kept), -1))
+    return experts.oriented(narrow.mT if is_down else narrow).contiguous()

@@ -187,17 +187,18 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
         )
 
 
-def read_mtp(trunk: Any, device: torch.device) -> Any:
+def read_mtp(kind: Any, trunk: Any, device: torch.device) -> Any:
     """The layer that predicts a further token, of the files that `trunk` names.
+
+    Args:
+        kind: transformers' `MtpModel`, or a class derived from it.
+        trunk: the model that it belongs to.
+        device: of its weights.
 
     Raises:
         RuntimeError: a part of it is missing.
     """
-    from transformers.modeling_layers import MtpModel  # not in every version
-
-    return MtpModel.from_pretrained(
-        trunk, device_map={"": device}, trust_remote_code=False
-    )
+    return kind.from_pretrained(trunk, device_map={"": device}, trust_remote_code=False)
 
 
 def has_tokenizer(folder: Path) -> bool:
