@@ -26,7 +26,7 @@ from benchmarks.figures import (
     streaming,
     structures,
 )
-from heapr_lab.experiments.prose import value_range
+from heapr_lab.experiments.answers import value_range
 from heapr_lab.storage import paths
 from heapr_lab.workbench.settings import PROFILES
 

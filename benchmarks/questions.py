@@ -14,19 +14,12 @@ from benchmarks.figures import methods, quality, real
 from benchmarks.index import BENCHMARKS, results_of
 from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.experiments import answers
-from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNDECIDED, UNTESTED
-from heapr_lab.experiments.prose import listed, value_range
+from heapr_lab.experiments.answers import listed, value_range
 from heapr_lab.figures.comparisons import DRAWN
 from heapr_lab.figures.files import table_markdown
 from heapr_lab.figures.style import look
 from heapr_lab.storage import paths
 
-_SAYS = {
-    AGREES: "agrees",
-    DISAGREES: "disagrees",
-    UNDECIDED: "cannot decide",
-    UNTESTED: "cannot test it",
-}
 _MIDDLE = 0.4
 """The ratio of the answers that are about one."""
 
@@ -44,12 +37,8 @@ class Committed:
 
     def claim(self, number: int) -> str:
         """What the paper claims, and what the lab model has to say about it."""
-        row = self.claims.set_index("number").loc[number]
-        paper = f" ({row['paper']})" if isinstance(row["paper"], str) else ""
-        return (
-            f"A claim of the paper: {row['claim']}{paper}. The lab model "
-            f"**{_SAYS[row['verdict']]}**: {row['found']}."
-        )
+        row = self.claims.fillna("").set_index("number").loc[number]
+        return answers.claim_in_words(row.to_dict(), "The lab model")
 
 
 Answer = Callable[[Committed], str]
@@ -197,17 +186,8 @@ def _scores(_committed: Committed) -> str:
 
 
 def _text(committed: Committed) -> str:
-    rows = pd.read_csv(paths.figures_dir() / "data" / "3_calibration_size.csv")
-    curves = rows[rows["calibration"].eq(rows["dataset"])].sort_values("n_sequences")
-    text = "; ".join(
-        f"{corpus} {part['value'].iloc[0]:.2f} to {part['value'].iloc[-1]:.2f}"
-        for corpus, part in curves.groupby("dataset")
-    )
-    least, most = curves["n_sequences"].min(), curves["n_sequences"].max()
-    return (
-        f"From {least} to {most} windows, perplexity on the calibrated corpus goes "
-        f"from {text}. {committed.claim(10)}"
-    )
+    sizes = pd.read_csv(paths.figures_dir() / "data" / "3_calibration_size.csv")
+    return f"{answers.amount_of_text(sizes)} {committed.claim(10)}"
 
 
 def _structures(committed: Committed) -> str:

@@ -16,17 +16,16 @@ from benchmarks.figures import real
 from benchmarks.figures.cost import gpu_runs
 from benchmarks.index import BENCHMARKS, Benchmark, results_of, rows_beside
 from heapr_lab.errors import SpecError
+from heapr_lab.experiments.answers import value_range
 from heapr_lab.experiments.claims import ON_C4, Evidence, claims
 from heapr_lab.experiments.intervals import (
-    AGREES,
     DISAGREES,
-    UNDECIDED,
     UNTESTED,
+    VERDICTS,
     Interval,
     accuracy_difference,
     state,
 )
-from heapr_lab.experiments.prose import value_range
 from heapr_lab.figures.files import table_markdown
 from heapr_lab.storage import paths
 
@@ -109,7 +108,6 @@ def _streamed(rows: pd.DataFrame) -> str:
 
 # --- claims -----------------------------------------------------------------------
 
-_ORDER = (DISAGREES, UNDECIDED, AGREES, UNTESTED)
 _REPRODUCED = paths.project_dir() / "data" / "smolmoe" / "claims.csv"
 """From `make reproduce MODEL=smolmoe`, which calibrates on pydocs; `make publish` takes
 its table, if there is one."""
@@ -192,7 +190,7 @@ def claims_table(
     table = pd.DataFrame(
         {"the paper": texts, _REAL: _cells(real_claims), _LAB: _cells(lab)}
     )
-    places = pd.DataFrame([real_claims["verdict"], lab["verdict"]]).map(_ORDER.index)
+    places = pd.DataFrame([real_claims["verdict"], lab["verdict"]]).map(VERDICTS.index)
     return table.loc[places.min().sort_values(kind="stable").index]
 
 

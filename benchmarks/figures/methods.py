@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.figures.looks import look
-from heapr_lab.experiments.prose import value_range
+from heapr_lab.experiments.answers import value_range
 from heapr_lab.figures.paper import paper_table, plain_name
 from heapr_lab.figures.style import (
     COLORS,

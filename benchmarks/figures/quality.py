@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.figures.looks import look
-from heapr_lab.experiments.prose import listed
+from heapr_lab.experiments.answers import listed
 from heapr_lab.figures.style import REFERENCE_LINE, figure_by, own_axes, styled
 
 PAPER = "heapr"

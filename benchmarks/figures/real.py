@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.figures.looks import look
-from heapr_lab.experiments.prose import value_range
+from heapr_lab.experiments.answers import value_range
 from heapr_lab.figures.style import (
     REFERENCE_GREY,
     figure_of,

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from heapr_lab.methods.comparison import Entry
-    from heapr_lab.text.calibration_spec import Calibration
-    from heapr_lab.workbench.workbench import Workbench
 
 _LABELS = ("method", "ratio", "achieved_ratio", "dataset")
 _NOT_SHOWN = {"compresses", "nll", "bytes", "routed_flops", "parameters"}
@@ -140,7 +138,7 @@ def compare(
         refused=functools.partial(_refuse, refused) if preset else None,
     )
     if preset:
-        _show_table1(bench, name, calibration, frame, refused, as_json=as_json)
+        _show_table1(name, frame, refused, as_json=as_json)
     elif as_json:
         print_facts({"model": name, "results": frame.to_dict("records")}, as_json=True)
     else:
@@ -208,9 +206,7 @@ def _refuse(refused: list[dict[str, Any]], entry: "Entry", error: Exception) -> 
 
 
 def _show_table1(
-    bench: "Workbench",
     name: str,
-    calibration: "Calibration",
     frame: "pd.DataFrame",
     refused: list[dict[str, Any]],
     *,
@@ -220,18 +216,12 @@ def _show_table1(
     from heapr_lab.experiments import table1
 
     missing = [k for k, method in table1.methods_of_table1().items() if method is None]
-    made_of = table1.Measured(
-        name,
-        bench.profile,
-        bench.calibration_set(calibration),
-        calibration.corpus,
-        table1.n_items_of(frame),
-    )
-    published = table1.published_rows(made_of)
+    published = table1.published_rows(name)
     if as_json:
         facts = {"model": name, "preset": _PRESET, "results": frame.to_dict("records")}
         facts |= {"refused": refused, "not_here": missing}
         facts |= {"published": published.to_dict("records")}
+        facts |= {"not_comparable": table1.NOT_COMPARABLE}
         print_facts(facts, as_json=True)
         return
     typer.echo(_aligned(table1.as_table1(frame)))
@@ -239,11 +229,8 @@ def _show_table1(
         typer.echo(f"{row['method']} at {row['ratio']:.2%}: {row['reason']}")
     if missing:
         typer.echo(f"Methods of the table that are not here: {', '.join(missing)}")
-    shown, notes = table1.with_notes(published)
-    typer.echo("\nPublished in the paper:")
-    typer.echo(_aligned(shown, digits=2))
-    for note in notes:
-        typer.echo(f"Not comparable, {note}")
+    typer.echo(f"\nPublished in the paper ({table1.NOT_COMPARABLE}):")
+    typer.echo(_aligned(published.drop(columns="published"), digits=2))
 
 
 def _aligned(frame: "pd.DataFrame", *, digits: int = 4) -> str:

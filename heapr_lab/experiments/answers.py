@@ -1,21 +1,100 @@
-"""What the notebooks about using the package answer, in sentences of their numbers.
+"""What the notebooks answer, in sentences of their numbers.
 
-Each function takes the frames of one notebook and returns an `Answer`. What was found
-against the paper is said first; the paper's numbers are named as the paper's.
+The first functions take the frames of one notebook and return its `Answer`. What was
+found against the paper is said first; the paper's numbers are named as the paper's.
+Notebooks about the paper's claims begin with `claims.answer_of`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 
 from heapr_lab.experiments.intervals import (
+    AGREES,
+    DISAGREES,
+    UNDECIDED,
+    UNTESTED,
     accuracy_difference,
     loss_difference,
     state,
 )
-from heapr_lab.experiments.prose import Answer, answer, listed, value_range
 from heapr_lab.figures.paper import paper_table
 from heapr_lab.pruning.savings import at_context
+
+_SAYS = {
+    AGREES: "agrees",
+    DISAGREES: "disagrees",
+    UNDECIDED: "cannot decide",
+    UNTESTED: "cannot test it",
+}
+
+
+class Prose(str):
+    """Sentences that a notebook shows as text."""
+
+    __slots__ = ()
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Answer:
+    """The answer to the question of a notebook."""
+
+    short: Prose
+    """What was found against the paper, if anything, and one or two sentences more."""
+    more: tuple[str, ...] = ()
+
+    def _repr_markdown_(self) -> str:
+        return " ".join([self.short, *self.more])
+
+    def __repr__(self) -> str:
+        return self._repr_markdown_()
+
+
+def answer(short: str, more: Sequence[str] = (), against: Sequence[str] = ()) -> Answer:
+    """An `Answer`, of the sentences that are not empty."""
+    first = " ".join(filter(None, [*against, short]))
+    return Answer(Prose(first), tuple(filter(None, more)))
+
+
+def value_range(values: "pd.Series[float]", form: str = ".3f") -> str:
+    """The least and the largest value, or the only one.
+
+    Example:
+        >>> value_range(pd.Series([2.0, 1.0]), ".1f")
+        '1.0 to 2.0'
+    """
+    low, high = values.min(), values.max()
+    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names as a list in a sentence.
+
+    Example:
+        >>> listed(["a", "b", "c"])
+        'a, b and c'
+    """
+    *first, last = [str(name) for name in names]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def claim_in_words(row: Mapping[Hashable, str], model: str) -> str:
+    """A row of `claims.claims` in two sentences; the second begins with a model."""
+    paper = f" ({row['paper']})" if row["paper"] else ""
+    return (
+        f"A claim of the paper: {row['claim']}{paper}. {model} "
+        f"**{_SAYS[row['verdict']]}**: {row['found']}."
+    )
+
+
+# --- the notebooks ----------------------------------------------------------------
 
 
 def tour(
@@ -83,6 +162,43 @@ def _of_mixture(table: pd.DataFrame, corpus: str) -> str:
         f"Calibrated on half of {pair[0]} and half of {pair[1]}, the larger of the two "
         f"losses is {mixed.max():.3f} instead of {alone.max():.3f}, and that on "
         f"{corpus} {mixed[corpus]:.3f} instead of {alone[corpus]:.3f}."
+    )
+
+
+def amount_of_text(sizes: pd.DataFrame) -> str:
+    """What more windows gain on the corpus that they are of.
+
+    Args:
+        sizes: from `figures.calibration_size_data`.
+    """
+    curves = sizes[sizes["calibration"].eq(sizes["dataset"])]
+    curves = curves.sort_values("n_sequences")
+    text = "; ".join(
+        f"{corpus} {part['value'].iloc[0]:.2f} to {part['value'].iloc[-1]:.2f}"
+        for corpus, part in curves.groupby("dataset")
+    )
+    least, most = curves["n_sequences"].min(), curves["n_sequences"].max()
+    return (
+        f"From {least} to {most} windows, perplexity on the calibrated corpus goes "
+        f"from {text}."
+    )
+
+
+def other_text(losses: pd.DataFrame) -> str:
+    """What the mask of another corpus costs on each of two.
+
+    Args:
+        losses: from `corpus_masks.mask_losses`.
+    """
+    table = losses.pivot(index="mask", columns="dataset", values="delta_nll")
+    pair = [str(name) for name in table.index if name in table.columns]
+    more = [
+        f"{table.loc[other, corpus] - table.loc[corpus, corpus]:+.3f} on {corpus}"
+        for corpus, other in (pair, pair[::-1])
+    ]
+    return (
+        "With the mask of the other corpus instead of its own, Δloss changes by "
+        f"{listed(more)}, in nats per token."
     )
 
 

@@ -12,26 +12,28 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from heapr_lab.experiments.answers import published_pairs, published_rises
+from heapr_lab.experiments.answers import (
+    Answer,
+    answer,
+    claim_in_words,
+    published_pairs,
+    published_rises,
+    value_range,
+)
 from heapr_lab.experiments.intervals import (
     AGREES,
     DISAGREES,
     UNDECIDED,
     UNTESTED,
+    VERDICTS,
     Interval,
     accuracy_difference,
+    ends_above_middle,
     interval_of,
     loss_difference,
-    of_error,
+    loss_differences,
     verdict_of,
 )
-from heapr_lab.experiments.paper_answers import (
-    early_peak,
-    gaps_of,
-    late_rise,
-    prediction,
-)
-from heapr_lab.experiments.prose import value_range
 from heapr_lab.figures.paper import paper_table
 
 MODERATE = (0.2, 0.25)
@@ -115,13 +117,19 @@ def claims(evidence: Evidence) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def kept_of_boundary(boundary: pd.DataFrame) -> pd.DataFrame:
-    """`Evidence.kept` from `figures.boundary_data`."""
-    rows = boundary[boundary["source"].eq("ours") & boundary["metric"].eq("accuracy")]
-    rows = rows[rows["ratio"].gt(0)]
-    pairs = zip(rows["relative"], rows["relative_stderr"], strict=True)
-    kept = pd.DataFrame([vars(of_error(*pair)) for pair in pairs])
-    return kept.assign(removed=rows["parameter_reduction"].to_numpy())
+def answer_of(evidence: Evidence, *numbers: int, also: str = "") -> Answer:
+    """Some of the claims as the answer of a notebook, refuted ones first.
+
+    Args:
+        evidence: what was measured.
+        numbers: of the claims.
+        also: sentences that follow.
+    """
+    table = claims(evidence).set_index("number").loc[[*numbers]]
+    places = table["verdict"].map(VERDICTS.index).sort_values(kind="stable")
+    rows = table.loc[places.index].to_dict("records")
+    sentences = [claim_in_words(row, "This model") for row in rows]
+    return answer(" ".join(filter(None, [*sentences, also])))
 
 
 # --- the paper's numbers ----------------------------------------------------------
@@ -200,7 +208,7 @@ def _first_of_rivals(evidence: Evidence) -> Finding | None:
     gaps = {
         f"{name} at {ratio:.0%}": gap
         for name in RIVALS
-        for ratio, gap in gaps_of(windows, name, "heapr", ratios).items()
+        for ratio, gap in loss_differences(windows, name, "heapr", ratios).items()
     }
     return _against_rivals(gaps, "paired over the windows of both") if gaps else None
 
@@ -287,7 +295,7 @@ def _gaps_by_text(evidence: Evidence, method: str, other: str) -> dict[str, Inte
     return {
         f"at {ratio:.0%}{where}": gap
         for where, calibrated in (("", True), (" on other text", False))
-        for ratio, gap in gaps_of(
+        for ratio, gap in loss_differences(
             evidence.windows_on(calibrated=calibrated), method, other, ratios
         ).items()
     }
@@ -310,7 +318,11 @@ def _deciding(gaps: Mapping[str, Interval]) -> str:
 def _predicts(evidence: Evidence) -> Finding | None:
     if evidence.bins.empty:
         return None
-    rho, _, times = prediction(evidence.bins)
+    spearman = evidence.bins.attrs["spearman"]["index"]
+    rho = Interval(spearman["rho"], spearman["rho_low"], spearman["rho_high"])
+    rows = evidence.bins[evidence.bins["order"].eq("index")]
+    worst = rows.loc[rows["delta_nll"].idxmax()]
+    times = worst["delta_nll"] / worst["score_sum"]
     return Finding(
         rho.verdict,
         f"Spearman {rho.said('.2f')}; the costliest tenth: {times:.1f} × its scores",
@@ -384,7 +396,7 @@ def _over_windows(windows: pd.DataFrame) -> dict[str, Interval]:
     return {
         str(corpus): gap
         for corpus, part in windows.groupby("corpus")
-        for gap in gaps_of(part, "heapr", ON_C4, ratios).values()
+        for gap in loss_differences(part, "heapr", ON_C4, ratios).values()
     }
 
 
@@ -393,7 +405,7 @@ def _by_layer(evidence: Evidence) -> Finding | None:
         return None
     texts, verdicts = [], []
     for ratio, part in evidence.shares.groupby("ratio"):
-        early, late = early_peak(part), late_rise(part)
+        early, late = ends_above_middle(part)
         verdicts += [early.verdict, late.verdict]
         texts.append(
             f"at {ratio:.0%} the first third loses {early.said('+.2f')} of its atoms "

@@ -17,6 +17,8 @@ from heapr_lab.tasks.summary import MEAN, task_difference
 
 AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "undecided"
 UNTESTED = "cannot be tested here"
+VERDICTS = (DISAGREES, UNDECIDED, AGREES, UNTESTED)
+"""In the order in which they are told, and in which one of them decides."""
 _LEVEL = 0.95
 
 
@@ -91,6 +93,36 @@ def of_error(value: float, error: float) -> Interval:
     return Interval(value, value - half, value + half)
 
 
+def ends_above_middle(shares: pd.DataFrame) -> tuple[Interval, Interval]:
+    """How much more the first layers, and the last one, lose than those in the middle.
+
+    Args:
+        shares: columns seed, layer, share; of draws, which the intervals are over.
+
+    Returns:
+        The first third of the layers minus the middle third; the last layer minus it.
+    """
+    wide = shares.pivot(index="seed", columns="layer", values="share")
+    third = max(1, wide.shape[1] // 3)
+    cuts = (slice(0, third), slice(third, -third), slice(-1, None))
+    first, middle, last = (wide.iloc[:, cut].mean(axis="columns") for cut in cuts)
+    early, late = ((end - middle).to_numpy() for end in (first, last))
+    return interval_of(early), interval_of(late)
+
+
+def kept_of_boundary(boundary: pd.DataFrame) -> pd.DataFrame:
+    """The share of the accuracy that is kept, from `figures.boundary_data`.
+
+    Returns:
+        Columns value, low, high; removed, the share of the whole model.
+    """
+    rows = boundary[boundary["source"].eq("ours") & boundary["metric"].eq("accuracy")]
+    rows = rows[rows["ratio"].gt(0)]
+    pairs = zip(rows["relative"], rows["relative_stderr"], strict=True)
+    kept = pd.DataFrame([vars(of_error(*pair)) for pair in pairs])
+    return kept.assign(removed=rows["parameter_reduction"].to_numpy())
+
+
 def verdict_of(verdicts: Iterable[str]) -> str:
     """One verdict of several: a claim holds if it holds everywhere.
 
@@ -99,8 +131,7 @@ def verdict_of(verdicts: Iterable[str]) -> str:
         ('undecided', 'cannot be tested here')
     """
     distinct = set(verdicts)
-    order = (DISAGREES, UNDECIDED, AGREES)
-    return next((verdict for verdict in order if verdict in distinct), UNTESTED)
+    return next((verdict for verdict in VERDICTS if verdict in distinct), UNTESTED)
 
 
 # --- states -----------------------------------------------------------------------
@@ -132,6 +163,14 @@ def loss_difference(
     if pairs.empty:
         return None
     return interval_of((pairs["nll_x"] - pairs["nll_y"]).to_numpy())
+
+
+def loss_differences(
+    windows: pd.DataFrame, method: str, other: str, ratios: Iterable[float]
+) -> dict[float, Interval]:
+    """`loss_difference` at each ratio at which both methods were measured."""
+    gaps = {ratio: loss_difference(windows, method, other, ratio) for ratio in ratios}
+    return {ratio: gap for ratio, gap in gaps.items() if gap is not None}
 
 
 def accuracy_difference(

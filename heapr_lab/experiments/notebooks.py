@@ -7,20 +7,20 @@ inputs in its metadata, under `heapr_lab`, show whether it has to be executed ag
 """
 
 import asyncio
-import functools
 import html
 import json
 import logging
 import os
 import re
 from collections.abc import Mapping
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import nbformat
 import pandas as pd
 
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.experiments.workers import finished, threads_of
+from heapr_lab.experiments.workers import threads_of
 from heapr_lab.progress import Progress
 from heapr_lab.storage import files, paths
 from heapr_lab.storage.hashing import digest
@@ -122,24 +122,28 @@ def execute_all(
         for path, target in targets.items()
         if force or _recorded(target) != _record(_prepared(path, parameters), inputs)
     ]
-    execute = functools.partial(
-        execute_notebook,
-        parameters=parameters,
-        inputs=inputs,
-        threads=threads_of(n_kernels) if n_kernels > 1 else None,
-    )
-    calls = {
-        path: functools.partial(execute, path, output=targets[path])
-        for path in reversed(stale)  # the last ones take longest
-    }
+    threads = threads_of(n_kernels) if n_kernels > 1 else None
     failures = {}
-    for through, (path, future) in enumerate(finished(calls, n_kernels), start=1):
+
+    def execute(path: Path) -> None:
         try:
-            future.result()
+            execute_notebook(
+                path,
+                parameters=parameters,
+                inputs=inputs,
+                output=targets[path],
+                threads=threads,
+            )
         except HeaprLabError as error:
             failures[path] = str(error)
-        if progress is not None:
-            progress(len(targets) - len(stale) + through, len(targets))
+
+    # Threads of this pool end with the process, whatever they wait for; the last
+    # notebooks take longest.
+    with ThreadPool(n_kernels) as pool:
+        runs = pool.imap_unordered(execute, reversed(stale))
+        for done, _ in enumerate(runs, start=len(targets) - len(stale) + 1):
+            if progress is not None:
+                progress(done, len(targets))
     failed = [failures[path] for path in stale if path in failures]
     if failed:
         raise HeaprLabError(

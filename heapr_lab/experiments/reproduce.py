@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments import claims, corpus_masks, paper
+from heapr_lab.experiments.intervals import kept_of_boundary
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
 from heapr_lab.figures.files import draw_files, write_table
 from heapr_lab.models.memory import return_freed
@@ -253,7 +254,7 @@ def evidence_of(
     return claims.Evidence(
         calibrated_on=DEFAULT_CORPUS,
         windows=paper.window_losses(bench, corpora),
-        kept=claims.kept_of_boundary(boundary),
+        kept=kept_of_boundary(boundary),
         savings=measured.savings,
         bins=figures.bins_data(measured.tenths),
         shares=paper.layer_shares(bench),

@@ -4,30 +4,26 @@ The rows of rivals in the paper are quoted from other papers, which calibrated t
 text of their own; here all of them are fitted to the same windows.
 """
 
-import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from string import ascii_lowercase
 from typing import Any
 
 import pandas as pd
 
 from heapr_lab import methods
 from heapr_lab.figures.paper import paper_table, plain_name
-from heapr_lab.methods.comparison import DENSE
 from heapr_lab.models.named import PAPER_MODELS
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
-from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench.settings import PROFILES, Profile
 
 CALIBRATED_ON = "wikitext2"
 CORPORA = ("wikitext2", "ptb")
 RATIOS = (0.2, 0.25, 0.4, 0.5)
 """The ratios for models that are not in the paper: all that the paper has."""
+NOT_COMPARABLE = (
+    "not comparable with the above: model, windows, items and calibration may be "
+    "others, and the rows of rivals are quoted from their papers"
+)
+"""What is said of the rows of the paper."""
 _ORIGINAL = "Original"
 """The paper's name of the dense model."""
-_OURS = "HEAPr"
-"""The paper's own method, the only one whose rows its authors measured."""
 
 
 def methods_of_table1() -> dict[str, str | None]:
@@ -48,71 +44,16 @@ def ratios_of_table1(model: str) -> tuple[float, ...]:
     return tuple(pruned["ratio"].drop_duplicates().astype(float)) or RATIOS
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a comparison was made of, to tell where it differs from the paper."""
-
-    model: str
-    """Its hub id or folder."""
-    profile: Profile
-    calibration: CalibrationSet
-    corpus: str
-    """The corpus of the calibration."""
-    n_items: Mapping[str, int]
-    """The number of items that were evaluated, by task."""
-
-    def differences(self, row: Mapping[str, Any]) -> list[str]:
-        """Why a published row is not comparable with what was measured."""
-        reasons = [] if PAPER_MODELS[row["model"]] == self.model else ["another model"]
-        if row["method"] != _ORIGINAL:
-            reasons += self._calibrated(row["method"])
-        whole = PROFILES["paper"]
-        if (self.profile.seq_len, self.profile.n_test) != (whole.seq_len, whole.n_test):
-            reasons.append("perplexity of other windows")
-        partly = [
-            f"{task} {n:,} of {PAPER_TASKS[task][1]:,}"
-            for task, n in self.n_items.items()
-            if task in PAPER_TASKS and n != PAPER_TASKS[task][1]
-        ]
-        return reasons + ([f"other items: {', '.join(partly)}"] if partly else [])
-
-    def _calibrated(self, method: str) -> list[str]:
-        """Why the calibration of a published method is another one."""
-        if method != _OURS:
-            return ["quoted by the paper from another one, calibrated there"]
-        whole, text = PROFILES["paper"], self.calibration
-        same = (text.n_sequences, text.seq_len) == (whole.n_sequences, whole.seq_len)
-        return [] if same and self.corpus == CALIBRATED_ON else ["other calibration"]
-
-
-def published_rows(measured: Measured) -> pd.DataFrame:
-    """The rows of the paper for the model, or for all of its models if it has another.
+def published_rows(model: str) -> pd.DataFrame:
+    """The rows of the paper for the model of that hub id, or for all that it has.
 
     Returns:
-        The columns of `main_results.csv`, `published` (true), and `not_comparable`:
-        the reasons, empty if there is none.
+        The columns of `main_results.csv`, and `published` (true).
     """
     rows = paper_table("main_results")
-    matches = rows[rows["model"].map(PAPER_MODELS).eq(measured.model)]
-    shown = (rows if matches.empty else matches).reset_index(drop=True)
-    reasons = [measured.differences(row) for row in shown.to_dict("records")]
-    return shown.assign(published=True, not_comparable=["; ".join(r) for r in reasons])
-
-
-def with_notes(published: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The rows of the paper for readers, and notes.
-
-    In place of each reason in `not_comparable` there is a letter, which the note of the
-    reason begins with.
-    """
-    reasons = [text.split("; ") if text else [] for text in published["not_comparable"]]
-    letters = dict(
-        zip(dict.fromkeys(itertools.chain(*reasons)), ascii_lowercase, strict=False)
-    )
-    marks = [", ".join(letters[reason] for reason in row) for row in reasons]
-    shown = published.drop(columns=["published", "not_comparable"])
-    notes = [f"{letter}: {reason}" for reason, letter in letters.items()]
-    return shown.assign(**{"not comparable": marks}), notes
+    matches = rows[rows["model"].map(PAPER_MODELS).eq(model)]
+    shown = rows if matches.empty else matches
+    return shown.reset_index(drop=True).assign(published=True)
 
 
 def as_table1(results: pd.DataFrame) -> pd.DataFrame:
@@ -137,12 +78,3 @@ def as_table1(results: pd.DataFrame) -> pd.DataFrame:
         frame["average"] = frame[[*PAPER_TASKS]].mean(axis=1, skipna=False)
     sizes = results.drop_duplicates(["method", "ratio"])["parameters"]
     return frame.assign(parameters=sizes.to_numpy())
-
-
-def n_items_of(results: pd.DataFrame) -> dict[str, int]:
-    """The number of items of each task in results of `compare_methods`."""
-    dense = results[results["method"].eq(DENSE)]
-    if "n_items" not in dense:
-        return {}
-    of_tasks = dense.dropna(subset="n_items").set_index("dataset")["n_items"]
-    return {str(task): int(n) for task, n in of_tasks.items()}

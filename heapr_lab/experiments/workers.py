@@ -5,18 +5,17 @@ divided. Steps that share only the cache can run in separate processes instead.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import functools
 import multiprocessing
-import operator
 import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.progress import Progress
@@ -24,13 +23,8 @@ from heapr_lab.progress import Progress
 if TYPE_CHECKING:  # notebooks are executed without torch
     from heapr_lab.workbench.workbench import Workbench
 
-K = TypeVar("K", bound=Hashable)
-S = TypeVar("S")
-T = TypeVar("T")
 Step = Callable[["Workbench"], Any]
 """A part of a run that fills the cache; it and its result can be pickled."""
-_Outcomes: TypeAlias = "queue.SimpleQueue[tuple[K, concurrent.futures.Future[T]]]"
-"""The names of calls that are done, and what each came to."""
 
 _SMALL = 200_000_000
 """Parameters below which a process for each core is faster than threads of one."""
@@ -61,9 +55,7 @@ def threads_of(n: int) -> int:
 
 
 @contextlib.contextmanager
-def workers(
-    n: int, open_bench: Callable[[], "Workbench"]
-) -> Iterator[concurrent.futures.Executor | None]:
+def workers(n: int, open_bench: Callable[[], "Workbench"]) -> Iterator[Executor | None]:
     """Let this process and `n` - 1 others share the cores: a pool of the others.
 
     Each opens its own workbench when it needs it. A script that calls this has to guard
@@ -83,7 +75,7 @@ def workers(
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads_of(n))
-    pool = concurrent.futures.ProcessPoolExecutor(
+    pool = ProcessPoolExecutor(
         n - 1,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
@@ -106,7 +98,7 @@ def workers(
 def run_steps(
     steps: Sequence[Step],
     bench: "Workbench",
-    executor: concurrent.futures.Executor | None,
+    executor: Executor | None,
     *,
     progress: Progress,
 ) -> list[Any]:
@@ -116,9 +108,18 @@ def run_steps(
     step fails, the results of finished steps stay in the cache.
     """
     waiting = collections.deque(enumerate(steps))
-    outcomes: _Outcomes[int, Any] = queue.SimpleQueue()
-    n_others = getattr(executor, "_max_workers", 0)
-    _serve(n_others, waiting, functools.partial(_there, executor), outcomes)
+    outcomes: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
+
+    def serve() -> None:
+        """Have another process do the next of what waits, until there is none."""
+        with contextlib.suppress(IndexError):
+            while True:
+                place, step = waiting.popleft()
+                call = functools.partial(_there, executor, step)
+                outcomes.put((place, _called(call)))
+
+    for _ in range(getattr(executor, "_max_workers", 0)):
+        threading.Thread(target=serve, daemon=True).start()  # ends with the process
     results: dict[int, Any] = {}
     while len(results) < len(steps):
         with contextlib.suppress(IndexError):
@@ -130,49 +131,13 @@ def run_steps(
     return [results[place] for place in range(len(steps))]
 
 
-def _serve(
-    n: int,
-    waiting: collections.deque[tuple[K, S]],
-    call: Callable[[S], T],
-    outcomes: "_Outcomes[K, T]",
-) -> None:
-    """Start `n` threads, each of which calls the next of what waits until none does.
-
-    They end with the process, whatever they wait for.
-    """
-
-    def serve() -> None:
-        with contextlib.suppress(IndexError):  # none is left
-            while True:
-                name, item = waiting.popleft()
-                outcomes.put((name, _called(functools.partial(call, item))))
-
-    for _ in range(n):
-        threading.Thread(target=serve, daemon=True).start()
-
-
 def _there(executor: Any, step: Step) -> Any:
     """What a step comes to in another process."""
     return executor.submit(_work, step).result()
 
 
-def finished(
-    calls: Mapping[K, Callable[[], T]], n: int
-) -> Iterator[tuple[K, concurrent.futures.Future[T]]]:
-    """Each call when it is done, `n` at a time, in threads of this process.
-
-    Args:
-        calls: what to call, by name: what waits for other processes, mostly.
-        n: number of threads.
-    """
-    outcomes: _Outcomes[K, T] = queue.SimpleQueue()
-    _serve(n, collections.deque(calls.items()), operator.call, outcomes)
-    for _ in calls:
-        yield outcomes.get()
-
-
-def _called(call: Callable[[], T]) -> concurrent.futures.Future[T]:
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+def _called(call: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
     try:
         future.set_result(call())
     except Exception as error:  # whoever asks for the result gets it

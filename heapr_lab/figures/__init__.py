@@ -36,7 +36,6 @@ from heapr_lab.figures.layers import (
     figure_layer_ratios,
     layer_ratios_data,
     plot_layer_ratios,
-    plot_widths,
 )
 from heapr_lab.figures.mask_diff import (
     figure_mask_diff,

@@ -1,8 +1,7 @@
-"""Figure 1: removed share per layer; and a heat map of the widths of the experts."""
+"""Figure 1: removed share per layer."""
 
 from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -84,65 +83,3 @@ def figure_layer_ratios(data: pd.DataFrame) -> Figure:
     return figure_by(
         data, "ratio", plot, title=lambda ratio: f"{100 * ratio:g} % removed globally"
     )
-
-
-@styled
-def plot_widths(
-    widths: pd.DataFrame, tokens: pd.DataFrame, *, ax: Axes | None = None
-) -> Axes:
-    """Heat map of the atomic experts kept in each expert.
-
-    Args:
-        widths: kept atoms, layer × expert, as `KeepMask.widths()` gives them.
-        tokens: routed tokens, layer × expert. The area of a dot is the expert's share
-            of the tokens of its layer; × marks an expert without tokens.
-        ax: where to draw; None makes a new figure.
-
-    Returns:
-        The Axes.
-    """
-    ax = own_axes(ax, size=(7, 0.9 + 0.26 * min(len(widths), 24)))
-    values = np.ma.masked_invalid(widths.to_numpy(dtype=float))
-    rows = np.arange(len(widths))
-    image = ax.pcolormesh(
-        np.arange(widths.shape[1] + 1) - 0.5,
-        np.arange(len(widths) + 1) - 0.5,
-        values,
-        vmin=0,
-        vmax=values.max(),
-        edgecolor="white",
-        linewidth=0.4,
-    )
-    _draw_load(ax, tokens.reindex_like(widths))
-    step = max(1, -(-len(rows) // 24))
-    ax.set_yticks(rows[::step], [str(layer) for layer in widths.index[::step]])
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.invert_yaxis()
-    ax.grid(visible=False)
-    key = "dot area: share of the layer's tokens, ×: no token routed"
-    ax.set_xlabel(f"expert [index]\n{key}")
-    ax.set_ylabel("MoE layer [index]")
-    bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
-    bar.set_label("atomic experts kept [count]")
-    bar.outline.set_visible(False)
-    return ax
-
-
-def _draw_load(ax: Axes, tokens: pd.DataFrame) -> None:
-    counts = tokens.to_numpy(dtype=float)
-    totals = np.nansum(counts, axis=1, keepdims=True)
-    share = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
-    used = np.argwhere(share > 0)
-    # the largest dot fills a cell of about 0.2 inches on a figure 7 inches wide
-    largest = 72 * min(0.16, 4.5 / counts.shape[1])
-    ax.scatter(
-        used[:, 1],
-        used[:, 0],
-        s=largest**2 * share[share > 0] / share.max() if share.any() else [],
-        color="white",
-        edgecolor="#222222",
-        linewidth=0.5,
-    )
-    idle = np.argwhere(counts == 0)
-    if len(idle):
-        ax.scatter(idle[:, 1], idle[:, 0], marker="x", color="white", s=25)

@@ -32,7 +32,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, HeaprLabError, SpecError, whole_number
+from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
 from heapr_lab.inspection.passages import as_float64, routed_experts
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -44,6 +44,9 @@ from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of
 from heapr_lab.text.calibration import token_windows
+
+_HALF = 0.5
+"""What removed atoms are multiplied by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +78,6 @@ def attribute_loss(
     keep: KeepMask,
     ids: Any,
     *,
-    steps: int = 1,
     progress: Progress | None = None,
 ) -> Attribution:
     """What each removed atom, and what is removed at each token, adds to the loss.
@@ -86,37 +88,34 @@ def attribute_loss(
         model: the dense model, which must be in memory; it is not changed.
         keep: the kept atoms of the pruned model.
         ids: token ids in windows, (B, L).
-        steps: values of s, evenly spread; the total approaches Δloss with more, as far
-            as the routing of later layers does not jump.
-        progress: called with (passes done, passes in all); what it raises ends the
+        progress: called with (windows done, windows in all); what it raises ends the
             work.
 
     Raises:
-        SpecError: `keep` is of another model, `steps` is not positive, the ids are not
-            windows of the model's tokens, or the model is streamed.
+        SpecError: `keep` is of another model, the ids are not windows of the model's
+            tokens, or the model is streamed.
         CoverageError: a layer did not take part in a backward pass once.
         HeaprLabError: a gradient is not finite.
     """
-    n_steps = whole_number(steps, name="steps")
     with differentiating(model):  # also within inference mode, whose tensors are frozen
-        return _attributed(_Run(model, keep, ids), n_steps, progress or no_report)
+        return _attributed(_Run(model, keep, ids), progress or no_report)
 
 
-def _attributed(run: "_Run", n_steps: int, report: Progress) -> Attribution:
+def _attributed(run: "_Run", report: Progress) -> Attribution:
     n_windows, seq_len = run.windows.shape
     removed = [~kept for kept in keeps_of(run.layers, run.keep)]
     sums = [_Sums(mask, seq_len) for mask in removed]
     seen = [_Observer(mask, one.take) for mask, one in zip(removed, sums, strict=True)]
     tokens = np.zeros((n_windows, seq_len, len(sums)))
-    passes = itertools.product(range(n_windows), range(n_steps))
-    for done, (window, step) in enumerate(passes, start=1):
-        run.backward(run.layers, seen, window=window, s=(step + 0.5) / n_steps)
-        tokens[window] += np.stack([total.taken() for total in sums], axis=1)
-        report(done, n_windows * n_steps)
-    scale = n_steps * run.n_predicted
+    for window in range(n_windows):
+        run.backward(run.layers, seen, window=window)
+        tokens[window] = np.stack([total.taken() for total in sums], axis=1)
+        report(window + 1, n_windows)
     pairs = zip(run.layers, sums, strict=True)
-    atoms = {layer.layer: total.atoms.numpy() / scale for layer, total in pairs}
-    return Attribution(run.keep, atoms, tokens / scale)
+    atoms = {
+        layer.layer: total.atoms.numpy() / run.n_predicted for layer, total in pairs
+    }
+    return Attribution(run.keep, atoms, tokens / run.n_predicted)
 
 
 def attribute_token(
@@ -149,7 +148,7 @@ def attribute_token(
         _check_token(run, position)
         observer = _Observer(torch.from_numpy(removed), calls.append)
         chosen = [experts for experts in run.layers if experts.layer == layer]
-        run.backward(chosen, [observer], window=0, s=0.5)
+        run.backward(chosen, [observer], window=0)
     frames = (_of_token(call, removed, position) for call in calls)
     frame = pd.concat(itertools.chain(*frames), ignore_index=True)
     frame["first_order"] /= run.n_predicted
@@ -172,7 +171,7 @@ def _check_token(run: "_Run", position: int) -> None:
 
 
 class _Run:
-    """Passes of a model whose removed atoms are scaled."""
+    """Passes of a model whose removed atoms are halved."""
 
     def __init__(self, model: nn.Module, keep: KeepMask, ids: Any) -> None:
         backend_of(model).require_loaded(
@@ -195,12 +194,11 @@ class _Run:
         observers: Sequence["_Observer"],
         *,
         window: int,
-        s: float,
     ) -> None:
         """Show the products of one window to `observers`, one for each of `seen`."""
-        factors = [kept + (1 - s) * (1 - kept) for kept in self._kept]
+        factors = [kept + _HALF * (1 - kept) for kept in self._kept]
         for observer in observers:
-            observer.begin(1 - s)
+            observer.begin()
         ids = self.windows[window : window + 1].clone().to(input_device(self.model))
         # Observers come first: they end the masks of contexts around them.
         with observed(seen, observers), masked(self.layers, factors):
@@ -230,11 +228,11 @@ class _Observer:
 
     def __init__(self, removed: torch.Tensor, take: Callable[[_Rows], None]) -> None:
         self._removed, self._take = removed, take
-        self._factor, self._backwards, self._finite = 1.0, 0, True
+        self.begin()
 
-    def begin(self, factor: float) -> None:
-        """Expect one pass in which h of removed atoms is multiplied by `factor`."""
-        self._factor, self._backwards, self._finite = factor, 0, True
+    def begin(self) -> None:
+        """Expect one pass."""
+        self._backwards, self._finite = 0, True
 
     def check(self, number: int) -> None:
         """Check that the layer took part in the pass.
@@ -275,10 +273,10 @@ class _Observer:
     ) -> None:
         """Take the products of one call.
 
-        `gradient` is ∂ℓ/∂h, which for removed atoms is their factor times ∂ℓ/∂h̃.
+        `gradient` is ∂ℓ/∂h, which for removed atoms is half of ∂ℓ/∂h̃.
         """
         wide = accumulating_dtype(h)
-        products = -(h.to(wide) * gradient.to(wide)).cpu().double() / self._factor
+        products = -(h.to(wide) * gradient.to(wide)).cpu().double() / _HALF
         self._backwards += 1
         self._finite = self._finite and bool(torch.isfinite(products).all())
         products.masked_fill_(~self._removed[experts], 0.0)

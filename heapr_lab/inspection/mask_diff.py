@@ -69,10 +69,9 @@ def overlap(a: KeepMask, b: KeepMask) -> pd.DataFrame:
         b: another mask of the same model.
 
     Returns:
-        Columns layer, n_atoms, removed_a, removed_b, both; jaccard (both ÷ either),
-        share_of_a (both ÷ removed_a), share_of_b; of `both` under chance the mean
-        `expected`, the standard deviation `sd`, and z, (both − expected) ÷ sd. What is
-        divided by 0 is missing.
+        Columns layer, n_atoms, removed_a, removed_b, both; of `both` under chance the
+        mean `expected`, the standard deviation `sd`, and z, (both − expected) ÷ sd,
+        missing where chance cannot vary.
 
     Raises:
         SpecError: the masks are of different models.
@@ -82,7 +81,9 @@ def overlap(a: KeepMask, b: KeepMask) -> pd.DataFrame:
         (layer, *_counts(~a.by_layer(layer), ~b.by_layer(layer))) for layer in a.layers
     ]
     counts = pd.DataFrame(rows, columns=["layer", *_COUNTS])
-    return _with_chance(counts, *_chance(counts))
+    expected, sd = _chance(counts)
+    z = (counts["both"] - expected) / sd.where(sd > 0)
+    return counts.assign(expected=expected, sd=sd, z=z)
 
 
 def _counts(gone_a: np.ndarray, gone_b: np.ndarray) -> tuple[int, int, int, int]:
@@ -97,26 +98,6 @@ def _chance(counts: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     # One atom does not vary: the numerator is 0.
     variance = expected * (total - n_a) * (total - n_b) / total
     return expected, np.sqrt(variance / np.maximum(total - 1, 1))
-
-
-def _with_chance(
-    counts: pd.DataFrame, expected: pd.Series, sd: pd.Series
-) -> pd.DataFrame:
-    both = counts["both"]
-    either = counts["removed_a"] + counts["removed_b"] - both
-    return counts.assign(
-        jaccard=_quotient(both, either),
-        share_of_a=_quotient(both, counts["removed_a"]),
-        share_of_b=_quotient(both, counts["removed_b"]),
-        expected=expected,
-        sd=sd,
-        z=_quotient(both - expected, sd),
-    )
-
-
-def _quotient(number: pd.Series, divisor: pd.Series) -> pd.Series:
-    """The quotient, missing where `divisor` is 0."""
-    return number / divisor.where(divisor > 0).astype(float)
 
 
 # --- ranks ------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""The glossary, its search, and the tooltip of each control. Without torch.
+"""The glossary, and the tooltip of each control. Without torch.
 
 Its terms are those of `glossary.toml`, and the estimators.
 """
 
 import html
-import itertools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,6 @@ from heapr_lab.importance.estimators import ESTIMATORS, Estimator
 _UNIT = re.compile(r"\s*\[[^]]*\]$")
 _DATA = Path(__file__).with_suffix(".toml")
 _EXPLAINED = re.compile(r'<span title="[^"]*">(.*)</span>', re.DOTALL)
-_NONE = "No term of the help has all of these words."
 
 
 @dataclass(frozen=True)
@@ -74,52 +72,32 @@ def find_term(label: str) -> Term | None:
     return TERMS.get(_UNIT.sub("", label))
 
 
-def search_terms(words: str) -> Iterator[tuple[str, Term]]:
-    """Heading and term of each that has all `words`, in any case, in name or text.
-
-    Example:
-        >>> [term.name for _, term in search_terms("WIDTH all layer")]
-        ['per_layer']
-    """
-    needed = words.casefold().split()
-    for heading, terms in GLOSSARY.items():
-        for term in terms:
-            whole = " ".join((term.name, *term.labels, term.text)).casefold()
-            if all(word in whole for word in needed):
-                yield heading, term
-
-
 # --- in the panel ---------------------------------------------------------------------
 
 
 class HelpSection(ipw.Accordion):
-    """The glossary, closed at first, with a box that searches it."""
+    """The glossary, closed at first."""
 
     def __init__(self) -> None:
         """Lay it out; the terms are written when it is first opened."""
-        self.search = ipw.Text(
-            description="search", placeholder="such as ratio, or shrunk"
-        )
         self.terms = ipw.HTML()
         super().__init__(
-            [ipw.VBox([self.search, self.terms])],
-            titles=["Help: what each control and term means"],
+            [self.terms], titles=["Help: what each control and term means"]
         )
-        self.search.observe(self._show, names="value")
         self.observe(self._show, names="selected_index")
 
     def _show(self, _change: Any = None) -> None:
         if self.selected_index is not None:
-            self.terms.value = terms_html(self.search.value)
+            self.terms.value = terms_html()
 
 
-def terms_html(words: str = "") -> str:
-    """The terms that have all `words`, by heading, as HTML."""
+def terms_html() -> str:
+    """The terms by heading, as HTML."""
     sections = []
-    for heading, pairs in itertools.groupby(search_terms(words), lambda pair: pair[0]):
-        rows = "".join(map(_row, (term for _, term in pairs)))
+    for heading, terms in GLOSSARY.items():
+        rows = "".join(map(_row, terms))
         sections.append(f"<h4>{html.escape(heading)}</h4><dl>{rows}</dl>")
-    return "".join(sections) or f'<div role="status">{_NONE}</div>'
+    return "".join(sections)
 
 
 def _row(term: Term) -> str:

@@ -17,8 +17,8 @@ import msgspec
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.dtypes import blocks_fit
 from heapr_lab.models.named import LAB, local_folder, names
+from heapr_lab.models.sources import Source
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.options import Selection
@@ -34,29 +34,6 @@ if TYPE_CHECKING:
 
 KIND: Final = "openings"
 """Folder in the cache."""
-
-
-class Source(msgspec.Struct, frozen=True):
-    """What is needed of `models.sources.Source`, without torch."""
-
-    n_bytes: int
-    dtype_name: str
-    dequantised_from: str | None
-    each: float
-    kept: float
-    block: tuple[int, int] | None = None
-
-    def bytes_per_parameter(self, _n_parameters: int) -> float:
-        """Bytes of a parameter of the dense files."""
-        return self.each
-
-    def bytes_per_kept(self, _n_parameters: int, width: int | None) -> float:
-        """The same for the pruned files, whose experts have a width, if it is one."""
-        return self.kept if self.is_dequantised(width) else self.each
-
-    def is_dequantised(self, width: int | None) -> bool:
-        """Whether these are in floats, and the dense ones are not."""
-        return self.dequantised_from is not None and not blocks_fit(self.block, width)
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -78,15 +55,10 @@ def remember(
     stored = cache_path("importance", spec, extension="parquet")
     if path is None or path.exists() or not stored.exists():
         return
-    files, source = bench.source, None
-    if files is not None:
-        n = table.architecture.n_parameters
-        each, kept = files.bytes_per_parameter(n), files.bytes_per_kept(n, None)
-        facts = files.n_bytes, files.dtype_name, files.dequantised_from
-        source = Source(*facts, each, kept, files.block)
+    known = Known(stored.name, bench.source)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        temporary.write_bytes(msgspec.json.encode(Known(stored.name, source)))
+        temporary.write_bytes(msgspec.json.encode(known, enc_hook=str))
 
 
 class LoadingWorkbench:
@@ -171,7 +143,7 @@ class LoadingWorkbench:
         if path is None or not path.is_file():
             return None
         try:
-            known = msgspec.json.decode(path.read_bytes(), type=Known)
+            known = msgspec.json.decode(path.read_bytes(), type=Known, dec_hook=_read)
         except (OSError, msgspec.MsgspecError):
             return None
         if not _table_path(known).is_file():
@@ -213,6 +185,11 @@ def session_of(
     if not find_estimator(estimator).extra_pass:
         remember(source, calibration or Calibration(), table)
     return PruningSession(table, workbench=source, calibration=calibration)
+
+
+def _read(kind: Any, text: Any) -> Any:
+    """A value that JSON has no type for, the path of a folder, of its text."""
+    return kind(text)
 
 
 def _check(

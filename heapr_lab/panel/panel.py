@@ -223,7 +223,7 @@ class Explorer(ipw.VBox):
         threading.Thread(target=load, daemon=True).start()
 
     def get_ready(self) -> None:
-        """Load the model behind the first picture, and time one window."""
+        """Load the model behind the first picture."""
         bench, job = self.session.workbench, self.evaluation.job
         if not self.session.is_ready:
             job.text.value = status("the model is loading, and Evaluate waits for it")
@@ -234,7 +234,6 @@ class Explorer(ipw.VBox):
             add_tooltips(self.comparison.runs)
             self.inspection.refresh()
             self.export.refresh_code()
-            self.session.time_a_window(self._target_corpus)
         except Exception as error:  # an exception in a thread is not shown
             job.error.value = failure(error)
         if not job.running:

@@ -7,7 +7,6 @@ enough to follow a slider; the model runs only in `PruningSession.evaluate`.
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +53,7 @@ class NotKnownError(SpecError):
     """Weights that choose their own mask have not been made yet."""
 
 
-class Pin(msgspec.Struct, frozen=True):
+class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A selection saved for comparison."""
 
     label: str
@@ -62,7 +61,7 @@ class Pin(msgspec.Struct, frozen=True):
     recipe: WeightRecipe = msgspec.field(default=MASKED, name="way")
 
 
-class Point(msgspec.Struct, frozen=True):
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model on one corpus or task: a row of `PruningSession.points`."""
 
     selection: Selection | None
@@ -187,19 +186,6 @@ class PruningSession:
         """
         if self.workbench is not None and not self.is_ready:
             raise SpecError("the model is not loaded yet: try again once it is there")
-
-    def time_a_window(self, corpus: str) -> None:
-        """Measure how long evaluations take, before the first one."""
-        from heapr_lab.evaluation.perplexity import evaluate_perplexity
-
-        bench: Any = self.workbench
-        if any(weight.is_meta for weight in bench.model.parameters()):
-            return  # which are read from disk, all of them for one window
-        window = bench.test_windows(corpus).ids[:1]
-        for _ in range(2):  # the first one is slower
-            started = time.monotonic()
-            evaluate_perplexity(bench.model, window)
-            self.seconds_a_window = time.monotonic() - started
 
     # --- choosing ---------------------------------------------------------------
 

@@ -21,12 +21,14 @@ import msgspec
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.controls import Controls, WeightsBar, shown_by
+from heapr_lab.panel.controls import Controls, WeightsBar
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Debounced
 from heapr_lab.panel.looks import beside, button, failure, line, one_of, status
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import (
+    KIND,
+    VERSION,
     Inspected,
     SavedSession,
     Tests,
@@ -41,7 +43,7 @@ from heapr_lab.recipes.weights import MASKED
 from heapr_lab.storage.cache import cache_path
 
 VARIABLE: Final = "HEAPR_LAB_RESUME"
-KIND: Final = "sessions"
+KEPT: Final = "sessions"
 """Folder in the cache, with a folder for each table and its test data."""
 MOST_KEPT: Final = 8
 """Sessions of one table; the oldest are removed."""
@@ -66,7 +68,7 @@ class SessionBar(ipw.VBox):
             session: its selection, calibration and points are saved.
             controls: they show the selection.
             comparison: its pins are saved.
-            inspection: its text and numbers are saved.
+            inspection: its text is saved.
             weights: its recipe is saved.
             refresh: called after a file was opened.
         """
@@ -110,6 +112,8 @@ class SessionBar(ipw.VBox):
         """
         session = self._session
         saved = SavedSession(
+            KIND,
+            VERSION,
             fingerprint_of(session.table),
             _measured_for(session),
             self._tests(),
@@ -142,8 +146,7 @@ class SessionBar(ipw.VBox):
     def _inspected(self) -> Inspected | None:
         if self._session.workbench is None:
             return None
-        names = Inspected.__struct_fields__
-        return Inspected(*(_kept(getattr(self._inspection, n)) for n in names))
+        return Inspected(self._inspection.text.value)
 
     # --- opening ------------------------------------------------------------------
 
@@ -171,14 +174,13 @@ class SessionBar(ipw.VBox):
         """
         self._check_same(saved)
         fresh = self._check_selections(saved)
-        inspected = self._checked_inspected(saved)
         self._session.points, self._session.texts = saved.frame(), saved.texts
         methods = list(map(dict, saved.methods))
         self._comparison.show_pins(list(saved.pins), methods)
-        for name, value in inspected.items():
-            getattr(self._inspection, name).value = value
         if self._session.workbench is not None:
             self._weights.show(saved.recipe)
+            if saved.inspected is not None:
+                self._inspection.text.value = saved.inspected.text
         self._controls.show(fresh)
         self._opened = saved
         self._refresh()
@@ -220,16 +222,6 @@ class SessionBar(ipw.VBox):
             )
         return fresh
 
-    def _checked_inspected(self, saved: SavedSession) -> dict[str, Any]:
-        """The values for the controls of Inspect; empty without a model."""
-        if self._session.workbench is None or saved.inspected is None:
-            return {}
-        values = msgspec.structs.asdict(saved.inspected)
-        for name, value in values.items():
-            if name not in {"text", "position"}:  # the text decides on the last one
-                getattr(self._inspection, name).check(value)
-        return values
-
     # --- buttons ------------------------------------------------------------------
 
     @property
@@ -263,14 +255,6 @@ class SessionBar(ipw.VBox):
             self.message.value = status(done.format(self.file.value))
 
 
-def _kept(control: ipw.Widget) -> Any:
-    """The value of a control; the least where it takes none such as was typed."""
-    try:
-        return shown_by(control)
-    except SpecError:
-        return control.least
-
-
 def _measured_for(session: PruningSession) -> str:
     """The estimator that the table was measured for: one with an extra pass, if any."""
     extra = (e for e in session.table.estimators if ESTIMATORS[e].extra_pass)
@@ -300,7 +284,7 @@ class LastSession(ipw.HBox):
         self._soon = Debounced(self.write)
         self.path, earlier = None, list[tuple[float, Path]]()
         if os.environ.get(VARIABLE) != "0":
-            folder = cache_path(KIND, files.place(), extension="json").with_suffix("")
+            folder = cache_path(KEPT, files.place(), extension="json").with_suffix("")
             self.path = folder / f"{uuid.uuid4().hex}.json"
             earlier = _sessions_in(folder)[::-1]
         self.message = ipw.HTML()

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -18,24 +18,18 @@ from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.storage.files import replacing
 from heapr_lab.text.calibration_spec import Calibration
 
-KIND = "heapr-lab panel session"
-VERSION = 4
+KIND: Final = "heapr-lab panel session"
+VERSION: Final = 4
 """Increased whenever files of an older version can no longer be read."""
 
 
 class Inspected(msgspec.Struct, frozen=True):
-    """Values of the controls of these names in the Inspect tab."""
+    """What is kept of the Inspect tab; earlier files have numbers, too."""
 
     text: str
-    n_tokens: int
-    layer: int
-    position: int
-    atom_layer: int
-    expert: int
-    atom: int
 
 
-class Tests(msgspec.Struct, frozen=True):
+class Tests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size of the test data of points, as in `Profile`."""
 
     seq_len: int
@@ -46,6 +40,8 @@ class Tests(msgspec.Struct, frozen=True):
 class SavedSession(msgspec.Struct, frozen=True):
     """What a session file has."""
 
+    kind: Literal["heapr-lab panel session"]
+    version: Literal[4]
     table: str
     """The `fingerprint_of` the table that selections and points are of."""
     measured_for: str
@@ -64,8 +60,6 @@ class SavedSession(msgspec.Struct, frozen=True):
     """None without a model."""
     methods: tuple[dict[str, str | float | None], ...] = ()
     """Rows of the methods that were run."""
-    kind: str = KIND
-    version: int = VERSION
 
     def __post_init__(self) -> None:
         find_estimator(self.measured_for)
@@ -124,13 +118,6 @@ def path_of(name: Path | str) -> Path:
         ) from error
 
 
-class _Head(msgspec.Struct):
-    """What tells the files of sessions from others."""
-
-    kind: str = ""
-    version: int = 0
-
-
 def write_session(path: Path | str, saved: SavedSession) -> None:
     """Write `saved` to a file, which is replaced only if it is a session, too.
 
@@ -139,7 +126,7 @@ def write_session(path: Path | str, saved: SavedSession) -> None:
     """
     path = Path(path)
     if path.exists():
-        _head(path)
+        read_session(path)
     try:
         data = msgspec.json.encode(saved)
         same = msgspec.json.decode(data, type=SavedSession) == saved
@@ -159,60 +146,22 @@ def read_session(path: Path | str) -> SavedSession:
 
     Raises:
         SpecError: there is no such file, it is another one, of another version, or a
-            part of it is missing, unknown or wrong.
+            part of it is missing or wrong, or unknown in a selection.
     """
     path = path_of(path)
     if not path.is_file():
         raise SpecError(f"there is no session {path}; save one in the panel")
-    version = _head(path).version
-    if version != VERSION:
-        raise SpecError(
-            f"{path} has version {version}, expected {VERSION}: open it with the "
-            "heapr_lab that saved it"
-        )
     data = path.read_bytes()
     try:
         saved = msgspec.json.decode(data, type=SavedSession)
+        parts = msgspec.json.decode(data)
+        for part in (parts, *parts["pins"]):
+            Selection.from_dict(part["selection"])  # refuses what would change the mask
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path} cannot be opened: {error}") from error
-    parts = msgspec.json.decode(data)
-    parts.pop("map", None)  # of the map of experts that panels had
-    if _has_more(parts, msgspec.to_builtins(saved)):
-        raise SpecError(f"{path} cannot be opened: it has parts that no session has")
-    return saved
-
-
-def _has_more(data: Any, known: Any) -> bool:
-    """Whether JSON has a part, or a value of one, that is not in what was read of it.
-
-    Files of before a part had a default may lack it.
-    """
-    if isinstance(data, dict) and isinstance(known, dict):
-        return any(
-            name not in known or _has_more(part, known[name])
-            for name, part in data.items()
-        )
-    if isinstance(data, list | tuple) and isinstance(known, list | tuple):
-        return len(data) != len(known) or any(map(_has_more, data, known))
-    return bool(data != known)
-
-
-def _head(path: Path) -> _Head:
-    """What the file says that it is.
-
-    Raises:
-        SpecError: it is no session.
-    """
-    try:
-        head = msgspec.json.decode(path.read_bytes(), type=_Head)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path} is no session of the panel: {error}") from error
-    if head.kind != KIND:
         raise SpecError(
-            f"{path} is no session of the panel: expected a JSON object whose kind is "
-            f"{KIND!r}; give another name"
-        )
-    return head
+            f"{path} is no session of the panel, or one of another heapr_lab: {error}"
+        ) from error
+    return saved
 
 
 # --- tables ---------------------------------------------------------------------------

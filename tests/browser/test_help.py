@@ -26,16 +26,13 @@ def test_the_header_names_model_calibration_and_device(page: "sync_api.Page") ->
     assert above["y"] + above["height"] <= below["y"]
 
 
-def test_the_help_is_searched_by_typing(page: "sync_api.Page") -> None:
-    """It opens with a click or a key, and each control has its sentence."""
+def test_the_help_has_every_term(page: "sync_api.Page") -> None:
+    """It opens with a click, and each control has its sentence."""
     panel, _ = panels(page)
     title = panel.root.get_by_text("Help: what each control and term means")
     title.click()
-    panel.enter("search", "ragged lowest")
-    terms = panel.root.get_by_role("term")
-    expect(terms).to_have_count(1)
-    expect(terms).to_have_text("ragged")
-    panel.enter("search", "")
+    names = panel.root.get_by_role("term").get_by_text("ragged", exact=True)
+    expect(names).to_be_visible()
     title.click()
     for name in ("ratio", "scope", "estimator", "structure", "layers not pruned"):
         title = panel.root.locator(f"label [title]:text-is('{name}')").first

@@ -1,10 +1,9 @@
 """The answers of notebooks say what their numbers say."""
 
 import pandas as pd
-import pytest
 
-from heapr_lab.experiments import answers, paper_answers
-from heapr_lab.experiments.prose import Prose, answer
+from heapr_lab.experiments import answers
+from heapr_lab.experiments.answers import Prose, answer
 
 
 def test_what_is_against_the_paper_comes_first() -> None:
@@ -47,65 +46,19 @@ def test_the_tour_has_both_sides_and_the_papers_numbers() -> None:
     assert "not always more" in repr(answers.tour(results, saved, losses(0.05)))
 
 
-def sizes(gain: float) -> pd.DataFrame:
-    """Perplexity at 8 and at 16 windows, calibrated and tested on two corpora."""
+def test_more_text_and_other_text_are_told() -> None:
+    """Perplexity at 8 and at 16 windows; the other mask loses 0.3 and 0.4 more."""
     rows = [
-        ("perplexity", name, name, n, 10.0 * (1 - gain * (n == 16)))
-        for name in ("a", "b")
-        for n in (8, 16)
-    ]
-    names = ["metric", "calibration", "dataset", "n_sequences", "value"]
-    return pd.DataFrame(rows, columns=names)
-
-
-@pytest.mark.parametrize(("gain", "said"), [(0.01, "more"), (0.5, "not always more")])
-def test_corpus_and_amount_of_text_are_compared(gain: float, said: str) -> None:
-    """The other corpus costs at least 0.3 nats; more windows gain 0.01 or 0.69."""
-    reply = paper_answers.calibration(sizes(gain), losses(0.5))
-    assert (
-        f"Which corpus (a or b) matters {said} than the amount of text." in reply.short
+        ("a", 16, "a", 9.0), ("a", 8, "a", 10.0), ("a", 8, "b", 7.0),
+        ("b", 8, "b", 30.0), ("b", 16, "b", 20.0), ("b", 16, "continuation", 0.5),
+    ]  # fmt: skip
+    names = ["calibration", "n_sequences", "dataset", "value"]
+    text = answers.amount_of_text(pd.DataFrame(rows, columns=names))
+    assert text == (
+        "From 8 to 16 windows, perplexity on the calibrated corpus goes from a 10.00 "
+        "to 9.00; b 30.00 to 20.00."
     )
-    assert "0.300 to 0.400 higher" in reply.short
-    assert "does not hold between a and b." in reply.short
-
-
-def test_a_late_rise_that_is_not_there_is_said_first() -> None:
-    """In both draws the last of three layers loses less than the middle one."""
-    shares = pd.DataFrame(
-        {"seed": seed, "ratio": 0.5, "layer": layer, "share": share}
-        for seed in (0, 1)
-        for layer, share in enumerate((0.6, 0.5, 0.3))
-    )
-    rows = [
-        {"order": "index", "bin": 0, "delta_nll": 3.0, "score_sum": 0.5},
-        {"order": "index", "bin": 1, "delta_nll": 1.0, "score_sum": 0.4},
-    ]
-    bins = pd.DataFrame(rows)
-    bins.attrs["spearman"] = {"index": {"rho": 0.9, "rho_low": 0.7, "rho_high": 1.0}}
-    text = repr(paper_answers.layers(shares, bins))
-    assert text.startswith("The rise in the last layers that the paper draws is absent")
-    assert "layer 0 loses most (60%) and layer 2 least (30%)" in text
-    assert "tenth 0, which costs most, costs 6.0 times the sum of its scores" in text
-
-
-def test_the_boundary_says_what_cannot_be_reached() -> None:
-    """Half of the model is routed: 25 % of the atoms are an eighth of the model."""
-    data = pd.DataFrame(
-        {
-            "source": "ours",
-            "metric": ["accuracy"] * 3 + ["flops_reduction"],
-            "ratio": [0.0, 0.25, 0.9, 0.9],
-            "parameter_reduction": [0.0, 0.125, 0.45, 0.45],
-            "relative": [1.0, 0.9, 0.5, None],
-            "relative_stderr": 0.05,
-            "value": [0.7, 0.6, 0.35, 0.4],
-        }
-    )
-    text = repr(paper_answers.boundary(data))
-    within = "90% of the accuracy is kept (95 % interval 80% to 100%; the paper below"
-    assert f"With 12% of the whole model removed, {within}" in text
-    assert "50% of its parameters are routed experts" in text
-    assert "by 40% where 90% of the atomic experts are removed" in text
+    assert "by +0.300 on a and +0.400 on b" in answers.other_text(losses(0.5))
 
 
 def windows(gaps: dict[str, float]) -> pd.DataFrame:
@@ -116,19 +69,6 @@ def windows(gaps: dict[str, float]) -> pd.DataFrame:
         for window in (0, 1)
     ]
     return pd.DataFrame(rows, columns=["method", "ratio", "corpus", "window", "nll"])
-
-
-def test_what_the_ablations_refute_comes_first() -> None:
-    """CAMERA-P loses less than HEAPr layer by layer, whole experts more than atoms."""
-    gaps = {"heapr": 0.0, "heapr-l": 0.1, "camera-p": 0.05, "heapr-expert": 0.3}
-    savings = pd.DataFrame(
-        {"granularity": "expert", "ratio": [0.2], "flops_reduction": [0.08]}
-    )
-    reply = paper_answers.ablations(windows(gaps), savings, "a", [0.2])
-    assert reply.short.startswith("Against the paper")
-    assert "CAMERA-P loses more than HEAPr layer by layer on a: **no**" in repr(reply)
-    assert "whole experts lose more than atoms on a: yes at 20% (+0.300)" in reply.short
-    assert "Whole experts save operations here (8% at 20%)" in repr(reply)
 
 
 def test_merging_is_compared_with_random_atoms_and_dropping() -> None:

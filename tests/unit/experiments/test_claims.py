@@ -6,7 +6,7 @@ import pytest
 from benchmarks.index import results_of
 from benchmarks.readme import _refuted, claims_table, kept_of_items
 from heapr_lab.experiments import claims as tested
-from heapr_lab.experiments.claims import Evidence, claims
+from heapr_lab.experiments.claims import Evidence, answer_of, claims
 from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNTESTED
 from heapr_lab.figures import bins_data
 from heapr_lab.storage import paths
@@ -201,6 +201,30 @@ def test_layers_fall_and_rise_again() -> None:
     """The last layer loses more than the middle one, or less, in every draw."""
     assert verdicts(shares=shares(0.3))[11] == "agrees"
     assert verdicts(shares=shares(0.1))[11] == "disagrees"
+
+
+def test_an_answer_begins_with_what_is_refuted() -> None:
+    """The late rise is not there; the tenths follow their scores; no items are there.
+
+    The paper's numbers are told, where it has some.
+    """
+    evidence = Evidence("text", shares=shares(0.1), bins=bins(2.0))
+    text = repr(answer_of(evidence, 8, 9, 11, also="More."))
+    parts = (
+        "A claim of the paper: early layers lose most, the middle least, the last ones "
+        "more again (only drawn). This model **disagrees**: at 25% the first third",
+        "the last layer -0.10 (-0.10 to -0.10). A claim",
+        "This model **agrees**: Spearman 1.00",
+        "the costliest tenth: 2.0 × its scores. A claim",
+        "(93% of the accuracy at <0.4 of the model",
+        "This model **cannot test it**: not measured. More.",
+    )
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert places[0] == 0
+    equal = answer_of(Evidence("text"), 1).short
+    assert equal.startswith("A claim of the paper: two forward passes and one backward")
+    assert "per expert. This model **agrees**" in equal
 
 
 @pytest.mark.parametrize(

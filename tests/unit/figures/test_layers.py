@@ -1,6 +1,5 @@
-"""Figure 1 and the widths: bars and cells are the numbers that go in."""
+"""Figure 1: bars are the numbers that go in."""
 
-import pandas as pd
 import pytest
 from figure_rows import keep_of
 
@@ -19,18 +18,3 @@ def test_layer_bars_are_the_removed_shares() -> None:
     assert ax.get_ylabel() == "removed [% of the layer]"
     assert ax.yaxis.get_major_formatter()(0.4, 0) == "40"
     assert len(figures.figure_layer_ratios(data).axes) == 2
-
-
-def test_width_heat_map_holds_the_widths() -> None:
-    """Cells are the widths, dots the used experts, crosses the unrouted ones."""
-    widths = pd.DataFrame([[4, 0, 2], [1, 3, 4]], index=[1, 3])
-    tokens = pd.DataFrame([[10, 0, 30], [5, 5, 10]], index=[1, 3])
-    ax = figures.plot_widths(widths, tokens)
-    mesh, dots, crosses = ax.collections
-    assert mesh.get_array().tolist() == widths.to_numpy().tolist()
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "3"]
-    # areas are shares of the layer: 10/40 and 30/40, then 5/20, 5/20 and 10/20
-    areas = dots.get_sizes() / dots.get_sizes().max()
-    assert areas == pytest.approx([1 / 3, 1, 1 / 3, 1 / 3, 2 / 3])
-    assert crosses.get_offsets().tolist() == [[1, 0]]
-    assert ax.figure.axes[1].get_ylabel() == "atomic experts kept [count]"

@@ -3,7 +3,7 @@
 import pages
 
 from heapr_lab.importance.estimators import ESTIMATORS
-from heapr_lab.panel.glossary import GLOSSARY, TERMS, find_term, search_terms
+from heapr_lab.panel.glossary import GLOSSARY, TERMS, find_term
 from heapr_lab.pruning.options import CHOICES
 from heapr_lab.recipes.weights import WEIGHTS
 from heapr_lab.storage import paths
@@ -26,14 +26,8 @@ def test_every_word_of_a_selection_is_a_term() -> None:
     assert words | set(WEIGHTS) <= TERMS.keys()
 
 
-def test_terms_are_found_by_their_words() -> None:
-    """All of them, in any order and case; by the unit on a control as well."""
-    hits = [
-        (heading, term.name) for heading, term in search_terms("notebook's STATE panel")
-    ]
-    assert hits == [("Compare, and files", "session file")]
-    assert [term for _, term in search_terms("")] == ALL
-    assert list(search_terms("shrunk zebra")) == []
+def test_terms_are_found_by_the_label_of_a_control() -> None:
+    """With the unit that stands on it."""
     assert find_term("heal [windows]") is TERMS["heal"]
     assert find_term("nothing of the kind") is None
 

@@ -12,7 +12,6 @@ from heapr_lab.panel.glossary import (
     TERMS,
     find_term,
     label_of,
-    terms_html,
     widgets_in,
 )
 from heapr_lab.panel.panel import Explorer, explore
@@ -69,7 +68,7 @@ def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
 
 
 def test_the_help_is_written_when_it_is_opened() -> None:
-    """Every term, and those that are searched; what matches nothing is said."""
+    """It has every term."""
     panel = explore(small_table())
     assert panel.help.terms.value == ""
     panel.help.selected_index = 0
@@ -77,9 +76,4 @@ def test_the_help_is_written_when_it_is_opened() -> None:
     names = [term.name for terms in GLOSSARY.values() for term in terms]
     assert text.count("<dt>") == len(names)
     assert "½ · mean h²" in text
-    assert "&lt;" not in terms_html("ratio below")
-    panel.help.search.value = "ragged lowest"
-    assert panel.help.terms.value.count("<dt>") == 1
-    assert "<b>ragged</b>" in panel.help.terms.value
-    panel.help.search.value = "zebra"
-    assert 'role="status"' in panel.help.terms.value
+    assert "<b>ragged</b>" in text

@@ -12,7 +12,7 @@ from random_tables import random_table, small_table
 
 from heapr_lab.panel import jobs, session_bar, static_copy
 from heapr_lab.panel.panel import Explorer, explore
-from heapr_lab.panel.session_bar import KIND, VARIABLE
+from heapr_lab.panel.session_bar import KEPT, VARIABLE
 from heapr_lab.panel.session_file import VERSION
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(jobs, "SECONDS", 0.01)
     monkeypatch.setattr(static_copy, "display", lambda *_, **__: None)
-    return tmp_path / "cache" / KIND
+    return tmp_path / "cache" / KEPT
 
 
 def displayed(source: Any, **options: Any) -> Explorer:
@@ -254,15 +254,6 @@ def test_an_infeasible_state_is_not_kept() -> None:
     panel.last.write()
     assert panel.last.message.value == ""
     assert '"ratio": 0.5' in kept(panel, bool)
-
-
-def test_a_number_that_inspect_cannot_take_loses_no_work(panel: Explorer) -> None:
-    """All else is kept, with the least number that it can be."""
-    panel.inspection.atom.value = 99
-    saved = panel.files.saved()
-    assert saved.inspected is not None
-    assert saved.inspected.atom == 0
-    assert saved.inspected.text == panel.inspection.text.value
 
 
 def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ipywidgets as ipw
 import pytest
-from pressing import press
+from pressing import error_of, press
 from tiny_folder import write_model, write_text
 
 from heapr_lab.errors import SpecError
@@ -206,13 +206,13 @@ def test_only_jobs_wait_for_the_model(asked: dict[str, Any]) -> None:
 
 
 def test_a_corpus_that_is_missing_is_said(asked: dict[str, Any]) -> None:
-    """Nothing can be timed on it; the model is there all the same."""
+    """By Evaluate; the model is there all the same."""
     opened(asked)
     panel, bench = opened(asked | {"corpora": ("nowhere.txt",)})
     panel.get_ready()
     assert bench.is_loaded
-    assert "nowhere.txt" in panel.evaluation.job.error.value
     assert "loading" not in panel.evaluation.job.text.value
+    assert "nowhere.txt" in error_of(panel.evaluation.job)
 
 
 def test_another_model_of_the_same_name_is_noticed(asked: dict[str, Any]) -> None:

@@ -16,18 +16,17 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import answers
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.panel.session_file import VERSION, Inspected, fingerprint_of
+from heapr_lab.panel.session_file import VERSION, fingerprint_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
-INSPECTED = Inspected.__struct_fields__
 Fresh = Callable[..., Explorer]
 
 
 def used(panel: Explorer) -> Explorer:
     """A panel in which everything that is saved was changed."""
-    controls, tab = panel.controls, panel.inspection
+    controls = panel.controls
     controls.ratio.value = "0.25"
     controls.estimator.value = "shrunk"
     panel.comparison.pin()
@@ -43,17 +42,13 @@ def used(panel: Explorer) -> Explorer:
     controls.scope.value = "layer"
     controls.min_atoms.value = 1
     controls.excluded.value = "1"
-    tab.text.value = "Another text: “größer”, of the model."
-    tab.n_tokens.value, tab.layer.value, tab.position.value = 7, 1, 3
-    tab.atom_layer.value, tab.expert.value, tab.atom.value = 1, 2, 5
+    panel.inspection.text.value = "Another text: “größer”, of the model."
     return panel
 
 
 def state(panel: Explorer) -> dict[str, Any]:
     """What a person sees of all that is saved."""
     shown = {name: panel.controls.__dict__[name].value for name in _CONTROLS}
-    tab = panel.inspection
-    boxes = {name: getattr(tab, name).value for name in INSPECTED if hasattr(tab, name)}
     return shown | {
         "selection": panel.session.selection,
         "keep": panel.session.keep.fingerprint,
@@ -61,7 +56,7 @@ def state(panel: Explorer) -> dict[str, Any]:
         "compared": panel.comparison.table.value,
         "points": panel.session.points.to_json(default_handler=repr),
         "said": (panel.status.value, panel.error.value),
-        "boxes": boxes,
+        "inspected": panel.inspection.text.value,
         "calibration": panel.session.calibration,
     }
 
@@ -179,16 +174,23 @@ def test_another_model_calibration_or_profile(
 
 
 def test_a_session_of_before_is_opened(fresh: Fresh, tmp_path: Path) -> None:
-    """One with a map of experts, and recipes that could not heal; it is saved anew."""
+    """With a map of experts, numbers of Inspect, and recipes that could not heal.
+
+    It is saved anew without them.
+    """
     panel, file = used(fresh()), tmp_path / "s.json"
     old = save(panel, file) | {"map": {"variable": "kept share", "pin": 1}}
+    old["inspected"] |= dict.fromkeys(("n_tokens", "layer", "position"), 1)
+    old["inspected"] |= dict.fromkeys(("atom_layer", "expert", "atom"), 99)
     for recipe in (old["way"], *(pin["way"] for pin in old["pins"])):
         assert recipe.pop("heal") == 0
     file.write_text(json.dumps(old))
     other = fresh()
     assert "Opened" in opened(other, file)
     assert state(other) == state(panel)
-    assert "map" not in save(other, file)
+    anew = save(other, file)
+    assert "map" not in anew
+    assert [*anew["inspected"]] == ["text"]
 
 
 def _changed(plain: Any, path: tuple[Any, ...], value: Any) -> str:
@@ -209,9 +211,9 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("version",), KeyError), (("kind",), "notebook"), (("kind",), KeyError),
     (("table",), 5), (("table",), "0" * 64), (("measured_for",), "best"),
     (("tests",), {"seq_len": 64}), (("tests", "n_test"), "4"), (("tests",), None),
-    (("calibration", "seed"), 0.5), (("calibration", "windows"), 3),
-    (("calibration",), "pydocs"), (("selection", "ratio"), 1.5),
-    (("selection", "ratio"), KeyError), (("selection",), []),
+    (("calibration", "seed"), 0.5), (("calibration",), "pydocs"),
+    (("selection", "ratio"), 1.5), (("selection", "ratio"), KeyError),
+    (("selection",), []),
     (("selection", "price"), 0.5), (("selection", "multiple"), 99),
     (("selection", "estimator"), "fast"), (("selection", "layer_ratios"), [1]),
     (("selection", "layer_ratios"), {"0": 0.5}), (("selection", "ratio"), 0.9),
@@ -222,13 +224,13 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("points", 1, "nll"), "low"), (("points", 1, "nll"), float("nan")),
     (("points", 1, "summed_score"), KeyError), (("points", 1, "extra"), 1),
     (("points", 1, "selection"), {"ratio": 2}), (("inspected", "text"), 3),
-    (("inspected", "layer"), 17), (("inspected", "atom"), True),
-    (("inspected", "expert"), KeyError), (("inspected",), []), (("more",), 1),
+    (("inspected",), []), (("pins", 0, "selection", "price"), 0.5),
     (("selection", "ratios"), 0.5), (("way", "weights"), "magic"),
     (("way", "own_text"), 1.5), (("texts",), []), (("texts",), KeyError),
 ]  # fmt: skip
 SAID: list[tuple[tuple[Any, ...], Any, str]] = [
-    (("version",), 9, f"has version 9, expected {VERSION}"),
+    (("version",), 9, "Invalid enum value 9 - at `$.version`"),
+    (("kind",), "notebook", "no session of the panel"),
     (("pins",), KeyError, "missing required field `pins`"),
     (("selection", "ratio"), "half", "`float`, got `str` - at `$.selection.ratio`"),
 ]
@@ -261,7 +263,11 @@ def test_only_a_session_is_replaced(tmp_path: Path) -> None:
     assert "is no session of the panel" in told(panel, file)
     assert file.read_text() == '{"cells": []}'
     file.unlink()
-    save(panel, file)
+    plain = save(panel, file)
+    file.write_text(json.dumps(plain | {"version": VERSION - 1}))
+    assert "Invalid enum value" in told(panel, file)
+    assert json.loads(file.read_text())["version"] == VERSION - 1
+    file.write_text(json.dumps(plain))
     panel.controls.ratio.value = "0.5"
     assert save(panel, file)["selection"]["ratio"] == 0.5
     panel.controls.ratio.value = "half"

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from keeps import window_nll
 from pressing import error_of, press
 from tiny_folder import write_text
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
-from heapr_lab.evaluation.perplexity import window_nll
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.evaluations import windows_of_task
 from heapr_lab.panel.panel import Explorer
