@@ -60,7 +60,8 @@ def check_defined(names: Iterable[str]) -> None:
 def _definitions() -> bytes:
     """The text of all definitions; those that others include have no suffix."""
     package = find_spec("lm_eval")
-    assert package is not None and package.origin is not None
+    assert package is not None
+    assert package.origin is not None
     every = (Path(package.origin).parent / "tasks").rglob("*")
     files = (path for path in every if path.suffix in ("", ".yaml") and path.is_file())
     return b"\n".join(path.read_bytes() for path in files)
