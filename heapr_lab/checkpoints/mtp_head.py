@@ -28,13 +28,15 @@ from heapr_lab.checkpoints.predicting import (
     Heads,
     are_readable,
     by_layer,
-    can_be_sliced,
     check_experts,
+    check_number,
+    check_sliceable,
     conversions_of,
     floats_of,
     has_experts,
     predicting_heads,
     said_of,
+    stem_of,
 )
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
@@ -103,17 +105,18 @@ def further_layers(
         return dropped
     if width is None or not has_experts(heads):
         return Further(heads, said_of(heads, "kept", ", not pruned"), block=block)
-    if calibration is None or not can_be_sliced(heads):
+    if calibration is None:
         return dropped
     every = by_layer(heads, _n_blocks(skeleton))
     try:
         if unknown is not None:
             raise unknown
+        check_sliceable(heads)
         layers = [open_head(model, one, block) for one in every.values()]
     except LayoutError:
         raise
     except _OTHER_FORMS as error:
-        logger.warning("transformers cannot run %s*: %s", _stem_of(heads), error)
+        logger.warning("%s*, an MTP layer, is left out: %s", _stem_of(heads), error)
         return dropped
     how = f", each to the width of all others, by its own loss on {calibration.label}"
     facts = said_of(heads, "also pruned", how)
@@ -145,8 +148,10 @@ def whole_heads(skeleton: Any, base: str) -> tuple[Heads, Exception | None]:
     heads = predicting_heads(skeleton, base)
     check_experts(heads)
     if heads:
+        every = by_layer(heads, _n_blocks(skeleton))
+        check_number(heads, len(every), skeleton.config)
         try:
-            for one in by_layer(heads, _n_blocks(skeleton)).values():
+            for one in every.values():
                 _check_parts(_trunk_with_one(skeleton, one), one)
         except LayoutError:
             raise
@@ -350,9 +355,8 @@ def _check_parts(trunk: Any, heads: Heads) -> None:
     try:
         check_whole(layer, every)
     except LayoutError as error:
-        stem = _stem_of(heads)
         raise LayoutError(
-            f"{stem}*, which predicts a further token: {error}"
+            f"{stem_of(heads)}*, which predicts a further token: {error}"
         ) from error
 
 

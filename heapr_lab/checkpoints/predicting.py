@@ -117,15 +117,21 @@ def are_readable(heads: Heads, block: Block) -> bool:
     """Whether they are in floating point, or in blocks of FP8 with a scale for each.
 
     Raises:
-        LayoutError: the scales are of other blocks.
+        LayoutError: a scale is missing, or scales are of other blocks.
     """
     tensors = {head.name: head.tensor for head in heads}
+    has_scales = any(name.endswith(SCALES) for name in tensors)
     for name, tensor in tensors.items():
         scale = tensors.get(f"{name}{SCALES}")
         if tensor.dtype in FLOATS:
             continue
-        if block is None or scale is None or tensor.dtype != "F8_E4M3":
+        if block is None or not has_scales or tensor.dtype != "F8_E4M3":
             return False
+        if scale is None:
+            raise LayoutError(
+                f"{name} has no {name.rpartition('.')[2]}{SCALES}: the files are "
+                "incomplete, download them again"
+            )
         try:
             check_grid(tensor.shape, scale.shape, block)
         except ValueError as error:
@@ -153,13 +159,16 @@ def has_experts(heads: Heads) -> bool:
     return any(".experts." in head.name for head in heads)
 
 
-def can_be_sliced(heads: Heads) -> bool:
-    """Whether a tensor is a matrix of one expert, or of all as transformers has it."""
-    return all(
-        _EXPERT.match(head.name) or (_FUSED.match(head.name) and not head.converter)
-        for head in heads
-        if ".experts." in head.name
-    )
+def check_sliceable(heads: Heads) -> None:
+    """Check that a tensor is a matrix of one expert, or of all as transformers has it.
+
+    Raises:
+        ValueError: one is another.
+    """
+    for head in heads:
+        fused = _FUSED.match(head.name) and not head.converter
+        if ".experts." in head.name and not (fused or _EXPERT.match(head.name)):
+            raise ValueError(f"{head.name} is no matrix of one expert, or of all")
 
 
 def by_layer(heads: Heads, n_blocks: int = 1) -> dict[int, Heads]:
@@ -177,6 +186,27 @@ def by_layer(heads: Heads, n_blocks: int = 1) -> dict[int, Heads]:
         ]
         for start in sorted(numbers)[::n_blocks]
     }
+
+
+def check_number(heads: Heads, n_layers: int, config: Any) -> None:
+    """Check that there are as many layers as a configuration says, or more.
+
+    Raises:
+        LayoutError: some are missing.
+    """
+    settings = config.get_text_config()
+    expected = max(getattr(settings, name, None) or 0 for name in _COUNTS)
+    if n_layers < expected:
+        raise LayoutError(
+            f"{heads[0].file.parent} has {n_layers} of {expected} layers that predict "
+            "further tokens: download it again, or set their number in config.json"
+        )
+
+
+def stem_of(heads: Heads) -> str:
+    """The beginning of the names of a layer, such as `mtp.layers.0.`."""
+    places = filter(None, (_LAYER.match(head.name) for head in heads))
+    return next((place[0] for place in places), heads[0].name)
 
 
 def said_of(heads: Heads, verb: str, how: str = "") -> dict[str, str]:

@@ -18,8 +18,8 @@ CORPORA = ("wikitext2", "ptb")
 RATIOS = (0.2, 0.25, 0.4, 0.5)
 """The ratios for models that are not in the paper: all that the paper has."""
 NOT_COMPARABLE = (
-    "not comparable with the above: model, windows, items and calibration may be "
-    "others, and the rows of rivals are quoted from their papers"
+    "not comparable with the above: model, windows, items and calibration may "
+    "differ, and the rows of rivals are quoted from their papers"
 )
 """What is said of the rows of the paper."""
 _ORIGINAL = "Original"

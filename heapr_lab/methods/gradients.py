@@ -37,7 +37,8 @@ def sum_over_windows(
     """What `terms` makes of the gradients of a window and layer, summed, by layer.
 
     Weights of experts that no token of a window is routed to have the gradient 0. The
-    model is in eval mode; its modes, flags and own gradients are restored.
+    model is in eval mode; its modes, flags and own gradients are restored. The
+    gradients of all experts are in memory at once, as large as their weights.
 
     Args:
         model: the dense model, which must be in memory.

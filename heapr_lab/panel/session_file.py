@@ -122,9 +122,12 @@ def write_session(path: Path | str, saved: SavedSession) -> None:
     """Write `saved` to a file, which is replaced only if it is a session, too.
 
     Raises:
-        SpecError: there is another file of this name, or a value is not plain data.
+        SpecError: there is another file or a folder of this name, or a value is not
+            plain data.
     """
     path = Path(path)
+    if path.is_dir():
+        raise SpecError(f"{path} is a folder, expected the name of a file")
     if path.exists():
         read_session(path)
     try:
@@ -146,7 +149,7 @@ def read_session(path: Path | str) -> SavedSession:
 
     Raises:
         SpecError: there is no such file, it is another one, of another version, or a
-            part of it is missing or wrong, or unknown in a selection.
+            part of it is missing or wrong, or unknown where that matters.
     """
     path = path_of(path)
     if not path.is_file():
@@ -154,14 +157,26 @@ def read_session(path: Path | str) -> SavedSession:
     data = path.read_bytes()
     try:
         saved = msgspec.json.decode(data, type=SavedSession)
-        parts = msgspec.json.decode(data)
-        for part in (parts, *parts["pins"]):
-            Selection.from_dict(part["selection"])  # refuses what would change the mask
-    except (ValueError, RecursionError) as error:
+        _check_known(msgspec.json.decode(data))
+    except (ValueError, TypeError, RecursionError) as error:
         raise SpecError(
             f"{path} is no session of the panel, or one of another heapr_lab: {error}"
         ) from error
     return saved
+
+
+def _check_known(plain: Mapping[str, Any]) -> None:
+    """Check that nothing is unknown in what determines masks, weights and losses.
+
+    Raises:
+        SpecError, TypeError: something is.
+    """
+    Calibration.from_dict(plain["calibration"])
+    for part in (plain, *plain["pins"], *plain["points"]):
+        if part["selection"] is not None:
+            Selection.from_dict(part["selection"])
+        if "way" in part:
+            WeightRecipe(**part["way"])
 
 
 # --- tables ---------------------------------------------------------------------------

@@ -427,6 +427,21 @@ def test_half_of_any_form_is_refused_before_anything_is_done(tmp_path, form, los
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("structure", ["uniform", "ragged"])
+@pytest.mark.parametrize("lost", ["model.layers.3.", "model.layers.4."])
+def test_a_layer_that_is_not_there_is_refused(tmp_path, structure, lost):
+    """One of two that the configuration counts, before anything is done."""
+    source = source_of(tmp_path / "source", "glm4_moe", n_heads=2)
+    with changed_tensors(source) as stored:
+        for name in [name for name in stored if name.startswith(lost)]:
+            del stored[name]
+    keep = widths_keep(read_weights(source), WIDTH, structure=structure)
+    text = CalibrationSet.from_ids(tiny_ids())
+    with pytest.raises(LayoutError, match="has 1 of 2 layers that predict"):
+        prune_folder(source, keep, tmp_path / "out", calibration=text)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 @pytest.mark.parametrize("n_heads", [1, 2])
 def test_speculative_decoding_with_the_pruned_one(tmp_path, n_heads):
     """Transformers drafts with it, and decodes what it does without."""
@@ -544,7 +559,7 @@ def test_of_another_form_it_is_left_out(tmp_path, caplog, monkeypatch, family):
     place = (FAMILIES | OTHER)[family]
     assert not [name for name in tensors_in(tmp_path / "out") if place in name]
     assert "dropped" in read_json(tmp_path / "out" / "heapr_manifest.json")
-    assert "transformers cannot run m" in caplog.text
+    assert "an MTP layer, is left out: " in caplog.text
 
 
 # --- kept as it is, or left out ---------------------------------------------------

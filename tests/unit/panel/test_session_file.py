@@ -225,6 +225,8 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("points", 1, "summed_score"), KeyError), (("points", 1, "extra"), 1),
     (("points", 1, "selection"), {"ratio": 2}), (("inspected", "text"), 3),
     (("inspected",), []), (("pins", 0, "selection", "price"), 0.5),
+    (("points", -1, "selection", "price"), 0.5), (("way", "rounds"), 5),
+    (("pins", 0, "way", "rounds"), 5), (("calibration", "windows"), 3),
     (("selection", "ratios"), 0.5), (("way", "weights"), "magic"),
     (("way", "own_text"), 1.5), (("texts",), []), (("texts",), KeyError),
 ]  # fmt: skip
