@@ -16,8 +16,9 @@ once in each epoch, compensation once more. Losses are of the first 16 test wind
 WikiText-2, PTB and C4, as differences to the dense model and, paired, to the mask of
 the same scores. Seconds are CPU time of what a row takes more than its scores.
 
-It is not a method of the package: with twice the text it loses less than the mask that
-it begins at, and more than that mask compensated.
+It is not a method of the package: on `smolmoe` it loses less with twice the text than
+the mask that it begins at, and more than that mask compensated; on the lab models,
+compensated, it is level with elimination.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.models.likelihood import token_nll
 from heapr_lab.models.modes import differentiating
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.activation_grams import default_span, iter_grams
@@ -53,6 +55,8 @@ from heapr_lab.text.calibration import CalibrationSet
 
 SCORES = ("fisher", "heapr")
 """Whose order atoms have within an expert, and whose widths logits begin at."""
+ELIMINATION = "elimination"
+"""The mask beside theirs, from which nothing is learned."""
 N_STEPS = 8
 """Of width; with none of an expert's atoms there are nine widths."""
 RATE, BEGIN = 0.1, 1.0
@@ -190,19 +194,31 @@ def main() -> None:
     rows = Rows("learned_widths")
     pruner = real.Pruner(options.model)
     state = next(real.states(options.model))
-    for estimator in SCORES:
-        key = {"model": options.model, "ratio": options.ratio, "scores": estimator}
-        epochs = [0, *map(int, options.epochs.split(","))]
+    name = Path(options.model).name.removeprefix("lab_")
+    for estimator in (*SCORES, ELIMINATION):
+        key = {"model": name, "ratio": options.ratio, "scores": estimator}
+        learned = [] if estimator == ELIMINATION else options.epochs.split(",")
+        epochs = [0, *map(int, learned)]
         missing = [n for n in epochs if not rows.has(key | {"epochs": n})]
         if not missing:
             continue
-        table = pruner.measured(state).table()
-        keep = select(table, ratio=options.ratio, estimator=estimator)
-        case = Case(pruner, pruner.windows(state), scores_of(table, estimator), keep)
+        case = case_of(pruner, state, Selection(options.ratio, estimator=estimator))
         for n in missing:
             measured = case.measured(n, options.windows)
             details = {"n_test": options.windows, "seq_len": real.SEQ_LEN}
             rows.add([key | {"epochs": n} | row for row in measured], details)
+
+
+def case_of(pruner: real.Pruner, state: real.State, selection: Selection) -> "Case":
+    """A selection's mask on the calibration windows of a state."""
+    measured, windows = pruner.measured(state), pruner.windows(state)
+    table = measured.table()
+    if selection.estimator != ELIMINATION:
+        scores = scores_of(table, selection.estimator)
+        return Case(pruner, windows, scores, select(table, selection))
+    began = time.process_time()
+    keep = measured.calibrated.keep(selection)
+    return Case(pruner, windows, {}, keep, time.process_time() - began)
 
 
 def scores_of(table: Any, estimator: str) -> dict[int, np.ndarray]:
@@ -228,6 +244,8 @@ class Case:
     windows: CalibrationSet
     scores: dict[int, np.ndarray]
     keep: KeepMask
+    seconds: float = 0.0
+    """CPU time that the mask took beyond its scores."""
 
     def measured(self, n_epochs: int, n_windows: int) -> Iterator[dict[str, Any]]:
         """The rows of one mask: with unchanged weights, and compensated."""
@@ -241,7 +259,8 @@ class Case:
         dense = self._losses(None, None, n_windows)
         plain = self._losses(self.keep, None, n_windows)
         for ended, weights in zip(seconds, (None, down_projs), strict=True):
-            row = {"compensated": weights is not None, "cpu_seconds": round(ended, 1)}
+            cpu_seconds = round(self.seconds + ended, 1)
+            row = {"compensated": weights is not None, "cpu_seconds": cpu_seconds}
             losses = self._losses(keep, weights, n_windows)
             for corpus in real.CORPORA:
                 rise, stderr = paired_difference(losses[corpus], dense[corpus])

@@ -78,7 +78,9 @@ DENSE = "dense"
 ESTIMATORS = ("fisher", "shrunk", "heapr_total")
 """Scores that are not methods of a paper."""
 MAIN = ("heapr", "compress", "fisher")
-"""What is measured at every ratio; the others at 25 % alone."""
+"""What is measured at every ratio."""
+NEAREST = ("heapr-l", "camera-p")
+"""What the paper compares with HEAPr at 20 and 40 %; all others at 25 % alone."""
 OTHERS = (
     "camera-p",
     "heapr-l",
@@ -145,6 +147,8 @@ def states(model: str) -> Iterator[State]:
     many = model != ONE_EXPERT
     if many:
         yield pruned(method="heapr", ratio=BOUNDARY)
+        for ratio, method in itertools.product(RATIOS[1:3], NEAREST):
+            yield pruned(method=method, ratio=ratio)
     for method in OTHERS:
         if many or method not in (*OF_EXPERTS, "tenp-like", "svd"):
             yield pruned(method=method, ratio=RATIOS[0])

@@ -61,9 +61,10 @@ def healing_table(measured: pd.DataFrame) -> pd.DataFrame:
 
 def widths_table(measured: pd.DataFrame) -> pd.DataFrame:
     """Rows of `benchmarks/learned_widths.py` for readers, masks of scores first."""
-    ordered = measured.sort_values(["scores", "compensated", "epochs"])
+    ordered = measured.sort_values(["model", "scores", "compensated", "epochs"])
     table = pd.DataFrame(
         {
+            "model": ordered["model"],
             "scores": ordered["scores"],
             "removed": ordered["ratio"].map("{:.0%}".format),
             "widths": ordered["epochs"].map(
