@@ -141,7 +141,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except (OSError, SafetensorError) as error:
         raise SpecError(
             f"{path} cannot be read ({error}): it is incomplete, damaged or another "
-            "kind of file; expected a whole safetensors file that may be read"
+            "kind of file; expected a whole file that may be read: download it again"
         ) from error
     header.pop("__metadata__", None)
     return {

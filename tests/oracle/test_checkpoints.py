@@ -395,7 +395,8 @@ def test_the_upload_of_the_docs(
     pushed = tmp_path / "me" / "my-moe-pruned"
     assert {path.name for path in pushed.iterdir()} == files
     again, _ = load_model(pushed, device="cpu")
-    assert torch.equal(
+    # To rounding: where weights begin in memory decides how a product adds up.
+    torch.testing.assert_close(
         logits_of(again, tiny_ids()), logits_of(prune(model, keep), tiny_ids())
     )
     data = ModelCard.load(pushed / "README.md").data
