@@ -116,7 +116,7 @@ def further_layers(
     except LayoutError:
         raise
     except _OTHER_FORMS as error:
-        logger.warning("%s*, an MTP layer, is left out: %s", _stem_of(heads), error)
+        logger.warning("%s*, an MTP layer, is left out: %s", stem_of(heads), error)
         return dropped
     how = f", each to the width of all others, by its own loss on {calibration.label}"
     facts = said_of(heads, "also pruned", how)
@@ -268,11 +268,6 @@ def _states_alone(_block: nn.Module, _inputs: Any, outputs: Any) -> torch.Tensor
     return states
 
 
-def _stem_of(heads: Heads) -> str:
-    place = _STEM.match(heads[0].name)
-    return place[0] if place else heads[0].name
-
-
 def _in_memory(module: Any) -> Any:
     """`module`; if the model is streamed, a copy whose weights stay in memory."""
     if not module.weight.is_meta:
@@ -289,13 +284,15 @@ def _in_memory(module: Any) -> Any:
 
 def _trunk_with_one(model: Any, heads: Heads) -> Any:
     """The same modules, with a configuration that has one such layer, where it is."""
-    trunk, stem, numbers = copy.copy(model), _stem_of(heads), list(by_layer(heads))
+    trunk, numbers = copy.copy(model), list(by_layer(heads))
     trunk.config = copy.deepcopy(model.config)
     trunk.config.name_or_path = str(heads[0].file.parent)
     trunk.config.dtype = model.get_input_embeddings().weight.dtype
     _leave_one(trunk.config.get_text_config(), numbers[0])
     trunk._weight_conversions = conversions_of(model)
     # The class has the number of the layer in the largest published model.
+    place = _STEM.match(heads[0].name)
+    stem = place[0] if place else heads[0].name
     others = rf"(?!layers\.(?!({'|'.join(map(str, numbers))})\.))"
     trunk._keys_to_ignore_on_load_unexpected = [f"^{re.escape(stem)}{others}"]
     return trunk

@@ -1,6 +1,6 @@
 """What the notebooks answer, in sentences of their numbers.
 
-The first functions take the frames of one notebook and return its `Answer`. What was
+Most functions take the frames of one notebook and return its `Answer`. What was
 found against the paper is said first; the paper's numbers are named as the paper's.
 Notebooks about the paper's claims begin with `claims.answer_of`.
 """
