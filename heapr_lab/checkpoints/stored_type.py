@@ -105,14 +105,14 @@ class Fp8Files:
     """Type that the model runs in."""
 
     def rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the experts in memory, by its name, as the files will have it."""
+        """A tensor of the experts in memory, by its name, as it is read from files."""
         if name not in _PACKED:
             return tensor
         block = self._block if name == _PACKED[0] else self._block[::-1]
         pieces = []
         for rows in tensor.detach().split(_AT_ONCE * block[0]):
             codes = quantised(rows, block, self.scales, powers=self._powers)
-            pieces.append(dequantised(*codes, block).to(tensor.dtype))
+            pieces.append(dequantised(*codes, block).to(self.computes))
         return torch.cat(pieces)
 
     def written(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,6 @@
 """FP8 checkpoints that stay in FP8, against the same model dequantised and pruned."""
 
 import json
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +201,4 @@ def test_the_command_keeps_fp8(
     assert kinds.count(torch.float8_e4m3fn) > 20
     assert told["bytes_after"] == pytest.approx(written["bytes_after"], rel=0.2)
     manifest = json.loads((out / "heapr_manifest.json").read_text())
-    change = re.match(r"Δ nll = (\S+) on", manifest["reloaded"])
-    assert change is not None
-    assert abs(float(change[1])) < 0.002  # in float32, in which the files are read
+    assert manifest["reloaded"].startswith("Δ nll = 0.0000 on")
