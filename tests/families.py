@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import heapr_lab  # noqa: F401 (transformers knows deepseek after it)
 
@@ -211,6 +213,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "d_rel": 4,
         "mlp_layer_types": ["dense", "sparse"],
     },
+    "lara_mini": LINEAR_ATTENTION
+    | {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
+    | {"num_hidden_layers": 3, "sliding_window": 4},
+    "sarvam_moe": _GROUPED,
+    "sarvam_mla": _LATENT_ATTENTION,
     "dots3_note_text": _LATENT_ATTENTION
     | _INDEXED
     | {
@@ -232,12 +239,19 @@ REPRESENTATIVES = (
 `test_families`, `test_surgery`, `test_checkpoints`, `test_streaming`, and on a GPU."""
 
 
+def config_of(model_type: str, **settings: Any) -> Any:
+    """A configuration; a test is skipped if the installed transformers has no such."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    return AutoConfig.for_model(model_type, **settings)
+
+
 def tiny_model(
     family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any
 ) -> nn.Module:
     """A random model of `family` with every parameter (biases too) away from zero."""
     settings = COMMON | FAMILIES.get(family, {}) | changes
-    config = AutoConfig.for_model(family, **settings)
+    config = config_of(family, **settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     randomise(model)

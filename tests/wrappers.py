@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from families import COMMON, FAMILIES, LATENT, LINEAR_ATTENTION, randomise
+from families import COMMON, FAMILIES, LATENT, LINEAR_ATTENTION, config_of, randomise
 from torch import nn
-from transformers import AutoConfig, AutoModelForMultimodalLM
+from transformers import AutoModelForMultimodalLM
 
 _VISION = {
     "depth": 1,
@@ -123,6 +123,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"projection_intermediate_size": 8},
     },
+    "hy_v4_vl": {
+        "text_config": FAMILIES["hy_v4"]
+        | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 0]}},
+        "vision_config": {"max_image_size": 8},
+    },
     "inkling_mm_model": {
         "text_config": FAMILIES["inkling_text"],
         "audio_config": _AUDIO,
@@ -190,7 +195,7 @@ def tiny_wrapper(
 ) -> nn.Module:
     """A random wrapper with every parameter away from zero; `text` are settings."""
     settings = WRAPPERS[model_type]
-    config = AutoConfig.for_model(
+    config = config_of(
         model_type,
         **settings
         | {

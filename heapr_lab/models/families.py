@@ -12,6 +12,10 @@ _OWN_EXPERTS = (
     "its experts do not go through transformers' experts interface, so that they can "
     "be neither measured nor masked"
 )
+_IN_SINGLE = (
+    "parts of it compute in float32 only, so that it cannot be compared with a "
+    "reference in float64"
+)
 REFUSED = {
     "beam": "its gating computes in float32 whatever the type of the weights, so that "
     "it cannot be compared with a reference in float64",
@@ -21,10 +25,8 @@ REFUSED = {
     "ernie4_5_vl_moe": "each of its layers has a second set of experts, for images, "
     "which text does not reach and whose tensors are in one list with those of the "
     "first",
-    "inkling2": "parts of it compute in float32 only, so that it cannot be compared "
-    "with a reference in float64",
-    "inkling2_text": "parts of it compute in float32 only, so that it cannot be "
-    "compared with a reference in float64",
+    **dict.fromkeys(("inkling2", "inkling2_text"), _IN_SINGLE),
+    **dict.fromkeys(("inkling2_loop", "inkling2_loop_text"), _IN_SINGLE),
     "llama4": _OWN_EXPERTS,
     "llama4_text": _OWN_EXPERTS,
     "mistral4": "transformers has no causal language model of it alone; inside a "

@@ -64,7 +64,7 @@ def squares(one: Any, other: Any) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mc_smoe_by_hand(family: str) -> None:
     """Seven of twelve experts stay; atoms are in the best of all 24 orders."""
-    model = tiny_model(family, **FOUR_ATOMS)
+    model = tiny_model(family, **FOUR_ATOMS).double()  # its router, too
     calls, tokens = experts_calls(model, IDS), counted(model)
     p = {  # of experts with equally many tokens, the one with the larger weights
         (k, e): float(weights[index == e].double().sum())
@@ -201,7 +201,7 @@ def test_ream_by_hand(family: str, size: int, tmp_path: Path) -> None:
     It is that of batches, the last of which is smaller; in one window some experts have
     no tokens.
     """
-    model = tiny_model(family, **FOUR_ATOMS)
+    model = tiny_model(family, **FOUR_ATOMS).double()  # its router, too
     calls, scores = experts_calls(model, IDS), saliency_by_hand(model, size)
     new: dict[tuple[int, int], Any] = {}
     kept: dict[int, tuple[int, ...]] = {}

@@ -23,7 +23,7 @@ from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.dtypes import stays_float32
-from heapr_lab.models.folders import read_config
+from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.models.loading import load_model
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
@@ -121,9 +121,9 @@ def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any
 
 
 def types_in(folder: Path) -> set[torch.dtype]:
-    """The types of all tensors but a router's corrections, which stay in float32."""
-    tensors = tensors_in(folder)
-    return {t.dtype for name, t in tensors.items() if "correction_bias" not in name}
+    """The types of all tensors but those that the family keeps in float32."""
+    tensors, model = tensors_in(folder), skeleton_of(read_config(folder))
+    return {t.dtype for name, t in tensors.items() if not stays_float32(model, name)}
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
@@ -184,7 +184,7 @@ def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> N
     assert facts["bytes_before"] == (packed / "model.safetensors").stat().st_size
     assert facts["bytes_before"] == session.savings().iloc[0]["bytes_before"]
     written = sum(tensor.nbytes for tensor in tensors_in(folder).values())
-    assert facts["bytes_after"] == pytest.approx(written, rel=0.01)
+    assert facts["bytes_after"] == pytest.approx(written, rel=0.02)
     assert facts["bytes_after_is"] == "an estimate, in bfloat16"
     assert session.bytes_are().endswith(" files, pruned in bfloat16: an estimate")
 

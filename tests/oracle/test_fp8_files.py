@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.checkpoints.stored_type import packing_of, round_experts
+from heapr_lab.models.dtypes import stays_float32
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.masks import KeepMask
@@ -174,7 +175,7 @@ def test_others_are_written_in_floats(
     keep = widths_keep(model, width, structure=structure)
     folder = save_pruned(prune(model, keep), tmp_path / "out", dtype=dtype)
     types = {name: tensor.dtype for name, tensor in tensors_in(folder).items()}
-    kinds = {kind for name, kind in types.items() if "correction_bias" not in name}
+    kinds = {kind for name, kind in types.items() if not stays_float32(model, name)}
     assert kinds == {dtype or torch.bfloat16}
     assert (settings(folder) or {}).get("quant_method") != "fp8"
     card = (folder / "README.md").read_text()

@@ -143,8 +143,8 @@ def opened(folder: Path) -> tuple[Any, ...]:
 
 
 def table_of(model: Any, layer: Any, text: CalibrationSet) -> ImportanceTable:
-    """The statistics of the layer's atoms."""
-    return collect_statistics(*head_after(model, layer, text))
+    """The statistics of the layer's atoms, window by window, as the twin's."""
+    return collect_statistics(*head_after(model, layer, text), batch_size=1)
 
 
 def trunk_states(model: Any, window: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,6 @@ def slow_states(
         attention_mask=causal[None, None],
         position_embeddings=turned,
         position_ids=positions,
-        past_key_values=None,
     )
     return mtp.post_norm(states)[0]
 
@@ -259,7 +258,7 @@ def test_of_several_each_follows_the_pruned_one_before_it(tmp_path, family):
     head, later = head_after(trunk, first, text)
     first = zeroed_twin(head, highest(collect_statistics(head, later), WIDTH))
     head, later = head_after(first, second, later)
-    table = collect_statistics(head, later)
+    table = collect_statistics(head, later, batch_size=1)
     twins = trunk, first.body.layer, second
     assert_are_of(
         table,

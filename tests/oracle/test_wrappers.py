@@ -98,7 +98,7 @@ def check_other_parts(source: Path, out: Path) -> None:
     """Towers and processor are those of the source, to the bit."""
     before, after = tensors_in(source), tensors_in(out)
     rest = {name for name in before if ".experts." not in name}
-    assert any(re.search("vision|visual|sam_model", name) for name in rest)
+    assert any(re.search("vision|visual|sam_model|vit", name) for name in rest)
     for name in rest:
         assert before[name].dtype == after[name].dtype, name
         assert torch.equal(before[name], after[name]), name

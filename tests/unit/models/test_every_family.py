@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import D_VOCAB, FAMILIES, tiny_ids, tiny_model
+import transformers
+from families import D_VOCAB, FAMILIES, config_of, tiny_ids, tiny_model
 from tiny_folder import write_folder
-from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 from wrappers import WRAPPERS
 
@@ -45,6 +45,11 @@ DBRX = {
     "ffn_config": {"ffn_hidden_size": 8, "moe_num_experts": 2, "moe_top_k": 1},
 }
 LLAMA4 = {"intermediate_size_mlp": 8, "num_experts_per_tok": 1}
+PINS = (paths.project_dir() / "constraints.txt").read_text("utf-8").splitlines()
+of_the_pinned = pytest.mark.skipif(
+    f"transformers=={transformers.__version__}" not in PINS,
+    reason="the lists are those of the transformers in constraints.txt",
+)
 OTHERS = ("dbrx", "llama4", "llama4_text", "mistral3", "kimi_k25", "internvl")
 """Types without the experts interface, or around another module's language model."""
 
@@ -78,12 +83,13 @@ def types_of(module: str) -> dict[str, str]:
 
 @functools.cache
 def classes() -> dict[str, str]:
-    """Every model type, and the class that it is loaded as."""
+    """Every model type, and the class that it is loaded as, of any module."""
     types = dict(OWN)
     for module in modules():
         types |= types_of(module)
     heads = {n: str(cls) for head in reversed(HEADS[:3]) for n, cls in head.items()}
-    return types | {name: heads[name] for name in OTHERS}
+    shared = set(types.values())
+    return types | {n: cls for n, cls in heads.items() if n in OTHERS or cls in shared}
 
 
 def table() -> str:
@@ -109,14 +115,20 @@ def test_every_family_is_proven_or_refused() -> None:
     proven = FAMILIES.keys() | WRAPPERS.keys()
     assert sorted(classes().keys() - proven - REFUSED.keys()) == []
     assert sorted(proven & REFUSED.keys()) == []
-    assert sorted(REFUSED.keys() - classes().keys()) == []
     assert min(map(len, REFUSED.values())) > 20
+
+
+@of_the_pinned
+def test_every_family_listed_is_there() -> None:
+    """None is listed that transformers does not have, or no longer has."""
+    listed = FAMILIES.keys() | WRAPPERS.keys() | REFUSED.keys()
+    assert sorted(listed - classes().keys()) == []
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_the_refused_are_refused_by_name(name: str, tmp_path: Path) -> None:
     """config.json alone is enough, before any weight is read; the reason is given."""
-    config = AutoConfig.for_model(name)
+    config = config_of(name)
     config.save_pretrained(tmp_path)
     message = f"model_type {name!r} is not supported: {REFUSED[name]}"
     for attempt in (lambda: load_model(tmp_path, device="cpu"), lambda: build(config)):
@@ -135,6 +147,7 @@ def test_own_experts_are_refused(family: str, sizes: dict[str, Any]) -> None:
         collect_statistics(model, CalibrationSet.from_ids(tiny_ids()))
 
 
+@of_the_pinned
 def test_the_page_has_every_family() -> None:
     """HEAPR_UPDATE_README=1 writes the table anew."""
     listed = {"table": f"\n{table()}\n"}
