@@ -4,6 +4,7 @@ In greedy decoding with a cache, only the steps are timed, not the prompt.
 """
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -32,7 +33,9 @@ def seconds_of(
         watched: returns the context manager in which the timed part runs.
     """
     cache = DynamicCache(config=model.config) if n_steps else None
-    options = {"use_cache": cache is not None, "past_key_values": cache}
+    named = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in named else "past_key_values"  # before 5.24
+    options = {"use_cache": cache is not None, name: cache}
     ids = prompt
     if cache is not None:
         ids = _next_ids(model, ids, options)
