@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -47,6 +46,7 @@ def tables() -> dict[str, pd.DataFrame]:
         "whole_experts": _less_heapr(_OF_EXPERTS),
         "quantised": quantised_table(results_of("quantised")),
         "text": text_table(quality),
+        "more_text": more_text_table(),
     }
 
 
@@ -60,33 +60,61 @@ def _less_heapr(methods: Sequence[str]) -> pd.DataFrame:
     )
     there = {*zip(windows["ratio"], windows["method"], strict=True)}
     ratios = sorted({ratio for ratio, _ in there})
-    mask = windows["corpus"].eq(real.FITTED_TO)
+    return pd.DataFrame(
+        {"method": method, "removed": f"{ratio:.0%}"}
+        | _apart(windows, items, (method, "heapr"), ratio)
+        for ratio, method in itertools.product(ratios, methods)
+        if (ratio, method) in there
+    )
+
+
+def more_text_table() -> pd.DataFrame:
+    """What more calibration windows change on the pretrained MoE, method by method.
+
+    A row for each method and ratio, with 95 % intervals.
+    """
+    windows, items = (rows_beside("real", part) for part in ("windows", "items"))
+    windows, items = (
+        frame[real.of_model(frame)].assign(method=frame["method"] + frame["fitted_to"])
+        for frame in (windows, items)
+    )
+    more = windows[windows["fitted_to"].str.startswith(f"{real.FITTED_TO}, ")]
+    states = more[["ratio", "method", "fitted_to"]].drop_duplicates()
+    states = states.sort_values(["ratio", "method"])
     rows = []
-    for ratio, method in itertools.product(ratios, methods):
-        if (ratio, method) not in there:
-            continue
-        parts = {"WikiText-2": windows[mask], "PTB and C4": windows[~mask]}
-        row: dict[str, Any] = {"method": method, "removed": f"{ratio:.0%}"}
-        for name, part in parts.items():
-            gap = loss_difference(part, method, "heapr", ratio)
-            row[f"Δloss, {name} [nats per token] ↓"] = gap.said() if gap else "–"
-        right = accuracy_difference(items, method, "heapr", ratio)
-        row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
-        row |= _counts(windows, items, method, ratio)
-        rows.append(row)
+    for ratio, name, text in states.itertuples(index=False):
+        method = name.removesuffix(text)
+        row = {"method": method, "removed": f"{ratio:.0%}", "calibrated on": text}
+        pair = name, f"{method}{real.FITTED_TO}"
+        rows.append(row | _apart(windows, items, pair, ratio))
     return pd.DataFrame(rows)
 
 
-def _counts(
-    windows: pd.DataFrame, items: pd.DataFrame, method: str, ratio: float
+def _apart(
+    windows: pd.DataFrame, items: pd.DataFrame, pair: tuple[str, str], ratio: float
 ) -> dict[str, str]:
-    """Of how many windows and items the method and HEAPr are compared."""
+    """What the first of two methods loses less the second, and on how much text."""
+    mask = windows["corpus"].eq(real.FITTED_TO)
+    parts = {"WikiText-2": windows[mask], "PTB and C4": windows[~mask]}
+    row = {}
+    for name, part in parts.items():
+        gap = loss_difference(part, *pair, ratio)
+        row[f"Δloss, {name} [nats per token] ↓"] = gap.said() if gap else "–"
+    right = accuracy_difference(items, *pair, ratio)
+    row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
+    return row | _counts(windows, items, pair, ratio)
+
+
+def _counts(
+    windows: pd.DataFrame, items: pd.DataFrame, pair: tuple[str, str], ratio: float
+) -> dict[str, str]:
+    """Of how many windows and items two methods are compared."""
     counts = {}
     for name, frame, keys in (
         ("windows of each corpus", windows, ["corpus", "window"]),
         ("items of a task", items, ["task", "item"]),
     ):
-        sides = (state(frame, one, ratio)[keys] for one in (method, "heapr"))
+        sides = (state(frame, one, ratio)[keys] for one in pair)
         sizes = pd.merge(*sides).groupby(keys[0], sort=False).size().astype(str)
         counts[name] = " / ".join(dict.fromkeys(sizes))
     return counts

@@ -5,10 +5,10 @@
 
 Two models: `smolmoe`, which was carved from a published one, and `smollm2`, the
 published weights as one expert a layer. Each method is fitted to the same 32 windows of
-512 tokens of WikiText-2 (three also to other draws, and to C4), removes 10, 20, 25, 40
-or 50 % of the atoms (HEAPr 75 % as well), and is measured on the first windows of the
-test splits of WikiText-2, PTB and C4, and on the same items of each task. `--windows 0`
-takes the whole splits.
+512 tokens of WikiText-2 (two also to other draws, to more windows, and to C4), removes
+10, 20, 25, 40 or 50 % of the atoms (HEAPr 75 % as well), and is measured on the first
+windows of the test splits of WikiText-2, PTB and C4, and on the same items of each
+task. `--windows 0` takes the whole splits.
 
 Written are `real_windows.parquet`, the loss of every state on every window;
 `real_items.parquet`, which items it answers rightly; and, made of both, `real.csv`: a
@@ -112,6 +112,9 @@ OWN_SHARE = METHODS["best"].recipe.own_text
 WITH_OWN = f"{FITTED_TO} + {OWN_TEXT}"
 """As `heapr-lab prune` calibrates by default: self-generated windows are added."""
 OTHER_TEXT = ("c4", WITH_OWN)
+TIMES_MORE = 4
+MORE_TEXT = f"{FITTED_TO}, {TIMES_MORE * N_CALIBRATION} windows"
+"""As much text as two cores score in a quarter of an hour."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ def states(model: str) -> Iterator[State]:
     for method in REPEATED:
         for text in OTHER_TEXT:
             yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
+    for method, ratio in itertools.product(REPEATED, RATIOS[:3] if many else ()):
+        yield pruned(method=method, ratio=ratio, fitted_to=MORE_TEXT)
     of_experts = ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS, *BEYOND)))
     for ratio, names in of_experts if many else ():
         for method in (*names, *rivals()):
@@ -189,11 +194,11 @@ class Pruner:
     def windows(self, state: State) -> CalibrationSet:
         """The calibration windows of a state."""
         drawn: dict[str, Any] = {"seq_len": SEQ_LEN, "seed": state.seed}
-        more = state.fitted_to == WITH_OWN
+        more, many = (state.fitted_to == text for text in (WITH_OWN, MORE_TEXT))
         windows = load_calibration(
-            FITTED_TO if more else state.fitted_to,
+            state.fitted_to if state.fitted_to in CORPORA else FITTED_TO,
             self.tokenizer,
-            n_sequences=N_CALIBRATION,
+            n_sequences=N_CALIBRATION * (TIMES_MORE if many else 1),
             **drawn,
         )
         if not more:
