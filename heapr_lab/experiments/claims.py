@@ -228,13 +228,14 @@ def _over_models(evidence: Evidence) -> Finding:
 def _against_rivals(gaps: Mapping[str, Interval], over: str) -> Finding:
     """The verdict on all rivals: undecided at best while one of them is missing."""
     nearest = min(gaps, key=lambda name: gaps[name].value)
-    text = f"nearest {nearest}, minus HEAPr: {gaps[nearest].said()} nats, {over}"
+    text = f"{nearest} loses {gaps[nearest].said_as('nats')} than HEAPr, {over}"
     verdicts = [gap.verdict for gap in gaps.values()]
     missing = [name for name in RIVALS if not any(at.startswith(name) for at in gaps)]
     if missing:
         verdicts.append(UNDECIDED)
         text += f"; not measured: {', '.join(missing)}"
-    return Finding(verdict_of(verdicts), f"{len(gaps)} comparisons with rivals; {text}")
+    nearest_of = f"nearest in {len(gaps)} comparisons with rivals"
+    return Finding(verdict_of(verdicts), f"{nearest_of}: {text}")
 
 
 def _nearly_lossless(evidence: Evidence) -> Finding | None:
@@ -283,7 +284,7 @@ def _ordered(*pairs: tuple[str, str]) -> Callable[[Evidence], Finding | None]:
             gaps = _gaps_by_text(evidence, method, other)
             if gaps:
                 verdicts += [gap.verdict for gap in gaps.values()]
-                texts.append(f"{method} − {other}: {_deciding(gaps)}")
+                texts.append(f"{method} loses {_counted(gaps, other)}")
         return _all_of(verdicts, texts)
 
     return test
@@ -301,18 +302,16 @@ def _gaps_by_text(evidence: Evidence, method: str, other: str) -> dict[str, Inte
     }
 
 
-def _deciding(gaps: Mapping[str, Interval]) -> str:
-    """The gap that the verdict of all of them comes from, and how many have which."""
+def _counted(gaps: Mapping[str, Interval], other: str) -> str:
+    """In how many comparisons less and more is lost, and the one that decides."""
     verdicts = [gap.verdict for gap in gaps.values()]
     decisive = {a: g for a, g in gaps.items() if g.verdict == verdict_of(verdicts)}
     at = min(decisive, key=lambda at: decisive[at].value)
-    words = {DISAGREES: "below zero", UNDECIDED: "undecided", AGREES: "above zero"}
-    counts = [
-        f"{verdicts.count(verdict)} {word}"
-        for verdict, word in words.items()
-        if verdict in verdicts
-    ]
-    return f"{gaps[at].in_short()} {at} (of all comparisons {', '.join(counts)})"
+    less, more = verdicts.count(DISAGREES), verdicts.count(AGREES)
+    return (
+        f"less than {other} in {less} of {len(gaps)} comparisons and more in {more} "
+        f"({gaps[at].in_short()} nats {at})"
+    )
 
 
 def _predicts(evidence: Evidence) -> Finding | None:
@@ -364,7 +363,7 @@ def _corpora(evidence: Evidence) -> Finding | None:
     accuracy = right.said() if right else "not measured"
     return Finding(
         DISAGREES if affected else UNDECIDED,
-        f"wikitext2 − c4: accuracy {accuracy}; in nats per token {text}",
+        f"wikitext2 in place of c4: accuracy {accuracy}; nats per token {text}",
     )
 
 
@@ -405,13 +404,18 @@ def _by_layer(evidence: Evidence) -> Finding | None:
         return None
     texts, verdicts = [], []
     for ratio, part in evidence.shares.groupby("ratio"):
-        early, late = ends_above_middle(part)
-        verdicts += [early.verdict, late.verdict]
+        ends = ends_above_middle(part)
+        verdicts += [end.verdict for end in ends]
+        early, late = (end.mapped(_percent).said_as("points", ".0f") for end in ends)
         texts.append(
-            f"at {ratio:.0%} the first third loses {early.said('+.2f')} of its atoms "
-            f"more than the middle, the last layer {late.said('+.2f')}"
+            f"atoms removed at {ratio:.0%}: of the first third of the layers {early} "
+            f"than of the middle, of the last layer {late}"
         )
     return _all_of(verdicts, texts)
+
+
+def _percent(share: float) -> float:
+    return 100 * share
 
 
 def _cost_on_gpu(evidence: Evidence) -> Finding | None:

@@ -57,6 +57,17 @@ class Interval:
         value, low, high = (format(x, form) for x in (self.value, self.low, self.high))
         return f"{value} ({low} to {high})"
 
+    def said_as(self, unit: str, form: str = ".3f") -> str:
+        """A difference in words: how many of a unit it is more or less.
+
+        Example:
+            >>> Interval(-0.5, -0.75, -0.25).said_as("nats", ".2f")
+            '0.50 (0.25 to 0.75) nats less'
+        """
+        if self.value < 0:
+            return f"{self.mapped(lambda x: -x).said(form)} {unit} less"
+        return f"{self.said(form)} {unit} more"
+
     def in_short(self, form: str = "+.3f") -> str:
         """The value and half of a symmetric interval.
 

@@ -157,8 +157,8 @@ def test_a_claim_has_to_hold_on_other_text_too() -> None:
     assert verdicts(windows=both)[7] == "disagrees"
     texts = claims(Evidence("text", both)).set_index("number")["found"]
     assert texts[7] == (
-        "heapr-expert − heapr: -0.100 ± 0.000 at 20% on other text (of all comparisons "
-        "1 below zero, 1 above zero)"
+        "heapr-expert loses less than heapr in 1 of 2 comparisons and more in 1 "
+        "(-0.100 ± 0.000 nats at 20% on other text)"
     )
 
 
@@ -212,8 +212,9 @@ def test_an_answer_begins_with_what_is_refuted() -> None:
     text = repr(answer_of(evidence, 8, 9, 11, also="More."))
     parts = (
         "A claim of the paper: early layers lose most, the middle least, the last ones "
-        "more again (only drawn). This model **disagrees**: at 25% the first third",
-        "the last layer -0.10 (-0.10 to -0.10). A claim",
+        "more again (only drawn). This model **disagrees**: atoms removed at 25%: of "
+        "the first third",
+        "of the last layer 10 (10 to 10) points less. A claim",
         "This model **agrees**: Spearman 1.00",
         "the costliest tenth: 2.0 × its scores. A claim",
         "(93% of the accuracy at <0.4 of the model",
