@@ -17,7 +17,13 @@ expect = sync_api.expect
 pytestmark = pytest.mark.browser
 
 
-TO_OUTPUT = "document.querySelector('.jp-OutputArea').scrollIntoView()"
+SCROLLED = """() => {
+    const output = document.querySelector('.jp-OutputArea');
+    const before = output.getBoundingClientRect().top;
+    output.scrollIntoView();
+    return Math.abs(output.getBoundingClientRect().top - before) < 1;
+}"""
+"""Scrolls to the output, until it stays there: a page that was resized still moves."""
 
 
 @pytest.fixture
@@ -55,7 +61,8 @@ def test_the_first_minute(
                     page.set_viewport_size({"width": width, "height": height})
                     expect(files).to_be_visible()
                     if height < 700:  # at 150 %, beside the files, below no other cell
-                        page.evaluate(TO_OUTPUT)
+                        page.wait_for_timeout(500)
+                        page.wait_for_function(SCROLLED, polling=1000)
                     for seen in (panel.handle, panel.picture):
                         expect(seen).to_be_in_viewport(ratio=0.95)
                 page.set_viewport_size({"width": 1280, "height": 1000})
