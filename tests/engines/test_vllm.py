@@ -28,7 +28,8 @@ from stored_tensors import changed_json, changed_tensors
 from tiny_folder import D_VOCAB, write_tokenizer
 from transformers import AutoModelForCausalLM
 
-from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.checkpoints.predicting import Further, predicting_heads
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.folders import read_weights
 from heapr_lab.pruning.surgery import prune
@@ -215,6 +216,52 @@ def test_uniform_is_a_stock_checkpoint(family: str, tmp_path: Path) -> None:
     assert ("padded" in manifest) == bool(wide)
     assert "quantization_config" not in (folder / "config.json").read_text()
     check_as_transformers(folder, generated(engine_of(folder)))
+
+
+def with_mtp(folder: Path, family: str) -> Path:
+    """A model of one layer without attention, and an MTP layer that is a copy of it.
+
+    It sees the next token's embedding alone, so it predicts what the model will.
+    """
+    sizes = SIZES | FAMILIES.get(family, {}) | {"num_nextn_predict_layers": 1}
+    one = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    tiny_model(family, dtype=torch.float32, **sizes | one).save_pretrained(folder)
+    with changed_tensors(folder) as stored:
+        embeddings = stored["model.embed_tokens.weight"]
+        embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
+        stored["model.layers.0.self_attn.o_proj.weight"].zero_()
+        stored |= {n.replace("layers.0", "layers.1"): t for n, t in stored.items()}
+        norm = stored["model.norm.weight"]
+        parts = dict.fromkeys(("hnorm", "shared_head.norm"), norm)
+        parts["enorm"] = torch.ones_like(norm)
+        parts["eh_proj"] = torch.eye(len(norm), 2 * len(norm))
+        stored |= {f"model.layers.1.{name}.weight": t for name, t in parts.items()}
+    return folder
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_drafts_with_a_pruned_layer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every draft is right but one: vLLM leaves out the embedding at position 0.
+
+    The atoms are given, because vLLM's transformers is too old to score the layer.
+    """
+    source = with_mtp(tmp_path / "source", family)
+    keep = widths_keep(read_weights(source), *WIDTHS["uniform"], structure="uniform")
+
+    def same_atoms(_: Any, skeleton: Any, base: str, *__: Any, **___: Any) -> Further:
+        kept = {1: torch.tensor(keep.by_layer(0))}
+        return Further(predicting_heads(skeleton, base), {}, kept)
+
+    monkeypatch.setattr("heapr_lab.checkpoints.save.further_layers", same_atoms)
+    folder = prune_folder(source, keep, tmp_path / "pruned")
+    drafting = {"method": "mtp", "num_speculative_tokens": 1}
+    engine = engine_of(folder, speculative_config=drafting, disable_log_stats=False)
+    check_as_transformers(folder, generated(engine))
+    counts = {m.name: getattr(m, "value", None) for m in engine.get_metrics()}
+    n_right = counts["vllm:spec_decode_num_accepted_tokens"]
+    assert n_right == counts["vllm:spec_decode_num_draft_tokens"] - 1 > N_NEW
 
 
 @pytest.mark.parametrize("structure", ["per_layer", "ragged"])
