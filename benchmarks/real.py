@@ -112,9 +112,8 @@ OWN_SHARE = METHODS["best"].recipe.own_text
 WITH_OWN = f"{FITTED_TO} + {OWN_TEXT}"
 """As `heapr-lab prune` calibrates by default: self-generated windows are added."""
 OTHER_TEXT = ("c4", WITH_OWN)
-TIMES_MORE = 4
-MORE_TEXT = f"{FITTED_TO}, {TIMES_MORE * N_CALIBRATION} windows"
-"""As much text as two cores score in a quarter of an hour."""
+N_MORE = 4 * N_CALIBRATION
+MORE_TEXT = f"{FITTED_TO}, {N_MORE} windows"
 
 
 @dataclass(frozen=True)
@@ -194,14 +193,13 @@ class Pruner:
     def windows(self, state: State) -> CalibrationSet:
         """The calibration windows of a state."""
         drawn: dict[str, Any] = {"seq_len": SEQ_LEN, "seed": state.seed}
-        more, many = (state.fitted_to == text for text in (WITH_OWN, MORE_TEXT))
         windows = load_calibration(
             state.fitted_to if state.fitted_to in CORPORA else FITTED_TO,
             self.tokenizer,
-            n_sequences=N_CALIBRATION * (TIMES_MORE if many else 1),
+            n_sequences=N_MORE if state.fitted_to == MORE_TEXT else N_CALIBRATION,
             **drawn,
         )
-        if not more:
+        if state.fitted_to != WITH_OWN:
             return windows
         n_more = round(OWN_SHARE * N_CALIBRATION)
         generated = own_text(self.model, self.tokenizer, n_sequences=n_more, **drawn)

@@ -406,16 +406,15 @@ def _by_layer(evidence: Evidence) -> Finding | None:
     for ratio, part in evidence.shares.groupby("ratio"):
         ends = ends_above_middle(part)
         verdicts += [end.verdict for end in ends]
-        early, late = (end.mapped(_percent).said_as("points", ".0f") for end in ends)
+        early, late = (
+            end.mapped(lambda share: 100 * share).said_as("points", ".0f")
+            for end in ends
+        )
         texts.append(
             f"atoms removed at {ratio:.0%}: of the first third of the layers {early} "
             f"than of the middle, of the last layer {late}"
         )
     return _all_of(verdicts, texts)
-
-
-def _percent(share: float) -> float:
-    return 100 * share
 
 
 def _cost_on_gpu(evidence: Evidence) -> Finding | None:

@@ -25,8 +25,10 @@ REFUSED = {
     "ernie4_5_vl_moe": "each of its layers has a second set of experts, for images, "
     "which text does not reach and whose tensors are in one list with those of the "
     "first",
-    **dict.fromkeys(("inkling2", "inkling2_text"), _IN_SINGLE),
-    **dict.fromkeys(("inkling2_loop", "inkling2_loop_text"), _IN_SINGLE),
+    "inkling2": _IN_SINGLE,
+    "inkling2_text": _IN_SINGLE,
+    "inkling2_loop": _IN_SINGLE,
+    "inkling2_loop_text": _IN_SINGLE,
     "llama4": _OWN_EXPERTS,
     "llama4_text": _OWN_EXPERTS,
     "mistral4": "transformers has no causal language model of it alone; inside a "

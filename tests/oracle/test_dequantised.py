@@ -183,8 +183,10 @@ def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> N
     facts = savings(session.keep, table, source=bench.source)
     assert facts["bytes_before"] == (packed / "model.safetensors").stat().st_size
     assert facts["bytes_before"] == session.savings().iloc[0]["bytes_before"]
-    written = sum(tensor.nbytes for tensor in tensors_in(folder).values())
-    assert facts["bytes_after"] == pytest.approx(written, rel=0.02)
+    # In float32, routers alone are a percent of so small a model.
+    n_numbers = sum(tensor.numel() for tensor in tensors_in(folder).values())
+    in_bfloat16 = n_numbers * torch.bfloat16.itemsize
+    assert facts["bytes_after"] == pytest.approx(in_bfloat16, rel=0.01)
     assert facts["bytes_after_is"] == "an estimate, in bfloat16"
     assert session.bytes_are().endswith(" files, pruned in bfloat16: an estimate")
 
