@@ -7,14 +7,18 @@ inputs in its metadata, under `heapr_lab`, show whether it has to be executed ag
 """
 
 import asyncio
+import contextlib
 import html
 import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pandas as pd
@@ -204,7 +208,8 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, threads: int | None) ->
     )
     client.on_cell_start = lambda **event: started.append(event["cell_index"])
     try:
-        asyncio.run(client.async_execute(env=_environment(threads)))
+        with _sockets(client.create_kernel_manager()):
+            asyncio.run(client.async_execute(env=_environment(threads)))
     except CellExecutionError as error:
         what = f"{error.ename}: {error.evalue}"
     except (CellControlSignal, DeadKernelError) as error:
@@ -214,6 +219,19 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, threads: int | None) ->
     raise HeaprLabError(
         f"{path.name}, cell {started[-1] + 1} failed: {what}; the file is unchanged"
     )
+
+
+@contextlib.contextmanager
+def _sockets(kernel: Any) -> Iterator[None]:
+    """Let a kernel be reached by files, as another process may take a port before it.
+
+    Where there are no such files it is reached by ports.
+    """
+    with tempfile.TemporaryDirectory(prefix="heapr-lab-") as folder:
+        if sys.platform != "win32":
+            kernel.connection_file = str(Path(folder, "kernel.json"))
+            kernel.transport = "ipc"
+        yield
 
 
 def _environment(threads: int | None) -> dict[str, str]:

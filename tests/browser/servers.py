@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ _LAB_OPTIONS = (
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     "--LabApp.extension_manager=readonly",
     "--LabApp.expose_app_in_browser=True",  # its commands, as `jupyterapp`
+    # A port that was free when it was chosen may be taken when the kernel wants it.
+    "--KernelManager.transport=ipc",
     # Kernels of pages that were closed.
     "--MappingKernelManager.cull_idle_timeout=30",
     "--MappingKernelManager.cull_interval=10",
@@ -95,8 +98,11 @@ def lab(*, private: Path, environment: Mapping[str, str]) -> Iterator[Lab]:
     work.mkdir()
     command = ["jupyterlab", *_LAB_OPTIONS, f"--ServerApp.port={free_port()}"]
     command += [f"--ServerApp.root_dir={work}"]
-    with served(command, private=private, environment=environment) as (address, _):
-        yield Lab(address, work)
+    # The path of a socket has to be short.
+    with tempfile.TemporaryDirectory(prefix="hl-") as runtime:
+        variables = {**environment, "JUPYTER_RUNTIME_DIR": runtime}
+        with served(command, private=private, environment=variables) as (address, _):
+            yield Lab(address, work)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +27,16 @@ def app(
     """Address and process of the app, and where its temporary files go."""
     pytest.importorskip("voila")
     private = tmp_path_factory.mktemp("app")
-    temporary = private / "tmp"
-    temporary.mkdir()
     command = ["heapr_lab", "app", str(tiny_model), "--profile", "small"]
-    variables = environment | {"TMPDIR": str(temporary), "HEAPR_LAB_RESUME": "1"}
-    with served([*command, "--no-browser"], private=private, environment=variables) as (
-        address,
-        process,
-    ):
-        yield address, process, temporary
+    command.append("--no-browser")
+    # The path of a socket has to be short.
+    with tempfile.TemporaryDirectory(prefix="hl-") as temporary:
+        variables = environment | {"TMPDIR": temporary, "HEAPR_LAB_RESUME": "1"}
+        with served(command, private=private, environment=variables) as (
+            address,
+            process,
+        ):
+            yield address, process, Path(temporary)
     # Other tests use the same table, and would be offered these.
     shutil.rmtree(Path(environment["HEAPR_CACHE_DIR"], "sessions"))
 
@@ -142,6 +144,7 @@ def test_leaves_nothing_behind(
     """Told to stop, it ends well and takes its notebook with it."""
     _, process, temporary = app
     assert list(temporary.glob("heapr-lab-*/heapr-lab.ipynb"))
+    assert list(temporary.rglob("kernel-*-ipc-1"))
     stop(process)
     assert process.returncode == 0
     assert list(temporary.glob("heapr-lab-*")) == []

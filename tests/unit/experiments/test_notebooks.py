@@ -1,5 +1,6 @@
 """`notebooks`: parameters, normalising, and what is run when."""
 
+import sys
 from pathlib import Path
 
 import nbformat
@@ -75,6 +76,14 @@ class TestExecute:
             "sources": sources_digest(notebook),
             "inputs": "abc",
         }
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="has no such sockets")
+    def test_kernels_wait_for_no_port(self, tmp_path: Path) -> None:
+        """A port that was free may be another's once the kernel wants it."""
+        asked = "from ipykernel.kernelapp import IPKernelApp as App"
+        path = _written(tmp_path, "1", f"{asked}\nprint(App.instance().transport)")
+        execute_notebook(path, parameters={})
+        assert read_notebook(path).cells[1].outputs[0].text == "ipc\n"
 
     def test_a_failing_cell_leaves_the_file(self, tmp_path: Path) -> None:
         """The error names notebook, cell and cause; no byte is changed."""

@@ -105,6 +105,13 @@ def test_kernels_without_a_page_are_ended(tmp_path: Path) -> None:
     assert not kernels.cull_connected
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such sockets")
+@pytest.mark.parametrize(("length", "expected"), [(30, "ipc"), (60, "tcp")])
+def test_kernels_wait_for_no_port(length: int, expected: str) -> None:
+    """They have sockets in the app's folder, if its path is not too long for them."""
+    assert app._transport(Path("/" + "x" * (length - 1))) == expected
+
+
 def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The port that was asked for is used, or none."""
     monkeypatch.setattr(app, "panel_source", lambda *_, **__: "")
