@@ -211,9 +211,10 @@ class Request:
             check_checkpoint(source, self.setting.selection)
 
     def _check_text(self) -> list[str]:
-        """Check the text without torch; returns the corpora of the card.
+        """Check the text, or the table, without torch; returns the corpora of the card.
 
         Raises:
+            CacheError: the table is damaged or of another kind.
             SpecError: a corpus cannot be used, or --max-rise is given with a mixture.
         """
         from heapr_lab.text.calibration_spec import corpora_of
@@ -226,6 +227,9 @@ class Request:
                 "mixture: give --ratio, or one corpus"
             )
         if self.importance is not None:
+            from heapr_lab.importance.table import ImportanceTable
+
+            ImportanceTable.read(self.importance, [])  # before anything slow
             return []
         preflight.check_corpora([corpus], split="train")
         preflight.check_corpora(corpora, split="test")  # a mixture has none

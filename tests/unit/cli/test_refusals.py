@@ -138,6 +138,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("compare", "lab", "--preset", "table2"), "expected paper-table1"),
     (("prune", "lab", "--max-rise", "0.1", "--ratio", "0.1"), "--ratio or --max-rise"),
     (("prune", "lab", "--max-rise", "0.1", "--of", "model"), "leave --of out"),
+    ((*TABLE, "--ratio", "0.4"), "bad.parquet cannot be read"),
     ((*TABLE, "--max-rise", "1"), "runs the model"),
     ((*TABLE, "--ratio", "0.4", "--own-text", "1"), "runs the model"),
     (("plan", "lab", "--memory", "24 bananas"), "or a number with a unit"),
