@@ -41,7 +41,7 @@ from benchmarks.machine import machine as this_machine
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.evaluation.paired import paired_difference
-from heapr_lab.experiments.table1 import methods_of_table1
+from heapr_lab.experiments.paper import methods_of_table1
 from heapr_lab.inspection.stored import stored_perplexity
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.models.experts import describe

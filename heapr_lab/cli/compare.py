@@ -185,17 +185,17 @@ def _defaults(model: str, preset: str | None) -> dict[str, str]:
         return _USUAL
     if preset != _PRESET:
         raise SpecError(f"--preset is {preset!r}, expected {_PRESET}")
-    from heapr_lab.experiments import table1
+    from heapr_lab.experiments import paper
     from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
     lists = {
-        "methods": filter(None, table1.methods_of_table1().values()),
-        "ratios": map(str, table1.ratios_of_table1(model)),
-        "corpora": table1.CORPORA,
+        "methods": filter(None, paper.methods_of_table1().values()),
+        "ratios": map(str, paper.ratios_of_table1(model)),
+        "corpora": paper.TABLE1_CORPORA,
         "tasks": PAPER_TASKS,
     }
     texts = {name: ",".join(parts) for name, parts in lists.items()}
-    return texts | {"corpus": table1.CALIBRATED_ON}
+    return texts | {"corpus": paper.TABLE1_TEXT}
 
 
 def _refuse(refused: list[dict[str, Any]], entry: "Entry", error: Exception) -> None:
@@ -213,23 +213,23 @@ def _show_table1(
     as_json: bool,
 ) -> None:
     """Print what was measured, and could not be, beside the paper's own table."""
-    from heapr_lab.experiments import table1
+    from heapr_lab.experiments import paper
 
-    missing = [k for k, method in table1.methods_of_table1().items() if method is None]
-    published = table1.published_rows(name)
+    missing = [k for k, method in paper.methods_of_table1().items() if method is None]
+    published = paper.published_rows(name)
     if as_json:
         facts = {"model": name, "preset": _PRESET, "results": frame.to_dict("records")}
         facts |= {"refused": refused, "not_here": missing}
         facts |= {"published": published.to_dict("records")}
-        facts |= {"not_comparable": table1.NOT_COMPARABLE}
+        facts |= {"not_comparable": paper.NOT_COMPARABLE}
         print_facts(facts, as_json=True)
         return
-    typer.echo(_aligned(table1.as_table1(frame)))
+    typer.echo(_aligned(paper.as_table1(frame)))
     for row in refused:
         typer.echo(f"{row['method']} at {row['ratio']:.2%}: {row['reason']}")
     if missing:
         typer.echo(f"Methods of the table that are not here: {', '.join(missing)}")
-    typer.echo(f"\nPublished in the paper ({table1.NOT_COMPARABLE}):")
+    typer.echo(f"\nPublished in the paper ({paper.NOT_COMPARABLE}):")
     typer.echo(_aligned(published.drop(columns="published"), digits=2))
 
 

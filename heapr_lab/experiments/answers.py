@@ -105,7 +105,7 @@ def tour(
     Args:
         results: evaluation rows of the dense model and of the pruned one.
         saved: a row of `Workbench.savings`.
-        losses: from `corpus_masks.mask_losses`, the mask of the results first.
+        losses: from `paper.mask_losses`, the mask of the results first.
     """
     corpus = str(losses["mask"].iloc[0])
     values = results[results["metric"].eq("perplexity")]
@@ -188,7 +188,7 @@ def other_text(losses: pd.DataFrame) -> str:
     """What the mask of another corpus costs on each of two.
 
     Args:
-        losses: from `corpus_masks.mask_losses`.
+        losses: from `paper.mask_losses`.
     """
     table = losses.pivot(index="mask", columns="dataset", values="delta_nll")
     pair = [str(name) for name in table.index if name in table.columns]

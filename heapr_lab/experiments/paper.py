@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from heapr_lab import methods
 from heapr_lab.errors import CorpusError
+from heapr_lab.figures.paper import paper_table, plain_name
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.inspection.mask_diff import ScoredMask
+from heapr_lab.models.named import PAPER_MODELS
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
 from heapr_lab.text.corpora import TEST_CORPORA, available_corpora
@@ -247,3 +252,123 @@ def bin_results(bench: Workbench) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(rows)
+
+
+# --- masks of two corpora -----------------------------------------------------------
+
+MIXTURE = "mixture"
+
+
+def corpus_masks(
+    bench: Workbench, pair: tuple[str, str], *, ratio: float = 0.25
+) -> dict[str, ScoredMask]:
+    """The masks of two corpora and of half of each, by the corpus and `MIXTURE`.
+
+    All three are measured on the same number of windows.
+    """
+    texts = {name: name for name in pair} | {MIXTURE: mixture_of(pair)}
+    settings = {name: Setting(ratio, text) for name, text in texts.items()}
+    return {
+        name: ScoredMask.select(name, bench.table_of(setting), setting.selection)
+        for name, setting in settings.items()
+    }
+
+
+def mixture_of(pair: tuple[str, str]) -> str:
+    """The corpus that is half of each of two."""
+    return " + ".join(f"0.5*{name}" for name in pair)
+
+
+def mask_losses(
+    bench: Workbench, masks: Mapping[str, ScoredMask], corpora: Sequence[str]
+) -> pd.DataFrame:
+    """Δloss of every mask on the test split of every corpus.
+
+    Returns:
+        Columns mask, dataset, delta_nll [nats per token].
+    """
+    rows = [
+        (name, corpus, _rise(bench, mask.keep, corpus))
+        for name, mask in masks.items()
+        for corpus in corpora
+    ]
+    return pd.DataFrame(rows, columns=["mask", "dataset", "delta_nll"])
+
+
+def _rise(bench: Workbench, keep: KeepMask, corpus: str) -> float:
+    """Δloss of a mask on the test split of a corpus, in nats per token."""
+    windows = bench.test_windows(corpus)
+    dense = bench.perplexity(None, windows).nll
+    return bench.perplexity(keep, windows).nll - dense
+
+
+# --- Table 1 ------------------------------------------------------------------------
+#
+# On any model. The rows of rivals in the paper are quoted from other papers, which
+# calibrated them on text of their own; here all are fitted to the same windows.
+
+TABLE1_TEXT = "wikitext2"
+TABLE1_CORPORA = ("wikitext2", "ptb")
+TABLE1_RATIOS = (0.2, 0.25, 0.4, 0.5)
+"""The ratios for models that are not in the paper: all that the paper has."""
+NOT_COMPARABLE = (
+    "not comparable with the above: model, windows, items and calibration may "
+    "differ, and the rows of rivals are quoted from their papers"
+)
+"""What is said of the rows of the paper."""
+_ORIGINAL = "Original"
+"""The paper's name of the dense model."""
+
+
+def methods_of_table1() -> dict[str, str | None]:
+    """The names of the methods here by their names in the paper, None if missing.
+
+    One that is called "-like" follows the paper's text, because there is no code of its
+    authors to check it against.
+    """
+    here = {plain_name(name): name for name in methods.names()}
+    named = paper_table("main_results")["method"].drop_duplicates()
+    return {name: here.get(plain_name(name)) for name in named if name != _ORIGINAL}
+
+
+def ratios_of_table1(model: str) -> tuple[float, ...]:
+    """The ratios that the paper has for the model of that hub id, or else all."""
+    rows = paper_table("main_results")
+    pruned = rows[rows["model"].map(PAPER_MODELS).eq(model) & rows["ratio"].gt(0)]
+    return tuple(pruned["ratio"].drop_duplicates().astype(float)) or TABLE1_RATIOS
+
+
+def published_rows(model: str) -> pd.DataFrame:
+    """The rows of the paper for the model of that hub id, or for all that it has.
+
+    Returns:
+        The columns of `main_results.csv`, and `published` (true).
+    """
+    rows = paper_table("main_results")
+    matches = rows[rows["model"].map(PAPER_MODELS).eq(model)]
+    shown = rows if matches.empty else matches
+    return shown.reset_index(drop=True).assign(published=True)
+
+
+def as_table1(results: pd.DataFrame) -> pd.DataFrame:
+    """Results of `compare_methods` in the columns of the paper's table.
+
+    Returns:
+        A row for each method and ratio, the dense model first: `method`, `ratio`,
+        `achieved_ratio`, the perplexity of each corpus, as `wikitext2_ppl`, the
+        accuracy (`acc`) of each task, `average` where all seven of the paper are
+        measured, and `parameters`.
+    """
+    lines: dict[tuple[str, float], dict[str, Any]] = {}
+    for row in results.to_dict("records"):
+        labels = {name: row[name] for name in ("method", "ratio", "achieved_ratio")}
+        line = lines.setdefault((row["method"], row["ratio"]), labels)
+        if pd.notna(row.get("perplexity")):
+            line[f"{row['dataset']}_ppl"] = row["perplexity"]
+        else:
+            line[row["dataset"]] = row.get("acc")
+    frame = pd.DataFrame(lines.values())
+    if {*PAPER_TASKS} <= {*frame.columns}:
+        frame["average"] = frame[[*PAPER_TASKS]].mean(axis=1, skipna=False)
+    sizes = results.drop_duplicates(["method", "ratio"])["parameters"]
+    return frame.assign(parameters=sizes.to_numpy())

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
-from heapr_lab.experiments import claims, corpus_masks, paper
+from heapr_lab.experiments import claims, paper
 from heapr_lab.experiments.intervals import kept_of_boundary
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
 from heapr_lab.figures.files import draw_files, write_table
@@ -269,7 +269,7 @@ def _eliminate(bench: Workbench) -> None:
 
 def _mix(bench: Workbench) -> None:
     """Compute the statistics of the mixture, which two notebooks need at a time."""
-    mixture = corpus_masks.mixture_of(paper.calibration_pair(bench))
+    mixture = paper.mixture_of(paper.calibration_pair(bench))
     bench.importance(Calibration(mixture))
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from heapr_lab.methods.collectors import sum_over_windows
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.experts import lowest_of
-from heapr_lab.methods.gradients import sum_over_windows
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import accumulating_dtype

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
+from heapr_lab.methods.collectors import Stacks, sum_over_windows
 from heapr_lab.methods.composed_experts import Composition, Shared
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.gradients import Stacks, sum_over_windows
 from heapr_lab.methods.low_rank import (
     MOMENTS,
     Moments,

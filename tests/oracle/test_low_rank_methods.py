@@ -15,11 +15,10 @@ from torch import nn
 
 from heapr_lab import methods
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
-from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.collectors import Measurements, sum_over_windows
 from heapr_lab.methods.composed_experts import Projection
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.d2_moe import base_of, squares
-from heapr_lab.methods.gradients import sum_over_windows
 from heapr_lab.methods.low_rank import MOMENTS, ranks_of
 from heapr_lab.methods.moe_svd import Sizes, sensitivity, sizes_of
 from heapr_lab.models.architecture import LayerShape
