@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heapr_lab.pretrained.carved import GATE_SCALE, MATRICES, Layout, Ternary, ternary
+from heapr_lab.pretrained.carved import (
+    GATE_SCALE,
+    MATRICES,
+    PER_BYTE,
+    POWERS,
+    Layout,
+    Ternary,
+)
+
+_N_FITS = 6
+"""Rounds in which the levels of a matrix are fitted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +105,27 @@ class CarvedFfn(GatedFfn):
             changes[name] = ternary(matrix - base)
             matrix.copy_(base + changes[name].values())
         return changes
+
+
+def ternary(matrix: torch.Tensor) -> Ternary:
+    """The nearest matrix of three levels a row, in the mean square (Lloyd's method).
+
+    Shapes: matrix (n_rows, n_columns).
+    """
+    size = matrix.float().abs()
+    level = size.mean(1, keepdim=True)
+    for _ in range(_N_FITS):
+        outer = (size > level / 2).float()
+        level = (size * outer).sum(1, keepdim=True) / outer.sum(1, keepdim=True).clamp(
+            min=1
+        )
+    scale = level[:, 0].half()
+    signs = torch.where(size > scale.float()[:, None] / 2, matrix.sign(), 0.0)
+    digits = (signs + 1).long().flatten()
+    padding = -len(digits) % PER_BYTE
+    digits = F.pad(digits, (0, padding)).view(-1, PER_BYTE)
+    packed = (digits * POWERS).sum(1).to(torch.uint8)
+    return Ternary(packed, scale, matrix.shape[1])
 
 
 def _rows(ffn: GatedFfn, name: str) -> torch.Tensor:

@@ -66,8 +66,8 @@ class Architecture:
         One layer, 2 experts of 3 atoms, gated, d_model 4: an atom has 12 parameters.
 
         >>> shape = LayerShape(n_experts=2, d_inter=3, d_expert=4)
-        >>> Architecture(100, 2, 4, {0: shape}, 10, 8).routed_parameters
-        72
+        >>> Architecture(100, 2, 4, {0: shape}, 10, 8).atom_parameters(0)
+        12
     """
 
     n_parameters: int
@@ -85,11 +85,6 @@ class Architecture:
     def atom_parameters(self, layer: int) -> int:
         """Parameters of one atom of `layer`."""
         return self._shape(layer).atom_parameters
-
-    @property
-    def routed_parameters(self) -> int:
-        """Parameters of all routed atoms."""
-        return sum(s.n_atoms * s.atom_parameters for s in self.layers.values())
 
     def parameters(self, keep: Keep | None = None) -> int:
         """Parameters of the whole model after pruning (before, without `keep`)."""

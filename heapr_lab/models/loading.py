@@ -132,19 +132,6 @@ def _devices_here() -> str:
     return ", ".join(["auto", "cpu", *gpus])
 
 
-def config_of(name_or_path: str | Path) -> Any:
-    """The configuration of a model, whose weights are not needed.
-
-    Raises:
-        SpecError: there is no such model, or its configuration is damaged.
-        LayoutError: it cannot be opened as a MoE.
-    """
-    dense = dense_of(str(name_or_path))
-    if dense is None:
-        return read_config(_resolve(name_or_path))
-    return registry.find("configurations of dense models as MoEs")(config_of(dense))
-
-
 def model_folder(name_or_path: str | Path) -> Path:
     """The local folder of a model's files, which are downloaded first for a hub id.
 

@@ -33,9 +33,9 @@ MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 _ENTRY = "heapr_lab.carved"
 NORMS = ("input_layernorm", "post_attention_layernorm")
 _LAYOUT = re.compile(r"s(\d+)e(\d+)x(\d+)k(\d+)")
-_PER_BYTE = 5
-_POWERS = torch.tensor([3**place for place in range(_PER_BYTE)])
-_N_FITS = 6
+PER_BYTE = 5
+POWERS = torch.tensor([3**place for place in range(PER_BYTE)])
+"""The value of each of the places in a byte of three levels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,31 +50,10 @@ class Ternary:
 
     def values(self) -> torch.Tensor:
         """The matrix, (n_rows, n_columns) float32."""
-        digits = self.packed.long()[:, None] // _POWERS % 3
+        digits = self.packed.long()[:, None] // POWERS % 3
         n_rows = len(self.scale)
         signs = digits.flatten()[: n_rows * self.n_columns].float() - 1
         return signs.view(n_rows, self.n_columns) * self.scale.float()[:, None]
-
-
-def ternary(matrix: torch.Tensor) -> Ternary:
-    """The nearest matrix of three levels a row, in the mean square (Lloyd's method).
-
-    Shapes: matrix (n_rows, n_columns).
-    """
-    size = matrix.float().abs()
-    level = size.mean(1, keepdim=True)
-    for _ in range(_N_FITS):
-        outer = (size > level / 2).float()
-        level = (size * outer).sum(1, keepdim=True) / outer.sum(1, keepdim=True).clamp(
-            min=1
-        )
-    scale = level[:, 0].half()
-    signs = torch.where(size > scale.float()[:, None] / 2, matrix.sign(), 0.0)
-    digits = (signs + 1).long().flatten()
-    padding = -len(digits) % _PER_BYTE
-    digits = F.pad(digits, (0, padding)).view(-1, _PER_BYTE)
-    packed = (digits * _POWERS).sum(1).to(torch.uint8)
-    return Ternary(packed, scale, matrix.shape[1])
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from carved_models import dense_model, described, one_expert_state, student_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.lab_model.carved_ffn import ternary
 from heapr_lab.errors import SpecError
-from heapr_lab.pretrained.carved import Carved, Layout, as_glm4_moe, ternary
+from heapr_lab.pretrained.carved import Carved, Layout, as_glm4_moe
 
 _IDS = torch.arange(24).view(2, 12) % 31
 
