@@ -6,7 +6,6 @@ named, and no missing weight is initialised at random.
 """
 
 import contextlib
-import importlib
 import logging
 import re
 from collections.abc import Collection, Iterator
@@ -165,16 +164,8 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
     """The model in a GGUF file with its weights in float32, and its tokenizer.
 
     Raises:
-        SpecError: the file is damaged, holds another kind of model, or the package gguf
-            is not installed.
+        SpecError: the file is damaged, or holds another kind of model.
     """
-    try:
-        importlib.import_module("gguf")
-    except ImportError as error:
-        raise SpecError(
-            f"{path.name} cannot be read without the package gguf, which is not "
-            "installed: pip install gguf"
-        ) from error
     with _named(path, path.name):
         model = AutoModelForCausalLM.from_pretrained(
             path.parent,

