@@ -29,6 +29,10 @@ States = Callable[[torch.Tensor], torch.Tensor]
 """From token ids (B, L) to the final states, (B, L, d_model)."""
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 """From a tensor's name and values to those that it has in another model."""
+Optimizers = Callable[[Mapping[str, nn.Parameter], float], torch.optim.Optimizer]
+"""From parameters by name, and a share of their rates, to what changes them."""
+Gradient = Callable[[slice, torch.Tensor], torch.Tensor]
+"""From some windows and their final states to the gradient of the loss by these."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,30 @@ class GradientPass(Protocol):
         """All windows before `stop` are measured, which may be saved, or has to be."""
 
 
+class Training(Protocol):
+    """Weights of a model that are trained."""
+
+    parameters: Sequence[nn.Parameter]
+    """Those that are in memory together: all, or none."""
+
+    def resume(self) -> Tensors:
+        """Go on where an earlier process was; returns its notes, or nothing."""
+
+    def add_gradients(
+        self, ids: torch.Tensor, batch_size: int, gradient: Gradient, progress: Progress
+    ) -> None:
+        """Run windows of tokens (n_windows, L) to the loss and back."""
+
+    def step(self, share: float, notes: Tensors) -> None:
+        """Change the weights by a share of their rates; `notes` are kept with them."""
+
+    def keep(self) -> None:
+        """Keep the weights as they are now: they are the best so far."""
+
+    def finish(self) -> None:
+        """Let the model have the best weights."""
+
+
 class Backend(Protocol):
     """What differs with where the weights of a model are."""
 
@@ -124,6 +152,25 @@ class Backend(Protocol):
 
         Yields the number of an MoE layer and the windows of which it has just got the
         gradients.
+        """
+
+    def training(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        optimizers: Optimizers,
+        *,
+        state: Path | None,
+        key: str,
+    ) -> Training | None:
+        """The training of weights that are not in memory together; None if they are.
+
+        Args:
+            model: the model.
+            names: of the weights.
+            optimizers: makes what changes the weights of a part.
+            state: names the place in which an unfinished training is kept.
+            key: hash of all that determines the training.
         """
 
     def when_needed(
@@ -248,6 +295,9 @@ class InMemory:
                 run.loss(windows).backward()
                 yield from ((layer.layer, windows) for layer in run.layers)
                 run.finish(stop)
+
+    def training(self, *_args: Any, **_options: Any) -> None:
+        """None: all weights are in memory."""
 
     def when_needed(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What `read` gives."""

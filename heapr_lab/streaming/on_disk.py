@@ -18,8 +18,10 @@ from heapr_lab.models.backend import (
     Change,
     GradientPass,
     NewModule,
+    Optimizers,
     States,
     Tensors,
+    Training,
     put,
     register,
 )
@@ -30,6 +32,7 @@ from heapr_lab.streaming.layerwise import swept_states
 from heapr_lab.streaming.shards import save_streamed
 from heapr_lab.streaming.stream import OUTSIDE, Stream, put_tensor, stream_of
 from heapr_lab.streaming.sweep_store import budget_of
+from heapr_lab.streaming.training import StreamedTraining
 from heapr_lab.streaming.two_sweeps import streamed_pass, token_bytes
 
 
@@ -107,6 +110,18 @@ class OnDisk:
     ) -> Generator[tuple[int, slice]]:
         """Run all windows by two sweeps over the layers."""
         return streamed_pass(model, self.stream, run)
+
+    def training(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        names: Sequence[str],
+        optimizers: Optimizers,
+        *,
+        state: Path | None,
+        key: str,
+    ) -> Training:
+        """A training in which each part is changed when it is read."""
+        return StreamedTraining(self.stream, names, optimizers, state=state, key=key)
 
     def when_needed(
         self, read: Callable[[], torch.Tensor]
@@ -213,17 +228,6 @@ class SlicedReader:
         self._model, self._source = model, source
         self._experts, self._change = experts, change
 
-    def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor, which may have been changed, rounded as it is written."""
-        stream = stream_of(self._model)
-        assert stream is not None
-        if tensor.dtype != stream.dtype:
-            return tensor
-        rounded = tensor.to(stream.stored)
-        if stream.packing is not None:
-            rounded = stream.packing.rounded(name, rounded)
-        return rounded.to(tensor.dtype)
-
     @property
     def n_bytes_read(self) -> int:
         """The bytes that the dense model has read."""
@@ -242,7 +246,9 @@ class SlicedReader:
         tensors = {n: self._change(n, dense[n]) for n in dense.keys() & names}
         if number in self._experts:
             stem, make = self._experts[number]
-            tensors |= {f"{stem}.{n}": self._rounded(n, t) for n, t in make().items()}
+            stream = stream_of(self._model)
+            assert stream is not None
+            tensors |= {f"{stem}.{n}": stream.rounded(n, t) for n, t in make().items()}
         for name in names:
             put_tensor(self._model, name, tensors[name])
         if number != OUTSIDE:

@@ -209,6 +209,15 @@ class Stream:
                     if buffer is not None and top in self.blocks and in_files:
                         module._buffers[name] = buffer.to("meta")
 
+    def rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of sliced experts, which may have been changed, as it is written."""
+        if tensor.dtype != self.dtype:
+            return tensor
+        rounded = tensor.to(self.stored)
+        if self.packing is not None:
+            rounded = self.packing.rounded(name, rounded)
+        return rounded.to(tensor.dtype)
+
     def each(self, measure: Callable[[torch.Tensor], T]) -> Iterator[tuple[str, T]]:
         """Every stored tensor's name and what `measure` makes of it, a part at a time.
 

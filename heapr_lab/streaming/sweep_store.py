@@ -237,13 +237,14 @@ def opened(
         finally:
             shutil.rmtree(store.folder)
         return
-    _claim(state, key)
-    yield SweepStore(state, budget=budget, durable=True)
+    yield durable(state, key, budget=budget)
     shutil.rmtree(state)
 
 
-def _claim(folder: Path, key: Mapping[str, Any]) -> None:
-    """Make `folder` the store of `key`, empty unless it was before.
+def durable(folder: Path, key: Mapping[str, Any], *, budget: int) -> SweepStore:
+    """A store in `folder`, empty unless it was that of `key` before.
+
+    Arguments are as of `opened`.
 
     Raises:
         CacheError: it belongs to another pass.
@@ -258,7 +259,8 @@ def _claim(folder: Path, key: Mapping[str, Any]) -> None:
     if old_key != dict(key):
         shutil.rmtree(folder, ignore_errors=True)
         files.write_json(folder / _KEY, dict(key))
-        return
-    for partial in folder.glob(".partial-*"):
-        partial.unlink()
-    logger.info("resumed %s", folder)
+    else:
+        for partial in folder.glob(".partial-*"):
+            partial.unlink()
+        logger.info("resumed %s", folder)
+    return SweepStore(folder, budget=budget, durable=True)

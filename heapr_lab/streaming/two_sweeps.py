@@ -223,12 +223,12 @@ class TwoSweeps:
         """
         last = self._walk.n_layers - 1
         if f"back-{last}" not in self._store:
-            self._of_loss()
+            self.of_loss()
         for number in range(last, -1, -1):
             if f"back-{number}" in self._store:
                 self._recall(number)
             else:
-                yield from self._back(number)
+                yield from self.back(number)
 
     def _recall(self, number: int) -> None:
         """Take over what an earlier process measured in a layer."""
@@ -238,7 +238,7 @@ class TwoSweeps:
         for _ in self._batches:
             self._step(2, number)
 
-    def _back(self, number: int) -> Iterator[tuple[int, slice]]:
+    def back(self, number: int) -> Iterator[tuple[int, slice]]:
         """Go back through one layer, and keep what was measured."""
         probe, counted = self._pass.probes.get(number), self._tokens.get(number)
         if counted is not None:
@@ -267,8 +267,17 @@ class TwoSweeps:
             output = self._walk.output(number, index, states)
         self._walk.handed[index] = None
         gradient = self._store.get(f"grad-{number + 1}-{index}")[_STATES]
-        (input_grad,) = torch.autograd.grad(output, states, gradient.to(output.device))
-        self._store.put(f"grad-{number}-{index}", {_STATES: input_grad})
+        before = self.input_grad(output, states, gradient.to(output.device))
+        self._store.put(f"grad-{number}-{index}", {_STATES: before})
+
+    def input_grad(
+        self,
+        output: torch.Tensor,
+        states: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The gradient of what a batch came with, from that of its output."""
+        return torch.autograd.grad(output, states, gradient)[0]
 
     def _input(self, number: int, index: int) -> torch.Tensor:
         """The states with which a batch comes to a layer."""
@@ -286,7 +295,7 @@ class TwoSweeps:
         tokens = self._tokens.get(number)
         return contextlib.nullcontext() if tokens is None else tokens.counted()
 
-    def _of_loss(self) -> None:
+    def of_loss(self) -> None:
         """Keep the gradient of the loss with respect to each batch's last states."""
         last = self._walk.n_layers
         for index, ids in enumerate(self._batches):
@@ -294,7 +303,7 @@ class TwoSweeps:
             leaf = states.detach().requires_grad_()
             finals = self._walk.finished(ids, leaf)
             loss = self._pass.loss(self.windows[index], finals)
-            (gradient,) = torch.autograd.grad(loss, leaf)
+            gradient = self.input_grad(loss, leaf)
             self._store.put(f"grad-{last}-{index}", {_STATES: gradient})
 
 
