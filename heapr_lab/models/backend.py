@@ -89,6 +89,20 @@ class GradientPass(Protocol):
         """All windows before `stop` are measured, which may be saved, or has to be."""
 
 
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What is trained, and how."""
+
+    names: Sequence[str]
+    """Names of the weights."""
+    optimizers: Optimizers
+    """Makes what changes them, or those of a part."""
+    state: Path | None
+    """Names the place in which an unfinished training is kept."""
+    key: str
+    """Hash of all that determines the result."""
+
+
 class Training(Protocol):
     """Weights of a model that are trained."""
 
@@ -96,7 +110,7 @@ class Training(Protocol):
     """Those that are in memory together: all, or none."""
 
     def resume(self) -> Tensors:
-        """Go on where an earlier process was; returns its notes, or nothing."""
+        """Go on where an earlier process was; returns its notes, among others."""
 
     def add_gradients(
         self, ids: torch.Tensor, batch_size: int, gradient: Gradient, progress: Progress
@@ -154,24 +168,8 @@ class Backend(Protocol):
         gradients.
         """
 
-    def training(
-        self,
-        model: nn.Module,
-        names: Sequence[str],
-        optimizers: Optimizers,
-        *,
-        state: Path | None,
-        key: str,
-    ) -> Training | None:
-        """The training of weights that are not in memory together; None if they are.
-
-        Args:
-            model: the model.
-            names: of the weights.
-            optimizers: makes what changes the weights of a part.
-            state: names the place in which an unfinished training is kept.
-            key: hash of all that determines the training.
-        """
+    def training(self, plan: TrainingPlan) -> Training | None:
+        """The training of weights that are not in memory together; None if they are."""
 
     def when_needed(
         self, read: Callable[[], torch.Tensor]
@@ -296,7 +294,7 @@ class InMemory:
                 yield from ((layer.layer, windows) for layer in run.layers)
                 run.finish(stop)
 
-    def training(self, *_args: Any, **_options: Any) -> None:
+    def training(self, plan: TrainingPlan) -> None:
         """None: all weights are in memory."""
 
     def when_needed(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:

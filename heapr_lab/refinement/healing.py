@@ -27,9 +27,9 @@ from heapr_lab.errors import CacheError, HeaprLabError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.backend import (
     Gradient,
-    Optimizers,
     Tensors,
     Training,
+    TrainingPlan,
     backend_of,
 )
 from heapr_lab.models.experts import find_experts, sliced_experts
@@ -118,13 +118,12 @@ def heal(
     n_tokens = batch_tokens or BATCH_TOKENS
     key = "" if state is None else _key(pruned, text, learning_rate, n_tokens)
     optimizers = functools.partial(_adam, learning_rate)
-    names, place = _trained(pruned), dict[str, Any](state=state, key=key)
-    streamed = backend_of(pruned).training(pruned, names, optimizers, **place)
+    plan = TrainingPlan(_trained(pruned), optimizers, state, key)
     n_held_out = min(_HELD_OUT, text.n_sequences // 4)
     run = _Run(
         pruned=pruned,
         dense=dense,
-        training=streamed or _InMemory(pruned, names, optimizers, **place),
+        training=backend_of(pruned).training(plan) or _InMemory(pruned, plan),
         held_out=text.ids[:n_held_out],
         batches=text.ids[n_held_out:].split(max(1, n_tokens // text.seq_len)),
         batch_size=max(1, BATCH_TOKENS // text.seq_len),
@@ -318,19 +317,11 @@ class _InMemory:
     The protocol is `heapr_lab.models.backend.Training`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        names: Sequence[str],
-        optimizers: Optimizers,
-        *,
-        state: Path | None,
-        key: str,
-    ) -> None:
-        self._model, self._state, self._key = model, state, key
-        self._trained = {name: model.get_parameter(name) for name in names}
+    def __init__(self, model: Any, plan: TrainingPlan) -> None:
+        self._model, self._state, self._key = model, plan.state, plan.key
+        self._trained = {name: model.get_parameter(name) for name in plan.names}
         self.parameters: Sequence[nn.Parameter] = [*self._trained.values()]
-        self._optimizer = optimizers(self._trained, 1.0)
+        self._optimizer = plan.optimizers(self._trained, 1.0)
         self._best: dict[str, torch.Tensor] = {}
         self._saved_at = time.monotonic()
 

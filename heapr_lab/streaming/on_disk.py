@@ -18,10 +18,10 @@ from heapr_lab.models.backend import (
     Change,
     GradientPass,
     NewModule,
-    Optimizers,
     States,
     Tensors,
     Training,
+    TrainingPlan,
     put,
     register,
 )
@@ -111,17 +111,9 @@ class OnDisk:
         """Run all windows by two sweeps over the layers."""
         return streamed_pass(model, self.stream, run)
 
-    def training(
-        self,
-        model: nn.Module,  # noqa: ARG002
-        names: Sequence[str],
-        optimizers: Optimizers,
-        *,
-        state: Path | None,
-        key: str,
-    ) -> Training:
+    def training(self, plan: TrainingPlan) -> Training:
         """A training in which each part is changed when it is read."""
-        return StreamedTraining(self.stream, names, optimizers, state=state, key=key)
+        return StreamedTraining(self.stream, plan)
 
     def when_needed(
         self, read: Callable[[], torch.Tensor]

@@ -12,77 +12,79 @@ import hashlib
 import shutil
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from heapr_lab.models.backend import Gradient, Optimizers, Tensors
+from heapr_lab.models.backend import Gradient, Tensors, TrainingPlan
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Progress
 from heapr_lab.streaming.stream import OUTSIDE, Stream, put_tensor, tensor_of
-from heapr_lab.streaming.sweep_store import (
-    SweepStore,
-    budget_of,
-    durable,
-    temporary,
-)
+from heapr_lab.streaming.sweep_store import SweepStore, budget_of, durable, temporary
 from heapr_lab.streaming.two_sweeps import TwoSweeps
 
 LARGEST_NORM = 1.0
 """The norm of all gradients, beyond which they are clipped."""
-_JOURNAL, _NOTE = "journal", "note."
+_WEIGHTS, _GRADIENTS, _MOMENTS = "weights", "gradients", "moments"
+_JOURNAL = "journal"
 
 
 class StreamedTraining:
-    """The training of a streamed model, which has its weights from here on.
+    """A training, by which the streamed model reads its weights from here on.
 
-    The protocol is `heapr_lab.models.backend.Training`.
+    The protocols are `heapr_lab.models.backend.Training` and `Reader`.
     """
 
     parameters: Sequence[nn.Parameter] = ()
 
-    def __init__(
-        self,
-        stream: Stream,
-        names: Sequence[str],
-        optimizers: Optimizers,
-        *,
-        state: Path | None,
-        key: str,
-    ) -> None:
-        """Nothing is read but what an earlier process kept.
-
-        Args:
-            stream: what reads the model.
-            names: of the weights that are trained.
-            optimizers: makes what changes the weights of a part.
-            state: files are in a folder beside it; without it they are temporary.
-            key: hash of all that determines the training.
+    def __init__(self, stream: Stream, plan: TrainingPlan) -> None:
+        """Go on from the files in a folder beside the plan's state, if there are any.
 
         Raises:
-            CacheError: the folder belongs to another training.
-            SpecError: there is no room.
+            CacheError: they belong to another training.
+            SpecError: there is no room for them.
         """
+        self._stream, self._plan, self._read = stream, plan, stream.reader
         budget = budget_of(stream)
-        self._folder = None if state is None else state.with_suffix(".training")
-        store = (
-            temporary(budget // 2)
-            if self._folder is None
-            else durable(self._folder, {"pass": key}, budget=budget // 2)
-        )
+        if plan.state is None:
+            store = temporary(budget // 2)
+        else:
+            folder = plan.state.with_suffix(".training")
+            store = durable(folder, {"pass": plan.key}, budget=budget // 2)
+        self._store = store
         store.begin("training")
         self._states = SweepStore(store.folder, budget=budget // 4, durable=False)
         self._states.begin("states")
-        self._weights = TrainedReader(stream, names, optimizers, store)
-        self._stream, self._norms = stream, dict[str, torch.Tensor]()
-        stream.reader = self._weights
+        parts = {number: part.names for number, part in stream.parts.items()}
+        self._names = {
+            number: [name for name in names if name in {*plan.names}]
+            for number, names in [*parts.items(), (OUTSIDE, stream.outside)]
+        }
+        self._journal: Tensors = {}
+        self._norms: dict[str, torch.Tensor] = {}
+        self._version = self._best = 0
+        self._finished = False
+        if _JOURNAL not in store:
+            weights = {name: tensor_of(stream.model, name) for name in plan.names}
+            store.check_room(
+                5 * sum(weight.nbytes for weight in weights.values()),
+                what="the best and the last weights, a gradient and two moments",
+            )
+            outside = {name: weights[name] for name in self._names[OUTSIDE]}
+            store.put(_named(_WEIGHTS, OUTSIDE, 0), outside)
+        stream.reader = self
+
+    # --- as a training ----------------------------------------------------------------
 
     def resume(self) -> Tensors:
         """The notes of the last step, from whose weights it goes on."""
-        return self._weights.resume()
+        if _JOURNAL in self._store:
+            self._journal = self._store.get(_JOURNAL)
+            self._version, self._best = self._journal["versions"].tolist()
+            self._renew()
+        return self._journal
 
     def add_gradients(
         self, ids: torch.Tensor, batch_size: int, gradient: Gradient, progress: Progress
@@ -95,84 +97,64 @@ class StreamedTraining:
         run: Any = SimpleNamespace(ids=ids, batch_size=batch_size, loss=loss)
         run.layers, run.probes, run.progress = (), {}, progress
         self._states.drop("")  # of a step that was cut off
-        sweeps = _Sweeps(self._stream, run, self._states, self._weights)
         with self._stream.lock:
+            sweeps = _Sweeps(self._stream, run, self._states, self)
             sweeps.forward()
             for _ in sweeps.backward():
                 pass
         self._states.drop("")
-        self._norms = sweeps.norms
 
     def step(self, share: float, notes: Tensors) -> None:
-        """Begin the next version of the weights."""
-        total = nn.utils.get_total_norm([*self._norms.values()])
-        self._weights.advance(share, total, notes)
+        """Begin the next version, which is made of the gradients when it is read."""
+        best = self._journal["versions"].tolist()[1] if self._journal else 0
+        self._version += 1
+        self._journal = {
+            **notes,
+            "versions": torch.tensor([self._version, self._best]),
+            "share": torch.tensor(share, dtype=torch.float64),
+            "norm": nn.utils.get_total_norm([*self._norms.values()]),
+        }
+        self._store.put(_JOURNAL, dict(self._journal))
+        for number in self._names if best != self._best else ():
+            self._store.drop(_named(_WEIGHTS, number, best))
+        self._renew()
 
     def keep(self) -> None:
         """This version is the best."""
-        self._weights.best = self._weights.version
+        self._best = self._version
 
     def finish(self) -> None:
-        """Read the best version from here on; files are removed with the reader."""
-        self._weights.finish()
-        if self._folder is not None:
-            weakref.finalize(
-                self._weights, shutil.rmtree, self._folder, ignore_errors=True
-            )
+        """Read the best version from here on; files are removed with the model."""
+        self._version, self._finished = self._best, True
+        for kind in (_GRADIENTS, _MOMENTS):
+            self._store.drop(kind)
+        self._renew()
+        if self._plan.state is not None:
+            folder = self._store.folder
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
+    def weights(self, number: int) -> dict[str, nn.Parameter]:
+        """The trained weights of a part that is in memory."""
+        model: Any = self._stream.model
+        return {name: model.get_parameter(name) for name in self._names[number]}
 
-class TrainedReader:
-    """Gives a model the weights that another reader does, but for those trained."""
-
-    def __init__(
-        self,
-        stream: Stream,
-        names: Collection[str],
-        optimizers: Optimizers,
-        store: SweepStore,
-    ) -> None:
-        """The first version is what the stream reads.
-
-        Args:
-            stream: what reads the model.
-            names: of the weights that are trained.
-            optimizers: makes what changes the weights of a part.
-            store: for weights, gradients and moments.
-
-        Raises:
-            SpecError: there is no room for them.
-        """
-        self._stream, self._before = stream, stream.reader
-        self._optimizers, self._store = optimizers, store
-        parts = {number: part.names for number, part in stream.parts.items()}
-        trained = {*names}
-        self.names = {
-            number: [name for name in part if name in trained]
-            for number, part in [*parts.items(), (OUTSIDE, stream.outside)]
-        }
-        """Names of the trained weights of each part."""
-        self.version = self.best = self._noted_best = 0
-        self._share, self._norm = 0.0, torch.zeros(())
-        self._finished = False
-        if _JOURNAL not in store:
-            weights = [tensor_of(stream.model, name) for name in trained]
-            store.check_room(
-                5 * sum(weight.nbytes for weight in weights),
-                what="the best and the last weights, a gradient and two moments",
-            )
-            store.put(_named("weights", OUTSIDE, 0), self._in_memory(OUTSIDE))
+    def take(self, number: int, gradients: dict[str, torch.Tensor]) -> None:
+        """Keep the gradients of a part by this version of its weights."""
+        norms = {name: torch.linalg.vector_norm(g) for name, g in gradients.items()}
+        self._norms = norms if number == OUTSIDE else self._norms | norms
+        self._store.put(_named(_GRADIENTS, number, self._version), gradients)
 
     # --- as a reader ------------------------------------------------------------------
 
     @property
     def n_bytes_read(self) -> int:
-        """The bytes that the other reader has read."""
-        return self._before.n_bytes_read
+        """The bytes that the reader before it has read."""
+        return self._read.n_bytes_read
 
     @property
     def state(self) -> str:
-        """A digest of that of the other reader, and of the version."""
-        text = f"{self._before.state} {self.version} {self._finished}"
+        """A digest of that of the reader before it, and of the version."""
+        text = f"{self._read.state} {self._version} {self._finished}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def read(self, number: int, names: Collection[str]) -> None:
@@ -181,122 +163,68 @@ class TrainedReader:
         Raises:
             CacheError: a file is missing or damaged.
         """
-        self._before.read(number, names)
-        for name, tensor in self._values(number).items():
-            put_tensor(self._stream.model, name, self._as_written(name, tensor))
+        self._read.read(number, names)
+        self._give(number)
 
     def prepare(self, names: Collection[str]) -> None:
-        """The other reader reads ahead."""
-        self._before.prepare(names)
-
-    def _as_written(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the device, rounded if it is of experts that are finished."""
-        stem, _, leaf = name.rpartition(".")
-        tensor = tensor.to(self._stream.device)
-        experts = isinstance(self._stream.model.get_submodule(stem), RaggedExperts)
-        if self._finished and experts:
-            return self._stream.rounded(leaf, tensor)
-        return tensor
+        """The reader before it reads ahead."""
+        self._read.prepare(names)
 
     # --- versions ---------------------------------------------------------------------
-
-    def resume(self) -> dict[str, torch.Tensor]:
-        """Go on with the version that an earlier process began; returns its notes."""
-        if _JOURNAL not in self._store:
-            return {}
-        journal = self._store.get(_JOURNAL)
-        self.version, self.best = journal["versions"].tolist()
-        self._noted_best = self.best
-        self._share, self._norm = journal["share"].item(), journal["norm"]
-        self._renew()
-        return {
-            name.removeprefix(_NOTE): note
-            for name, note in journal.items()
-            if name.startswith(_NOTE)
-        }
-
-    def put_gradients(self, number: int, gradients: Tensors) -> None:
-        """Keep the gradients of a part by this version of its weights."""
-        self._store.put(_named("gradients", number, self.version), dict(gradients))
-
-    def advance(self, share: float, norm: torch.Tensor, notes: Tensors) -> None:
-        """Begin the next version, which is made of the gradients when it is read."""
-        former, self._noted_best = self._noted_best, self.best
-        self.version += 1
-        self._share, self._norm = share, norm
-        journal = {f"{_NOTE}{name}": note for name, note in notes.items()}
-        journal["versions"] = torch.tensor([self.version, self.best])
-        journal |= {"share": torch.tensor(share, dtype=torch.float64), "norm": norm}
-        self._store.put(_JOURNAL, journal)
-        for number in self.names if former != self.best else ():
-            self._store.drop(_named("weights", number, former))
-        self._renew()
-
-    def finish(self) -> None:
-        """The best version is that of the model, and all else is dropped."""
-        self.version, self._finished = self.best, True
-        for kind in ("gradients", "moments"):
-            self._store.drop(kind)
-        self._renew()
 
     def _renew(self) -> None:
         """Drop what the model has of another version."""
         self._stream.drop()
         self._stream.fingerprint = None
-        for name, tensor in self._values(OUTSIDE).items():
-            put_tensor(self._stream.model, name, tensor.to(self._stream.device))
+        self._give(OUTSIDE)
 
-    def _values(self, number: int) -> Tensors:
-        """The trained weights of a part; none if they are what the other reader reads.
-
-        They are on the CPU.
-        """
-        if not self.names[number] or not (self.version or number == OUTSIDE):
-            return {}
-        name = _named("weights", number, self.version)
+    def _give(self, number: int) -> None:
+        """Give the model this version of a part, unless it is what has been read."""
+        if not self._names[number] or not (self._version or number == OUTSIDE):
+            return
+        name = _named(_WEIGHTS, number, self._version)
         if name not in self._store:
             self._change(number)
-        return self._store.get(name)
-
-    def _in_memory(self, number: int) -> dict[str, torch.Tensor]:
-        """A copy of the trained weights of a part that is in memory."""
-        model = self._stream.model
-        return {name: tensor_of(model, name).clone() for name in self.names[number]}
+        for path, stored in self._store.get(name).items():
+            stem, _, leaf = path.rpartition(".")
+            tensor = stored.to(self._stream.device)
+            experts = self._stream.model.get_submodule(stem)
+            if self._finished and isinstance(experts, RaggedExperts):
+                tensor = self._stream.rounded(leaf, tensor)
+            put_tensor(self._stream.model, path, tensor)
 
     @torch.no_grad()
     def _change(self, number: int) -> None:
-        """Make the weights of this version, from those of the one before.
+        """Make this version of a part from the one before, and drop that.
 
         Raises:
             CacheError: a file is missing or damaged.
         """
-        before, device = self.version - 1, self._stream.device
-        get, put = self._store.get, self._store.put
-        first = not before and number != OUTSIDE
-        old = (
-            self._in_memory(number) if first else get(_named("weights", number, before))
-        )
-        weights = {k: nn.Parameter(w.to(device, copy=True)) for k, w in old.items()}
-        for name, gradient in get(_named("gradients", number, before)).items():
-            weights[name].grad = gradient.to(device, copy=True)
-        optimizer = self._optimizers(weights, self._share)
-        moments = get(_named("moments", number, before)) if before else {}
-        for key, moment in moments.items():
+        before, device = self._version - 1, self._stream.device
+
+        def kept(kind: str) -> Tensors:
+            return self._store.get(_named(kind, number, before))
+
+        stored = before or number == OUTSIDE
+        old: Tensors = kept(_WEIGHTS) if stored else self.weights(number)
+        new = {k: nn.Parameter(w.to(device, copy=True)) for k, w in old.items()}
+        for name, gradient in kept(_GRADIENTS).items():
+            new[name].grad = gradient.to(device, copy=True)
+        optimizer = self._plan.optimizers(new, self._journal["share"].item())
+        for key, moment in (kept(_MOMENTS) if before else {}).items():
             kind, _, name = key.partition(".")
             place = moment.device if kind == "step" else device  # as Adam has them
-            optimizer.state[weights[name]][kind] = moment.to(place, copy=True)
-        nn.utils.clip_grads_with_norm_(weights.values(), LARGEST_NORM, self._norm)
+            optimizer.state[new[name]][kind] = moment.to(place, copy=True)
+        norm = self._journal["norm"]
+        nn.utils.clip_grads_with_norm_(new.values(), LARGEST_NORM, norm)
         optimizer.step()
-        moments = {
-            f"{kind}.{name}": moment
-            for name, weight in weights.items()
-            for kind, moment in optimizer.state[weight].items()
-        }
-        put(_named("moments", number, self.version), moments)
-        put(_named("weights", number, self.version), dict(weights))
-        kinds = ["gradients", "moments"] + ["weights"] * (before != self.best)
-        for kind in kinds:
-            self._store.drop(_named(kind, number, before))
+        states = {name: optimizer.state[weight] for name, weight in new.items()}
+        moments = {f"{k}.{name}": m for name, s in states.items() for k, m in s.items()}
+        self._store.put(_named(_MOMENTS, number, self._version), moments)
+        self._store.put(_named(_WEIGHTS, number, self._version), dict(new))
+        for kind in (_GRADIENTS, _MOMENTS, _WEIGHTS):
+            if kind != _WEIGHTS or before != self._best:
+                self._store.drop(_named(kind, number, before))
 
 
 def _named(kind: str, number: int, version: int) -> str:
@@ -307,15 +235,12 @@ class _Sweeps(TwoSweeps):
     """Two sweeps that hand out the gradients of weights, a part at a time."""
 
     def __init__(
-        self, stream: Stream, run: Any, store: SweepStore, reader: TrainedReader
+        self, stream: Stream, run: Any, store: SweepStore, training: StreamedTraining
     ) -> None:
-        windows = slice(0, len(run.ids))
-        super().__init__(stream.model, stream, run, windows, store)
-        self._reader = reader
+        super().__init__(stream.model, stream, run, slice(0, len(run.ids)), store)
+        self._training = training
         self._weights: dict[str, nn.Parameter] = {}
         self._gradients: dict[str, torch.Tensor] = {}
-        self.norms: dict[str, torch.Tensor] = {}
-        """The norm of the gradient of each weight."""
 
     def of_loss(self) -> None:
         with self._collecting(OUTSIDE):
@@ -329,20 +254,11 @@ class _Sweeps(TwoSweeps):
     @contextlib.contextmanager
     def _collecting(self, number: int) -> Iterator[None]:
         """The gradients of a part are summed here, and kept at the end."""
-        model: Any = self._stream.model
-        self._weights = {
-            name: model.get_parameter(name).requires_grad_()
-            for name in self._reader.names[number]
-        }
-        self._gradients = {}
-        try:
-            yield
-        finally:
-            for weight in self._weights.values():
-                weight.requires_grad_(False)
-        norm = torch.linalg.vector_norm
-        self.norms |= {name: norm(g) for name, g in self._gradients.items()}
-        self._reader.put_gradients(number, self._gradients)
+        self._weights, self._gradients = self._training.weights(number), {}
+        for weight in self._weights.values():
+            weight.requires_grad_()
+        yield
+        self._training.take(number, self._gradients)
 
     def input_grad(
         self,
@@ -350,7 +266,8 @@ class _Sweeps(TwoSweeps):
         states: torch.Tensor,
         gradient: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        weights = [w.requires_grad_() for w in self._weights.values()]
+        # What was read for the loss may have made none of the model require any.
+        weights = [weight.requires_grad_() for weight in self._weights.values()]
         before, *gradients = torch.autograd.grad(
             output, [states, *weights], gradient, allow_unused=True
         )
