@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
+from heapr_lab.refinement.healing import heal
+from heapr_lab.streaming.stream import stream_of
+from heapr_lab.text.calibration import CalibrationSet
 
 BLOCK = 8, 4
 WIDTH = 16
@@ -61,6 +65,15 @@ def folders(
         tensors |= exact
     keep = widths_keep(model, WIDTH, structure="uniform")
     return Folders(place / "fp8", place / "exact", keep)
+
+
+def expert_weights(pruned: Any) -> dict[str, torch.Tensor]:
+    """The weights of a streamed model's sliced experts."""
+    stream = stream_of(pruned)
+    assert stream is not None
+    return {
+        n: w for n, w in stream.each(torch.clone) if ".experts." in n and w.dim() == 2
+    }
 
 
 def settings(folder: Path) -> dict[str, object] | None:
@@ -155,6 +168,30 @@ def test_what_is_measured_is_what_is_written(
     assert torch.equal(logits_of(pruned, ids), read)
     assert not torch.equal(logits_of(prune(model, folders.keep), ids), read)
     assert sliced_experts(pruned)
+
+
+def test_healed_experts_are_quantised_again(folders: Folders, tmp_path: Path) -> None:
+    """They are trained unrounded, from layers on disk; what is read is what is written.
+
+    Only their rounding differs from what was trained, and all else is written in FP8 as
+    it was, or in bfloat16.
+    """
+    model, _ = load_model(folders.fp8, device="cpu", dtype="float32", stream=True)
+    pruned = prune(model, folders.keep)
+    counted = torch.arange(20 * 9).reshape(20, 9) % 48
+    heal(pruned, model, CalibrationSet.from_ids(counted), learning_rate=1e-2)
+    round_experts(pruned, torch.bfloat16, packing_of(pruned))
+    save_pruned(pruned, tmp_path / "out")
+    assert settings(tmp_path / "out") == settings(folders.fp8)
+    card = " ".join((tmp_path / "out" / "README.md").read_text().split())
+    assert "then healed on 135 tokens" in card
+    again, _ = load_model(tmp_path / "out", device="cpu", dtype="float32", stream=True)
+    rounded, sliced = prune(again, full_keep(again)), prune(model, folders.keep)
+    round_experts(rounded, torch.float32)  # as the files are dequantised
+    was, now, before = (expert_weights(net) for net in (pruned, rounded, sliced))
+    for name, weight in was.items():
+        assert torch.equal(weight, now[name]), name
+        assert not torch.equal(weight, before[name]), name
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,8 @@ def test_files_are_removed_with_the_model(tmp_path: Path) -> None:
     heal(pruned, dense, TEXT, state=state, **OPTIONS)
     expected = weights(pruned)
     assert not [*folder.glob("*-gradients-*"), *folder.glob("*-moments-*")]
+    versions = {path.stem[-9:] for path in folder.glob("training-weights-*")}
+    assert len(versions) == 1  # the last is the best
     again = pruned_of(dense)  # as after a kill while the first was written
     report = lambda step, _: steps.append(step)  # noqa: E731
     heal(again, dense, TEXT, state=state, progress=report, **OPTIONS)
