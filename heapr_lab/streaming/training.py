@@ -58,8 +58,9 @@ class StreamedTraining:
         self._states = SweepStore(store.folder, budget=budget // 4, durable=False)
         self._states.begin("states")
         parts = {number: part.names for number, part in stream.parts.items()}
+        trained = {*plan.names}
         self._names = {
-            number: [name for name in names if name in {*plan.names}]
+            number: [name for name in names if name in trained]
             for number, names in [*parts.items(), (OUTSIDE, stream.outside)]
         }
         self._journal: Tensors = {}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import run, text_of
+from families import REPRESENTATIVES
 from keeps import random_keep, weights_of, widths_keep, window_nll
 from oracles.streamed import ROUNDED, WINDOWS, both, free_on_disk, resident, stream
 from stored_tensors import tensors_in
@@ -47,18 +48,19 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     return dict(stream(model).each(torch.clone))
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen2_moe", "gpt_oss", "nemotron_h", "aria_text", "qwen3_next", "deepseek_v3"],
-)
+@pytest.mark.parametrize("family", [*REPRESENTATIVES, "glm_moe_dsa", "deepseek_v4"])
 def test_the_weights_are_those_in_memory(family: str, tmp_path: Path) -> None:
-    """So are the report, the identity of what is left, and the files."""
+    """So is the report; the dense model, and all that is not trained, stay as they are.
+
+    Also where layers hand on indices of tokens, or several streams of states.
+    """
     models = both(tmp_path / "dense", family)
     pruned = [pruned_of(model) for model in models]
     before, identity = weights_of(pruned[0]), model_identity(models[1])
     for model, dense in zip(pruned, models, strict=True):
         assert heal(model, dense, TEXT, **OPTIONS) is model
-    near = 1e-4 if family in ROUNDED else 1e-9
+    in_float32 = {*ROUNDED, "deepseek_v4"}  # whose norms are
+    near = 1e-4 if family in in_float32 else 1e-9
     healed, expected = weights(pruned[1]), pruned[0].state_dict()
     assert healed.keys() == expected.keys()
     changed = [name for name in healed if not torch.equal(healed[name], before[name])]
