@@ -11,6 +11,7 @@ Shapes: B windows, L tokens in each; D d_model.
 """
 
 import functools
+import itertools
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -275,13 +276,14 @@ class _Run:
     def _goals(self, step: int) -> torch.Tensor:
         """The final states of the dense model; those of steps to come are kept."""
         if step not in self.goals:
-            n_tokens, n_windows = self.batches[0].numel(), len(self.batches[0])
+            n_tokens = self.batches[0].numel()
             room = backend_of(self.dense).at_once(self.dense, n_tokens)
             stop = step + max(1, room // (2 * n_tokens))
-            ids = torch.cat(self.batches[step:stop])
+            # No batch has windows of two steps: which these are depends on the room.
+            steps = [ids.split(self.batch_size) for ids in self.batches[step:stop]]
             with evaluating(self.dense):
-                states = states_of_all(self.dense, ids.split(self.batch_size))
-            parts = torch.cat(states).split(n_windows)
+                states = iter(states_of_all(self.dense, [*itertools.chain(*steps)]))
+            parts = [torch.cat([next(states) for _ in ids]) for ids in steps]
             self.goals = dict(enumerate(parts, step))
         return self.goals.pop(step)
 

@@ -151,7 +151,9 @@ class SweepStore:
             raise CacheError(f"{path} is missing: delete {self.folder}, and run again")
         try:
             with files.readable(path), safe_open(path, framework="pt") as file:
-                group = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                # Copies are aligned as what is in memory is: products depend on it.
+                names = file.keys()
+                group = {name: file.get_tensor(name).clone() for name in names}
                 about = files.unsealed(file.metadata(), _values(group), path)
         except CacheError as error:
             raise CacheError(

@@ -128,9 +128,13 @@ def test_the_best_version_is_taken(
 def test_an_interrupted_one_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it was cut off: before a file is written, and before one is removed."""
-    _, dense = in_files(tmp_path / "dense")
-    text = CalibrationSet.from_ids(TEXT.ids[:10])  # two steps
+    """Wherever it was cut off: before a file is written, and before one is removed.
+
+    Also if all is in files then, and all was in memory in the whole one.
+    """
+    _, dense = both(tmp_path / "dense", "qwen2_moe")
+    text = CalibrationSet.from_ids(TEXT.ids[:10])
+    options = OPTIONS | {"batch_tokens": 27}  # steps of 3, 3 and 2 windows
     whole = pruned_of(dense)
     calls = itertools.count()
     left = dict.fromkeys(("put", "drop"), 0)
@@ -148,16 +152,17 @@ def test_an_interrupted_one_resumes(
     for name in left:
         inner = getattr(SweepStore, name)
         monkeypatch.setattr(SweepStore, name, counted(name, inner))
-    heal(whole, dense, text, **OPTIONS)
+    heal(whole, dense, text, **options)
     n_calls, expected = next(calls), weights(whole)
     assert min(left.values()) > 10
+    stream(dense).host_memory = 0
     state, resumed = tmp_path / "state.safetensors", 0
     for stop_at in range(3, n_calls, n_calls // STOPS):
         halves, again, calls = pruned_of(dense), pruned_of(dense), itertools.count()
         with pytest.raises(KeyboardInterrupt):
-            heal(halves, dense, text, state=state, **OPTIONS)
+            heal(halves, dense, text, state=state, **options)
         calls, was, stop_at = itertools.count(), stop_at, float("inf")
-        heal(again, dense, text, state=state, **OPTIONS)
+        heal(again, dense, text, state=state, **options)
         resumed += next(calls) < n_calls - 3
         assert again.heapr_healing.equals(whole.heapr_healing), was
         assert_same(again, expected)
