@@ -248,7 +248,7 @@ def test_files_are_removed_with_the_model(tmp_path: Path) -> None:
     expected = weights(pruned)
     assert not [*folder.glob("*-gradients-*"), *folder.glob("*-moments-*")]
     versions = {path.stem[-9:] for path in folder.glob("training-weights-*")}
-    assert len(versions) == 1  # the last is the best
+    assert len(versions) <= 2  # the last, which is the best, and the best before it
     again = pruned_of(dense)  # as after a kill while the first was written
     report = lambda step, _: steps.append(step)  # noqa: E731
     heal(again, dense, TEXT, state=state, progress=report, **OPTIONS)
