@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from multiprocessing.pool import ThreadPool
@@ -223,14 +222,11 @@ def _run(notebook: nbformat.NotebookNode, *, path: Path, threads: int | None) ->
 
 @contextlib.contextmanager
 def _sockets(kernel: Any) -> Iterator[None]:
-    """Let a kernel be reached by files, as another process may take a port before it.
-
-    Where there are no such files it is reached by ports.
-    """
+    """Let a kernel be reached by sockets in a temporary folder, if that is possible."""
     with tempfile.TemporaryDirectory(prefix="heapr-lab-") as folder:
-        if sys.platform != "win32":
-            kernel.connection_file = str(Path(folder, "kernel.json"))
-            kernel.transport = "ipc"
+        file = Path(folder, "kernel.json")
+        kernel.connection_file = str(file)
+        kernel.transport = paths.kernel_transport(file, n_added=1)  # kernel-ipc-5
         yield
 
 

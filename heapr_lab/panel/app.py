@@ -7,7 +7,6 @@ security policy keeps the browser from contacting any other machine.
 
 import functools
 import importlib.util
-import os
 import secrets
 import socket
 import sys
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.named import check_there, dense_of, folder_of, names
-from heapr_lab.storage.paths import cached_folders
+from heapr_lab.storage.paths import cached_folders, kernel_transport
 
 if TYPE_CHECKING:
     from voila.app import Voila
@@ -44,9 +43,8 @@ _AGAIN = """\
 This model is open in another page. This page loads it again, which takes the memory of
 its files once more, {size} (twice that where bfloat16 is computed in float32):
 close the pages that you do not need."""
-_SOCKETS = 65, 103
-"""Characters that Voilà and Jupyter add to a folder for a kernel's sockets, and those
-that the path of a socket may have on all systems."""
+_SOCKET = 65
+"""Characters that Voilà and Jupyter add to a folder for a kernel's sockets."""
 _SLOW = ("rfc3987_syntax", "chardet")
 """The first compiles a grammar for 1.5 s when it is imported, to check addresses that
 have letters of other alphabets, the second compiles many expressions, to guess how
@@ -183,7 +181,9 @@ def _server(notebook: Path, source: str, *, port: int, token: str) -> "Voila":
         config=Config(
             VoilaConfiguration=settings,
             MappingKernelManager=_IDLE,
-            KernelManager={"transport": _transport(notebook.parent)},
+            KernelManager={
+                "transport": kernel_transport(notebook.parent, n_added=_SOCKET)
+            },
         ),
         config_file_paths=[],
         notebook_path=str(notebook),
@@ -199,17 +199,6 @@ def _server(notebook: Path, source: str, *, port: int, token: str) -> "Voila":
     server.initialize([])
     server.template_paths.insert(0, str(_TEMPLATE))
     return server
-
-
-def _transport(folder: Path) -> str:
-    """How kernels are reached: by sockets in `folder`, or by ports if it is too long.
-
-    Jupyter chooses free ports before a kernel takes them. Where another process takes
-    one in between, the kernel never answers, and Voilà waits for it for ever.
-    """
-    added, longest = _SOCKETS
-    fits = len(os.fsencode(folder)) + added <= longest
-    return "ipc" if fits and sys.platform != "win32" else "tcp"
 
 
 def _prepare(source: str, page: Any, notebook: Any, cwd: str) -> None:  # noqa: ARG001

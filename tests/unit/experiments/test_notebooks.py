@@ -1,6 +1,7 @@
 """`notebooks`: parameters, normalising, and what is run when."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -78,12 +79,24 @@ class TestExecute:
         }
 
     @pytest.mark.skipif(sys.platform == "win32", reason="has no such sockets")
-    def test_kernels_wait_for_no_port(self, tmp_path: Path) -> None:
-        """A port that was free may be another's once the kernel wants it."""
+    @pytest.mark.parametrize(("length", "expected"), [(10, "ipc"), (100, "tcp")])
+    def test_kernels_wait_for_no_port(
+        self,
+        length: int,
+        expected: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A port that was free may be another's once the kernel wants it.
+
+        There are ports where the temporary folder's path is too long for sockets.
+        """
         asked = "from ipykernel.kernelapp import IPKernelApp as App"
         path = _written(tmp_path, "1", f"{asked}\nprint(App.instance().transport)")
-        execute_notebook(path, parameters={})
-        assert read_notebook(path).cells[1].outputs[0].text == "ipc\n"
+        with tempfile.TemporaryDirectory(prefix="x" * length) as temporary:
+            monkeypatch.setattr(tempfile, "tempdir", temporary)
+            execute_notebook(path, parameters={})
+        assert read_notebook(path).cells[1].outputs[0].text == f"{expected}\n"
 
     def test_a_failing_cell_leaves_the_file(self, tmp_path: Path) -> None:
         """The error names notebook, cell and cause; no byte is changed."""

@@ -12,6 +12,7 @@ from tiny_folder import write_model
 
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.panel import app
+from heapr_lab.storage.paths import kernel_transport
 
 
 def source(name: str, folder: Path) -> str:
@@ -109,7 +110,8 @@ def test_kernels_without_a_page_are_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("length", "expected"), [(30, "ipc"), (60, "tcp")])
 def test_kernels_wait_for_no_port(length: int, expected: str) -> None:
     """They have sockets in the app's folder, if its path is not too long for them."""
-    assert app._transport(Path("/" + "x" * (length - 1))) == expected
+    folder = Path("/" + "x" * (length - 1))
+    assert kernel_transport(folder, n_added=app._SOCKET) == expected
 
 
 def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
