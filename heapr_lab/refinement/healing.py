@@ -45,6 +45,8 @@ from heapr_lab.models.modes import differentiating, evaluating
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.files import load_state, save_state
 from heapr_lab.storage.hashing import digest
+from heapr_lab.streaming.opening import free_memory
+from heapr_lab.streaming.sizes import gigabytes
 from heapr_lab.streaming.training import LARGEST_NORM
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -107,7 +109,7 @@ def heal(
     Raises:
         SpecError: `pruned` was not made from `dense`, its weights have 16 bits, there
             are fewer than four windows, a mask, autocast or hook changes what `dense`
-            computes, or there is no room on the disk.
+            computes, or there is no room in memory or on the disk.
         HeaprLabError: the loss is not finite.
         CacheError: `state` is that of another training, or damaged.
 
@@ -175,6 +177,21 @@ def check_trainable(model: Any) -> None:
         raise SpecError(
             f"the weights are {narrow.dtype}, in which small steps are lost: to heal, "
             "load the dense model with dtype='float32' (--dtype float32)"
+        )
+
+
+def _check_room(n_bytes: int, device: str) -> None:
+    """Check that a gradient, two moments and the best value of each weight fit.
+
+    Raises:
+        SpecError: they do not.
+    """
+    needed, free = 4 * n_bytes, free_memory(device)
+    if needed > free:
+        raise SpecError(
+            "a gradient, two moments and the best value of every trained weight need "
+            f"{gigabytes(needed)}, and {gigabytes(free)} are free: load the dense "
+            "model with stream=True (--stream)"
         )
 
 
@@ -317,12 +334,16 @@ class _InMemory:
     """The training of weights that are in memory together.
 
     The protocol is `heapr_lab.models.backend.Training`.
+
+    Raises:
+        SpecError: there is no room for it.
     """
 
     def __init__(self, model: Any, plan: TrainingPlan) -> None:
         self._model, self._state, self._key = model, plan.state, plan.key
         self._trained = {name: model.get_parameter(name) for name in plan.names}
         self.parameters: Sequence[nn.Parameter] = [*self._trained.values()]
+        _check_room(sum(w.nbytes for w in self.parameters), str(model.device))
         self._optimizer = plan.optimizers(self._trained, 1.0)
         self._best: dict[str, torch.Tensor] = {}
         self._saved_at = time.monotonic()

@@ -196,6 +196,16 @@ def test_a_loss_that_is_not_finite_is_an_error(dense: nn.Module) -> None:
         heal(pruned, dense, TEXT, learning_rate=1e30)
 
 
+def test_a_training_that_does_not_fit_is_refused(
+    dense: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept of every trained weight is counted before anything is trained."""
+    pruned = pruned_of(dense)
+    monkeypatch.setattr(healing, "free_memory", lambda _device: 1000)
+    with pytest.raises(SpecError, match=r"weight need .* GB are free: .* \(--stream\)"):
+        heal(pruned, dense, TEXT)
+
+
 def test_what_cannot_be_healed_is_refused(dense: nn.Module) -> None:
     """Another model, one not sliced, 16 bits, a mask, too little text."""
     pruned = pruned_of(dense)
