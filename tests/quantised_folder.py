@@ -1,5 +1,6 @@
 """Folders of tiny models whose weights a test quantises, block by block."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from stored_tensors import changed_json, changed_tensors
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.models.loading import load_model
+from heapr_lab.streaming.quantisation import unpacked
 
 
 def in_fp8(
@@ -141,4 +143,36 @@ def in_pairs(folder: Path, layout: str) -> dict[str, torch.Tensor]:
             new |= {"k_scale": last} if stem.endswith("k_proj.") else {}
             tensors |= {f"{stem}{key}": tensor for key, tensor in new.items()}
     configure(folder, **LAYOUTS[layout])
+    return exact
+
+
+WIDE = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
+"""Sizes of models whose matrices are whole blocks of four-bit numbers."""
+_IN_FP8 = re.compile(r"\.(attn\.w\w+|(e|h|main)_proj)\.weight$")
+
+
+def in_fp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Rewrite a DeepSeek-V4 as published: experts in four bits, others in FP8.
+
+    Returns:
+        What the matrices are then: numbers times powers of two.
+    """
+    generator, exact = torch.Generator().manual_seed(0), {}
+    with changed_tensors(folder) as tensors:
+        for name, tensor in [*tensors.items()]:
+            if ".experts." in name:
+                packed = torch.randint(0, 256, (32, 16), generator=generator).byte()
+                powers = torch.randint(-6, -1, (32, 1), generator=generator)
+                exact[name] = unpacked(packed) * 2.0**powers
+                tensors[name] = packed.view(torch.int8)
+            elif _IN_FP8.search(name):
+                powers = torch.tensor([[-8]])
+                tensors[name] = (tensor.float() * 2**8).to(torch.float8_e4m3fn)
+                exact[name] = tensors[name].float() / 2**8
+            else:
+                continue
+            scales = (127 + powers).byte().view(torch.float8_e8m0fnu)
+            tensors[name.replace(".weight", ".scale")] = scales
+    block = {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    configure(folder, quant_method="fp8", **block)
     return exact

@@ -23,7 +23,6 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from heapr_lab.checkpoints.predicting import (
-    Block,
     Further,
     Heads,
     are_readable,
@@ -46,12 +45,10 @@ from heapr_lab.models.folders import read_mtp
 from heapr_lab.models.likelihood import input_device, states_of_all
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.safetensors_headers import SINGLE, Stored
-from heapr_lab.models.sources import read_source
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.streaming.file_reader import check_whole, differs, find_tensors
-from heapr_lab.streaming.quantisation import SCALES
 from heapr_lab.text.calibration import CalibrationSet
 
 _STEM = re.compile(r".*?(layers\.\d+|mtp\w*)\.")
@@ -99,12 +96,11 @@ def further_layers(
     heads, unknown = whole_heads(skeleton, base)
     if not heads:
         return Further((), {})
-    block = read_source(heads[0].file.parent).block
     dropped = Further((), said_of(heads, "dropped"))
-    if not are_readable(heads, block):
+    if not are_readable(heads):
         return dropped
     if width is None or not has_experts(heads):
-        return Further(heads, said_of(heads, "kept", ", not pruned"), block=block)
+        return Further(heads, said_of(heads, "kept", ", not pruned"))
     if calibration is None:
         return dropped
     every = by_layer(heads, _n_blocks(skeleton))
@@ -112,7 +108,7 @@ def further_layers(
         if unknown is not None:
             raise unknown
         check_sliceable(heads)
-        layers = [open_head(model, one, block) for one in every.values()]
+        layers = [open_head(model, one) for one in every.values()]
     except LayoutError:
         raise
     except _OTHER_FORMS as error:
@@ -121,7 +117,7 @@ def further_layers(
     how = f", each to the width of all others, by its own loss on {calibration.label}"
     facts = said_of(heads, "also pruned", how)
     kept = _kept_in(model, layers, calibration, width)
-    return Further(heads, facts, dict(zip(every, kept, strict=True)), block)
+    return Further(heads, facts, dict(zip(every, kept, strict=True)))
 
 
 def _kept_in(
@@ -213,21 +209,20 @@ def _key(window: torch.Tensor) -> bytes:
     return window.cpu().numpy().tobytes()
 
 
-def open_head(model: Any, heads: Heads, block: Block = None) -> Any:
+def open_head(model: Any, heads: Heads) -> Any:
     """The layer that predicts a further token.
 
     Args:
         model: the trunk, dense or pruned, whose embeddings are used.
         heads: the tensors of one layer, of a form that is known.
-        block: as in `are_readable`.
 
     Raises:
         ValueError: it cannot be run; or another of `_OTHER_FORMS`.
     """
     trunk = _trunk_with_one(model, heads)
     with tempfile.TemporaryDirectory() as place:
-        if block is not None:
-            save_file(floats_of(heads, block), Path(place) / SINGLE)
+        if any(head.packed for head in heads):
+            save_file(floats_of(heads), Path(place) / SINGLE)
             trunk.config.name_or_path = place
         layer = read_mtp(_class_of(trunk), trunk, input_device(model)).eval()
     layer.embed_tokens = _in_memory(layer.embed_tokens)
@@ -307,7 +302,8 @@ def _leave_one(config: Any, number: int) -> None:
             kinds = getattr(config, f"mtp_{types}", None) or [kind] * (place + 1)
             setattr(config, f"mtp_{types}", [kinds[place]])
     if blocks := getattr(config, _BLOCKS, None):
-        config.mtp_layer_types, config.rms_norm_eps = blocks, config.layer_norm_epsilon
+        config.mtp_layer_types, config.mtp_first_block = blocks, number
+        config.rms_norm_eps = config.layer_norm_epsilon
     config.num_mtp_layers, config.num_hidden_layers = 1, number
 
 
@@ -320,9 +316,11 @@ def _class_of(trunk: Any) -> Any:
     """The class of such layers."""
     from transformers.modeling_layers import MtpModel  # not in every version
 
-    from heapr_lab.checkpoints.mtp_blocks import MtpOfBlocks
+    from heapr_lab.checkpoints.mtp_blocks import MtpOfBlocks, MtpOfStreams
 
-    return MtpOfBlocks if hasattr(trunk.config.get_text_config(), _BLOCKS) else MtpModel
+    if hasattr(trunk.config.get_text_config(), _BLOCKS):
+        return MtpOfBlocks
+    return MtpOfStreams if hasattr(trunk.get_decoder(), "hc_head") else MtpModel
 
 
 def _check_parts(trunk: Any, heads: Heads) -> None:
@@ -336,8 +334,7 @@ def _check_parts(trunk: Any, heads: Heads) -> None:
         layer = _class_of(trunk)(trunk, 1)
     stored: Stored = {}
     for head in heads:
-        if not head.name.endswith(SCALES):
-            stored.setdefault(head.file, {})[head.name] = head.tensor
+        stored.setdefault(head.file, {})[head.name] = head.tensor
     shared = re.compile("|".join(layer._keys_to_ignore_on_load_unexpected))
     known = layer.state_dict()
     conversions = layer.get_weight_conversions(trunk)

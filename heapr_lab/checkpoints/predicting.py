@@ -24,8 +24,9 @@ from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts, is_wrapper
 from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_headers
 from heapr_lab.storage import files
-from heapr_lab.streaming.file_reader import FoundTensor, find_tensors
-from heapr_lab.streaming.quantisation import SCALES, check_grid, dequantised
+from heapr_lab.streaming.file_reader import FoundTensor, find_tensors, in_floats
+from heapr_lab.streaming.opening import quantizer_in
+from heapr_lab.streaming.quantisation import Fp4Quantizer, Fp8Quantizer
 from heapr_lab.streaming.shards import index_of
 from heapr_lab.streaming.sizes import PREDICTING
 
@@ -33,15 +34,13 @@ _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"
 """Names of the number of such layers in configurations."""
 _LAYER = re.compile(r"(.*?)(?:layers|mtp)\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
-_FUSED = re.compile(rf".*\.experts\.(gate_up_proj|up_proj|down_proj)({SCALES})?$")
+_FUSED = re.compile(r".*\.experts\.(gate_up_proj|up_proj|down_proj)$")
 _OWN_FILE = "model-mtp.safetensors"
 _FIRST = "model-00001-of-00001.safetensors"
 """The name of a single file of weights once there is another one beside it."""
 
 Heads = Sequence[FoundTensor]
-"""The tensors of such layers, in their files."""
-Block = tuple[int, int] | None
-"""Rows and columns of a block of weights in FP8, if they are in blocks."""
+"""The tensors of such layers, with the names and shapes that they have in floats."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,6 @@ class Further:
     """What manifest and card say of them."""
     kept: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """The kept atoms (E, I) of each layer that is pruned, by its first number."""
-    block: Block = None
-    """As in `are_readable`."""
 
 
 def predicting_heads(skeleton: Any, base: str) -> Heads:
@@ -64,6 +61,9 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
     Args:
         skeleton: the unpruned model, which may be on the meta device.
         base: its folder or hub id.
+
+    Raises:
+        LayoutError: a scale is missing, or scales are of other blocks.
     """
     folder = Path(base)
     if base and not folder.is_dir():
@@ -71,7 +71,7 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
         paths = [Path(path) for path in cached if isinstance(path, str)]
         folder = paths[0].parent if paths else folder
     try:
-        stored, _ = read_headers(folder)
+        (stored, _), quantizer = read_headers(folder), quantizer_in(folder)
     except SpecError:
         return []
     known = skeleton.state_dict()
@@ -84,8 +84,13 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
         further = place is not None and int(place[2]) >= depths.get(place[1], 10**9)
         return name not in known and (further or PREDICTING.search(name) is not None)
 
-    every = find_tensors(skeleton, conversions_of(skeleton), stored)
-    return [tensor for tensor in every if is_one(tensor.parameter)]
+    conversions = conversions_of(skeleton)
+    is_ours = isinstance(quantizer, Fp4Quantizer | Fp8Quantizer)
+    if is_ours:
+        conversions = quantizer.update_weight_conversions(conversions, skeleton)
+    every = find_tensors(skeleton, conversions, stored)
+    heads = [tensor for tensor in every if is_one(tensor.parameter)]
+    return in_floats(heads, quantizer) if is_ours else heads
 
 
 def conversions_of(model: Any) -> list[Any]:
@@ -113,45 +118,24 @@ def check_experts(heads: Heads) -> None:
             )
 
 
-def are_readable(heads: Heads, block: Block) -> bool:
-    """Whether they are in floating point, or in blocks of FP8 with a scale for each.
-
-    Raises:
-        LayoutError: a scale is missing, or scales are of other blocks.
-    """
-    tensors = {head.name: head.tensor for head in heads}
-    has_scales = any(name.endswith(SCALES) for name in tensors)
-    for name, tensor in tensors.items():
-        scale = tensors.get(f"{name}{SCALES}")
-        if tensor.dtype in FLOATS:
-            continue
-        if block is None or not has_scales or tensor.dtype != "F8_E4M3":
-            return False
-        if scale is None:
-            raise LayoutError(
-                f"{name} has no {name.rpartition('.')[2]}{SCALES}: the files are "
-                "incomplete, download them again"
-            )
-        try:
-            check_grid(tensor.shape, scale.shape, block)
-        except ValueError as error:
-            raise LayoutError(f"{name}: {error}") from error
-    return True
+def are_readable(heads: Heads) -> bool:
+    """Whether they are in floating point, or in a format that is dequantised."""
+    return all(head.packed or head.tensor.dtype in FLOATS for head in heads)
 
 
-def floats_of(heads: Heads, block: Block) -> dict[str, torch.Tensor]:
-    """Their tensors, with FP8 dequantised to bfloat16."""
-    tensors = {}
+def floats_of(heads: Heads) -> dict[str, torch.Tensor]:
+    """Their tensors; those that are quantised are dequantised to bfloat16."""
+    quantizer, tensors = quantizer_in(heads[0].file.parent), {}
     for head in heads:
-        with safe_open(head.file, framework="pt") as opened:
-            tensors[head.name] = opened.get_tensor(head.name)
-    if block is None:
-        return tensors
-    for name in [name for name in tensors if name.endswith(SCALES)]:
-        scale, weight = tensors.pop(name), name.removesuffix(SCALES)
-        floats = dequantised(tensors[weight], scale, block)
-        tensors[weight] = floats.to(torch.bfloat16)
+        parts = [_read(part) for part in head.packed or (head,)]
+        tensors[head.name] = quantizer.weight_of(*parts) if head.packed else parts[0]
     return tensors
+
+
+def _read(head: FoundTensor) -> torch.Tensor:
+    with safe_open(head.file, framework="pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(head.name)
+    return tensor
 
 
 def has_experts(heads: Heads) -> bool:
@@ -211,7 +195,7 @@ def stem_of(heads: Heads) -> str:
 
 def said_of(heads: Heads, verb: str, how: str = "") -> dict[str, str]:
     """What manifest and card say of such layers; nothing if there are none."""
-    names = sorted(h.name for h in heads if not h.name.endswith(SCALES))
+    names = sorted(head.name for head in heads)
     if not names:
         return {}
     text = f"{len(names)} tensors of layers that predict further tokens (MTP), from "
@@ -241,7 +225,7 @@ def add_heads(
         The SHA-256 of the file that they are in; the weights beside it are
         unchanged, but for the name of a single file.
     """
-    tensors = floats_of(further.heads, further.block)
+    tensors = floats_of(further.heads)
     if further.kept:
         tensors = _narrow(tensors, further, model)
     if packing is not None:
@@ -265,9 +249,8 @@ def _narrow(
     }
     experts, narrow = find_experts(model)[-1], {}
     for head in further.heads:
-        if head.name in tensors:
-            tensor = _sliced(head, tensors[head.name], further.kept, experts)
-            narrow[head.name] = fit(_LAYER.sub("", head.name, 1), tensor, shared)
+        tensor = _sliced(head, tensors[head.name], further.kept, experts)
+        narrow[head.name] = fit(_LAYER.sub("", head.name, 1), tensor, shared)
     return narrow
 
 

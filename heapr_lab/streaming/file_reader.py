@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,7 @@ from heapr_lab.streaming.quantisation import (
     check_grid,
     scales_of,
 )
+from heapr_lab.streaming.sizes import NO_WEIGHTS, unpacked_shape
 from heapr_lab.streaming.stream import put_tensor, tensor_of
 
 _RAISED = re.compile(r"^\w+Error: (.*)$", re.MULTILINE)
@@ -73,6 +74,8 @@ class FoundTensor:
     """The converter that joins it with other tensors, if there is one."""
     part: int
     """Its number among the joined tensors."""
+    packed: tuple["FoundTensor", ...] = ()
+    """What is in the file where this is in floats: numbers, and scales of each kind."""
 
     def __str__(self) -> str:
         return f"{self.file}: {self.name} ({self.tensor.dtype} {self.tensor.shape})"
@@ -170,43 +173,82 @@ def differs(entry: FoundTensor, known: dict[str, torch.Tensor]) -> bool:
     return tuple(known[entry.parameter].shape) != entry.tensor.shape
 
 
-def _check_scales(every: list[FoundTensor], quantizer: Any) -> None:
+def in_floats(every: list[FoundTensor], quantizer: Any) -> list[FoundTensor]:
+    """The tensors with the names and shapes that they have without quantisation.
+
+    Raises:
+        LayoutError: as `_check_scales`.
+    """
+    scales, floats = _check_scales(every, quantizer), []
+    among = {scale.name for kinds in scales.values() for scale in kinds}
+    for entry in every:
+        if entry.name in scales:
+            name = entry.name.replace(".weight_packed", ".weight")
+            shape = unpacked_shape(entry.tensor)
+            tensor = replace(entry.tensor, dtype="BF16", shape=shape)
+            packed = entry, *scales[entry.name]
+            floats.append(replace(entry, name=name, tensor=tensor, packed=packed))
+        elif entry.name not in among and not entry.name.endswith(NO_WEIGHTS):
+            floats.append(entry)
+    return floats
+
+
+def _check_scales(
+    every: list[FoundTensor], quantizer: Any
+) -> dict[str, list[FoundTensor]]:
     """Check that every tensor in 8 or 4 bits has its scales.
+
+    Returns:
+        Those of each kind, by the name of the tensor.
 
     Raises:
         LayoutError: one has none, and would be read as if they were 1, or they are of
             other blocks or of another type.
     """
-    tensors = {entry.name: entry.tensor for entry in every}
     in_fp4 = isinstance(quantizer, Fp4Quantizer)
     powers = in_fp4 and quantizer.quantization_config.powers
-    for entry in every:
-        there = []
-        for names in scales_of(entry.name, entry.tensor.dtype, powers=powers):
-            there += [next((tensors[name] for name in names if name in tensors), None)]
-            if there[-1] is None:
-                raise LayoutError(
-                    f"{entry} has no {names[0]}: download the files again"
-                )
-        if not there or there[0] is None:
-            continue
-        (*rows, columns), block = entry.tensor.shape, None
+    scales = _scales_in(every, powers=powers)
+    for entry in (entry for entry in every if entry.name in scales):
         if entry.tensor.dtype == "I8":
-            columns, block = 2 * columns, BLOCK_OF_FP4
+            block = BLOCK_OF_FP4
         elif isinstance(quantizer, Fp8Quantizer):
             block = quantizer.quantization_config.weight_block_size
         elif in_fp4:
-            columns, block = 2 * columns, quantizer.quantization_config.block
+            block = quantizer.quantization_config.block
         else:
             continue
-        if powers and there[0].dtype not in ("U8", "F8_E8M0"):
-            raise LayoutError(
-                f"{entry} has scales in {there[0].dtype}, {EXPECTED_BYTES}"
-            )
+        first = scales[entry.name][0].tensor
+        if powers and first.dtype not in ("U8", "F8_E8M0"):
+            raise LayoutError(f"{entry} has scales in {first.dtype}, {EXPECTED_BYTES}")
         try:
-            check_grid((*rows, columns), there[0].shape, block)
+            check_grid(unpacked_shape(entry.tensor), first.shape, block)
         except ValueError as error:
             raise LayoutError(f"{entry.file}: {entry.name}: {error}") from error
+    return scales
+
+
+def _scales_in(
+    every: list[FoundTensor], *, powers: bool
+) -> dict[str, list[FoundTensor]]:
+    """The scales of each kind of every tensor in 8 or 4 bits, by its name.
+
+    Raises:
+        LayoutError: one has none.
+    """
+    tensors, scales = {entry.name: entry for entry in every}, {}
+    for entry in every:
+        kinds = scales_of(entry.name, entry.tensor.dtype, powers=powers)
+        for names in kinds:
+            if not tensors.keys() & set(names):
+                raise LayoutError(
+                    f"{entry} has no {names[0]}: download the files again"
+                )
+        if kinds:
+            scales[entry.name] = [
+                next(tensors[name] for name in names if name in tensors)
+                for names in kinds
+            ]
+    return scales
 
 
 # --- reading ----------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Open a checkpoint as a model whose decoder layers stay on disk."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,19 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
     return on_disk(stream)
 
 
+def quantizer_in(folder: Path) -> Any:
+    """What dequantises the weights in `folder`; None if they are not quantised.
+
+    Raises:
+        SpecError: the configuration is damaged.
+    """
+    config = read_config(folder)
+    if quantisation(config) not in DEQUANTISED:
+        return None
+    with _refusing(folder):
+        return _quantizer(config)
+
+
 def _prepared(model: Any, config: Any, folder: Path) -> Any:
     """What made `model` one for weights that are pruned or quantised, if they are.
 
@@ -183,15 +198,26 @@ def _prepared(model: Any, config: Any, folder: Path) -> Any:
     refuse_format(folder, config)
     if quantisation(config) is None:
         return None
-    try:
+    with _refusing(folder):
         quantizer = _quantizer(config)
         quantizer.validate_environment()
         quantizer.preprocess_model(model, dtype=model.dtype)
+    return quantizer
+
+
+@contextlib.contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """What transformers raises of settings of quantised weights, in one line.
+
+    Raises:
+        SpecError: it raised something.
+    """
+    try:
+        yield
     except SpecError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise SpecError(f"{folder}: {error}") from error
-    return quantizer
 
 
 def _quantizer(config: Any) -> Any:

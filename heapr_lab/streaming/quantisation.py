@@ -136,7 +136,7 @@ def scales_of(name: str, dtype: str, *, powers: bool = False) -> list[list[str]]
     stem, _, leaf = name.rpartition(".")
     if leaf.endswith("_blocks"):
         return [[f"{name.removesuffix('_blocks')}_scales"]]
-    if leaf == "weight" and dtype.startswith("F8_E"):
+    if (leaf == "weight" or leaf.endswith("_proj")) and dtype.startswith("F8_E"):
         return [[f"{name}_scale_inv", f"{stem}.scale", f"{stem}.qscale_weight"]]
     if leaf == "weight" and dtype == "I8":
         return [[f"{stem}.scale", f"{name}_scale_inv"]]
@@ -224,6 +224,10 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
                 if not dtypes.keys() & set(scales):
                     raise ValueError(f"{name} ({dtype}) has no {scales[0]}")
         super().preprocess_model(model, *args, **options)
+
+    def weight_of(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """A weight in bfloat16, as it is dequantised for the model."""
+        return BlockDequantize(self)._dequantize_one(numbers, scales, torch.bfloat16)
 
     def update_weight_conversions(self, conversions: Any, *args: Any) -> list[Any]:
         """The conversions, with transformers' operation replaced by `BlockDequantize`.
@@ -349,6 +353,12 @@ class Fp4Quantizer(HfQuantizer):
     serialized_names = {  # noqa: RUF012
         "weight": ["weight", "weight_scale", "weight_scale_2", "input_scale"]
     }
+
+    def weight_of(self, packed: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+        """A weight in bfloat16, as it is dequantised for the model."""
+        kinds = [[scale] for scale in scales] + [[]]
+        (floats,) = Fp4Dequantize(self)._in_floats([packed], kinds[:2])
+        return floats.to(torch.bfloat16)
 
     def get_load_operations(self) -> dict[str, Any]:
         """What makes a weight of its parts."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.dtypes import DEQUANTISED
-from heapr_lab.models.safetensors_headers import Stored
+from heapr_lab.models.safetensors_headers import Stored, StoredTensor
 
 ATOM_BYTES = 64
 """The size of the running sums of one atom: eight columns in float64."""
@@ -190,20 +190,27 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def shapes_in(stored: Stored) -> dict[str, tuple[int, ...]]:
     """Shapes of weights in files, without scales; a byte of 4-bit numbers has two."""
     return {
-        name.replace(".weight_packed", ".weight"): (*t.shape[:-1], 2 * t.shape[-1])
-        if t.dtype in ("U8", "I8") and name.endswith(_PACKED)
+        name.replace(".weight_packed", ".weight"): unpacked_shape(t)
+        if name.endswith(_PACKED)
         else t.shape
         for tensors in stored.values()
         for name, t in tensors.items()
-        if not name.endswith(_NO_WEIGHTS) and t.dtype != "F8_E8M0"  # exponents
+        if not name.endswith(NO_WEIGHTS) and t.dtype != "F8_E8M0"  # exponents
     }
+
+
+def unpacked_shape(tensor: StoredTensor) -> tuple[int, ...]:
+    """The shape of a weight, of which a byte may have two numbers in four bits."""
+    *rows, columns = tensor.shape
+    return (*rows, columns * (2 if tensor.dtype in ("U8", "I8") else 1))
 
 
 _PACKED = ("_blocks", ".weight", ".weight_packed")
 """Ends of the names of weights that may be in four bits."""
-_NO_WEIGHTS = (
+NO_WEIGHTS = (
     "_scale_inv",
     "_scales",
+    "activation_scale",
     *(f"weight_{name}" for name in ("scale", "scale_2", "global_scale")),
     *(f"input_{name}" for name in ("scale", "global_scale")),
     *(".k_scale", ".v_scale"),

@@ -13,7 +13,16 @@ import torch
 from commands import TINY, invoke, one_line, run
 from families import tiny_ids, tiny_model
 from keeps import window_nll
-from quantised_folder import LAYOUTS, POWERS, check_refused, configure, in_fp8, in_pairs
+from quantised_folder import (
+    LAYOUTS,
+    POWERS,
+    WIDE,
+    check_refused,
+    configure,
+    in_fp4,
+    in_fp8,
+    in_pairs,
+)
 from stored_tensors import changed_json, changed_tensors, same_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
@@ -30,7 +39,6 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.recipes.export import savings
 from heapr_lab.streaming.plan import plan
-from heapr_lab.streaming.quantisation import unpacked
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import PROFILES
@@ -54,23 +62,6 @@ def in_mxfp4(folder: Path) -> None:
     configure(folder, quant_method="mxfp4", modules_to_not_convert=["lm_head"])
 
 
-def in_fp4(folder: Path) -> dict[str, torch.Tensor]:
-    """Replace the matrices of all experts by four bits with exponents, as published."""
-    generator, exact = torch.Generator().manual_seed(0), {}
-    with changed_tensors(folder) as tensors:
-        for name in [n for n in tensors if ".experts." in n]:
-            packed = torch.randint(0, 256, (32, 16), generator=generator).byte()
-            powers = torch.randint(-6, -1, (32, 1), generator=generator)
-            exact[name] = unpacked(packed) * 2.0**powers
-            tensors[name] = packed.view(torch.int8)
-            scales = (127 + powers).byte().view(torch.float8_e8m0fnu)
-            tensors[name.replace(".weight", ".scale")] = scales
-    block = {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
-    configure(folder, quant_method="fp8", **block)
-    return exact
-
-
-WIDE = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32}
 DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 """kv_a_proj_with_mqa has 576 rows, as DeepSeek-V3's: four blocks of 128 and a half."""
 KINDS: dict[str, tuple[str, dict[str, int], Callable[[Path], Any]]] = {

@@ -4,6 +4,8 @@ The slow twin runs a layer's modules one token of loss at a time, in float64.
 """
 
 import copy
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,15 @@ from commands import one_line, run, text_of
 from families import D_VOCAB, tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from methods_by_hand import reloaded
-from quantised_folder import in_fp8, of_each_weight
+from quantised_folder import (
+    LAYOUTS,
+    POWERS,
+    WIDE,
+    in_fp4,
+    in_fp8,
+    in_pairs,
+    of_each_weight,
+)
 from stored_tensors import changed_tensors, same_tensors, tensors_in
 from tiny_folder import D_VOCAB as TEXT_VOCABULARY
 from tiny_folder import write_text, write_tokenizer
@@ -27,6 +37,7 @@ from heapr_lab.checkpoints.mtp_head import (
     head_after,
     highest,
     open_head,
+    whole_heads,
 )
 from heapr_lab.checkpoints.predicting import by_layer, narrowed, predicting_heads
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
@@ -35,9 +46,11 @@ from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.folders import read_weights
+from heapr_lab.models.folders import read_config, read_weights, skeleton_of
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import prune
+from heapr_lab.recipes.export import check_checkpoint
 from heapr_lab.storage.files import read_json
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -289,7 +302,14 @@ def fused(tensors: dict[str, torch.Tensor], layer: str) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "family", ["glm4_moe", "qwen3_next", "qwen3_5_moe_text", "deepseek_v3 in FP8"]
+    "family",
+    [
+        "glm4_moe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+        "deepseek_v3 in FP8",
+        "qwen3_5_moe in FP8",
+    ],
 )
 def test_fused_experts_are_sliced_as_single_ones(tmp_path, family):
     """They keep the same atoms, whichever form they are stored in."""
@@ -300,7 +320,8 @@ def test_fused_experts_are_sliced_as_single_ones(tmp_path, family):
     if in_blocks:
         in_fp8(source, (4, 4))
     width = 2 * WIDTH if in_blocks else WIDTH
-    keep = widths_keep(tiny_model(family, **sizes), width, structure="uniform")
+    make = tiny_wrapper if family in WRAPPERS else tiny_model
+    keep = widths_keep(make(family, **sizes), width, structure="uniform")
     single = prune_folder(source, keep, tmp_path / "single", calibration=text)
     with changed_tensors(source) as stored:
         together = fused(stored, layer)
@@ -328,26 +349,31 @@ def test_fused_matrices_are_sliced_in_the_orientation_of_the_family(family):
             assert torch.equal(sliced, narrow.projections[number])
 
 
-def blocks_of(folder: Path) -> Path:
-    """A tiny Nemotron-3 with such a layer: a block that attends, one of experts."""
-    model = tiny_model("nemotron_h", num_nextn_predict_layers=1)
+def blocks_of(folder: Path, n_heads: int = 1) -> Path:
+    """A tiny Nemotron-3 with such layers: a block that attends, one of experts."""
+    model = tiny_model("nemotron_h", num_nextn_predict_layers=n_heads)
     model.save_pretrained(folder)
     with changed_tensors(folder) as stored:
-        shapes = {
-            name.replace(f"backbone.layers.{old}.", f"mtp.layers.{new}."): tensor.shape
-            for name, tensor in stored.items()
-            for old, new in {1: 0, 0: 1}.items()
-            if f"backbone.layers.{old}." in name
-        }
-        ends = {"0.enorm": (16,), "0.hnorm": (16,), "1.final_layernorm": (16,)}
-        for name, shape in (ends | {"0.eh_proj": (16, 32)}).items():
-            shapes[f"mtp.layers.{name}.weight"] = shape
-        stored |= random_tensors(shapes, model.dtype)
+        trunk = dict(stored)
+        for first in range(0, 2 * n_heads, 2):
+            shapes = {
+                name.replace(f"backbone.layers.{old}.", f"mtp.layers.{new}."): t.shape
+                for name, t in trunk.items()
+                for old, new in {1: first, 0: first + 1}.items()
+                if f"backbone.layers.{old}." in name
+            }
+            ends = {f"{first}.enorm": (16,), f"{first}.hnorm": (16,)}
+            ends |= {f"{first + 1}.final_layernorm": (16,)}
+            for name, shape in (ends | {f"{first}.eh_proj": (16, 32)}).items():
+                shapes[f"mtp.layers.{name}.weight"] = shape
+            stored |= random_tensors(shapes, model.dtype)
     return folder
 
 
-def blocks_nll(folder: Path, model: Any, window: torch.Tensor) -> torch.Tensor:
-    """The summed loss of such a layer: its blocks are a model of two layers."""
+def blocks_states(
+    folder: Path, model: Any, before: torch.Tensor, window: torch.Tensor, first: int
+) -> torch.Tensor:
+    """The states (L - 1, D) of such a layer: its blocks are a model of two layers."""
     stored, kinds = tensors_in(folder), ["attention", "moe"]
     width = len(stored["mtp.layers.1.mixer.experts.0.up_proj.weight"])
     sizes = {"num_hidden_layers": 2, "moe_intermediate_size": width}
@@ -355,48 +381,109 @@ def blocks_nll(folder: Path, model: Any, window: torch.Tensor) -> torch.Tensor:
     twin.save_pretrained(folder / "twin")
     with changed_tensors(folder / "twin") as own:
         for name in [name for name in own if "backbone.layers." in name]:
-            own[name] = stored[name.replace("backbone.", "mtp.")]
-        own["backbone.norm_f.weight"] = stored["mtp.layers.1.final_layernorm.weight"]
+            block, rest = name.removeprefix("backbone.layers.").split(".", 1)
+            own[name] = stored[f"mtp.layers.{first + int(block)}.{rest}"]
+        norm = stored[f"mtp.layers.{first + 1}.final_layernorm.weight"]
+        own["backbone.norm_f.weight"] = norm
     twin = read_weights(folder / "twin", dtype=torch.float64)
     twin.set_experts_implementation("eager")
 
     def normed(states: torch.Tensor, name: str) -> torch.Tensor:
-        weight = stored[f"mtp.layers.0.{name}.weight"]
+        weight = stored[f"mtp.layers.{first}.{name}.weight"]
         return nn.functional.rms_norm(states, (16,), weight, eps=1e-5)
 
     embedded = normed(model.get_input_embeddings()(window[1:]), "enorm")
-    before = normed(trunk_states(model, window)[:-1], "hnorm")
-    weight = stored["mtp.layers.0.eh_proj.weight"]
-    inputs = torch.cat([embedded, before], dim=-1) @ weight.T
+    weight = stored[f"mtp.layers.{first}.eh_proj.weight"]
+    joined = torch.cat([embedded, normed(before[:-1], "hnorm")], dim=-1)
     with torch.no_grad():
-        states = twin.get_decoder()(inputs_embeds=inputs[None]).last_hidden_state[0]
-        return summed_nll(states @ stored["lm_head.weight"].T, window[2:])
+        return twin.get_decoder()(inputs_embeds=joined[None] @ weight.T)[0][0]
 
 
-def test_of_blocks_it_is_pruned_as_a_model_of_them(tmp_path):
+def blocks_nll(
+    folder: Path, model: Any, window: torch.Tensor, n_heads: int
+) -> torch.Tensor:
+    """The summed loss of the last of such layers."""
+    states = trunk_states(model, window)
+    for k in range(n_heads):
+        states = blocks_states(folder, model, states, window[k:], 2 * k)
+    return summed_nll(states @ model.lm_head.weight.T, window[n_heads + 1 :])
+
+
+@pytest.mark.parametrize("n_heads", [1, 2])
+def test_of_blocks_it_is_pruned_as_a_model_of_them(tmp_path, n_heads):
     """Nemotron-3, which transformers does not run: its loss is that of its blocks."""
-    source, window = blocks_of(tmp_path / "source"), tiny_ids(seed=7)[0]
-    model, layer = opened(source)
+    source, window = blocks_of(tmp_path / "source", n_heads), tiny_ids(seed=7)[0]
+    model, *layers = opened(source)
+    assert len(layers) == n_heads
     keep = widths_keep(model, WIDTH, structure="uniform")
     text = CalibrationSet.from_ids(tiny_ids())
-    head, later = head_after(model, layer, CalibrationSet.from_ids(window[None]))
+    head, later = model, CalibrationSet.from_ids(window[None])
+    for layer in layers:
+        head, later = head_after(head, layer, later)
     with torch.no_grad():
         logits = head(later.ids).logits[0]
-    expected = blocks_nll(source, model, window)
-    torch.testing.assert_close(summed_nll(logits, window[2:]), expected)
+        expected = blocks_nll(source, model, window, n_heads)
+    torch.testing.assert_close(summed_nll(logits, window[n_heads + 1 :]), expected)
     out = prune_folder(source, keep, tmp_path / "out", calibration=text)
-    trunk = zeroed_twin(model, keep)
-    head, later = head_after(trunk, layer, text)
-    mask = highest(collect_statistics(head, later), WIDTH)
+    head, later = trunk, _ = zeroed_twin(model, keep), text
     with changed_tensors(source) as stored:
-        for expert, kept in enumerate(mask.by_layer(0)):
-            down = f"mtp.layers.1.mixer.experts.{expert}.down_proj.weight"
-            stored[down][:, torch.tensor(~kept)] = 0
-    pruned, _ = opened(out)
-    torch.testing.assert_close(
-        blocks_nll(out, pruned, window), blocks_nll(source, trunk, window)
-    )
+        for k, layer in enumerate(layers):
+            head, later = head_after(head, layer, later)
+            mask = highest(collect_statistics(head, later), WIDTH)
+            head = zeroed_twin(head, mask)
+            for expert, kept in enumerate(mask.by_layer(0)):
+                down = f"mtp.layers.{2 * k + 1}.mixer.experts.{expert}.down_proj.weight"
+                stored[down][:, torch.tensor(~kept)] = 0
+    pruned, *_ = opened(out)
+    with torch.no_grad():
+        expected = blocks_nll(source, trunk, window, n_heads)
+        torch.testing.assert_close(blocks_nll(out, pruned, window, n_heads), expected)
     assert "also pruned" in read_json(out / "heapr_manifest.json")
+
+
+PUBLISHED = {
+    r"^model\.embed_tokens\.": "embed.",
+    r"^lm_head\.": "head.",
+    r"^model\.hc_head\.hc_": "hc_head_",
+    r"^model\.": "",
+}
+"""Names of DeepSeek-V4 that transformers writes, and what published files have."""
+
+
+def streams_of(folder: Path, *, drafts: bool = False) -> Path:
+    """A tiny DeepSeek-V4 as published; such a layer attends to a window alone.
+
+    With `drafts` there are two, of the form of DeepSeek-V4-Flash-0731: one projection
+    for both, and what follows the last.
+    """
+    model = tiny_model("deepseek_v4", dtype=torch.bfloat16, **WIDE)
+    model.save_pretrained(folder)
+    with changed_tensors(folder) as stored:
+        for name, tensor in [*stored.items()]:
+            del stored[name]
+            for old, new in PUBLISHED.items():
+                name = re.sub(old, new, name)
+            stored[name] = tensor
+            if name.startswith("layers.2.") and ".compressor." not in name:
+                stored[name.replace("layers.2.", "mtp.0.")] = tensor
+            if name.startswith("hc_head_"):
+                stored[f"mtp.0.{name}"] = tensor
+        shapes = dict.fromkeys(("enorm", "hnorm", "norm"), (32,))
+        shapes |= dict.fromkeys(("e_proj", "h_proj"), (32, 32))
+        shapes = {f"mtp.0.{name}.weight": shape for name, shape in shapes.items()}
+        stored |= random_tensors(shapes, model.dtype)
+        if drafts:
+            for name in [name for name in stored if name.startswith("mtp.0.")]:
+                stored[name.replace("mtp.0.", "mtp.1.")] = stored[name].clone()
+            for name in ("mtp.{}.h_proj", "mtp.{}.hnorm", "mtp.{}.enorm"):
+                del (
+                    stored[f"{name.format(0)}.weight"],
+                    stored[f"{name.format(1)}.weight"],
+                )
+            stored["mtp.0.main_proj.weight"] = stored.pop("mtp.0.e_proj.weight")
+            stored["mtp.0.main_norm.weight"] = stored.pop("mtp.0.norm.weight")
+            del stored["mtp.1.e_proj.weight"]
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -405,13 +492,18 @@ def test_of_blocks_it_is_pruned_as_a_model_of_them(tmp_path):
         ("second", "model.layers.4.eh_proj"),
         ("fused", f"{LAST}mlp.experts.down_proj"),
         ("blocks", "mtp.layers.1.mixer.gate.weight"),
+        ("two of blocks", "mtp.layers.3.mixer.gate.weight"),
+        ("streams", "mtp.0.h_proj.weight"),
+        ("streams", "mtp.0.hc_ffn_scale"),
     ],
 )
 def test_half_of_any_form_is_refused_before_anything_is_done(tmp_path, form, lost):
     """As half of a single layer is, by name."""
     source = tmp_path / "source"
-    if form == "blocks":
-        blocks_of(source)
+    if "blocks" in form:
+        blocks_of(source, 2 if form == "two of blocks" else 1)
+    elif form == "streams":
+        streams_of(source)
     else:
         source_of(source, "glm4_moe", n_heads=2 if form == "second" else 1)
     with changed_tensors(source) as stored:
@@ -419,7 +511,8 @@ def test_half_of_any_form_is_refused_before_anything_is_done(tmp_path, form, los
         stored.clear()
         stored |= {n: t for n, t in together.items() if not n.startswith(lost)}
         assert len(stored) == len(together) - 1
-    keep = widths_keep(read_weights(source), WIDTH, structure="uniform")
+    structure = "ragged" if form == "streams" else "uniform"
+    keep = widths_keep(read_weights(source), WIDTH, structure=structure)
     text = CalibrationSet.from_ids(tiny_ids())
     with pytest.raises(LayoutError, match=r"predicts a further token.*download"):
         prune_folder(source, keep, tmp_path / "out", calibration=text)
@@ -530,6 +623,82 @@ def test_in_fp8(tmp_path, structure, how):
             assert len(rows) == 2 * WIDTH
             assert len(set(apart.argmin(1).tolist())) == 2 * WIDTH
             assert apart.amin(1).max() < exact[name].abs().max() / 15
+
+
+@pytest.mark.parametrize("structure", ["ragged", "aligned", "per_layer", "drafts"])
+def test_of_streams_it_is_kept_in_floats(tmp_path, structure):
+    """DeepSeek-V4's, with experts in FP4 and other matrices in FP8, as published."""
+    drafts = structure == "drafts"
+    structure = "ragged" if drafts else structure
+    source = streams_of(tmp_path / "source", drafts=drafts)
+    plain, exact = tensors_in(source), in_fp4(source)
+    n_matrices = 2 * (4 * 3 + 5) + 1 if drafts else 4 * 3 + 5 + 2
+    assert sum(name.startswith("mtp.") for name in exact) == n_matrices
+    model = skeleton_of(read_config(source))
+    assert (whole_heads(model, str(source))[1] is not None) == drafts
+    keep = widths_keep(model, 2 * WIDTH, structure=structure)
+    out = prune_folder(source, keep, tmp_path / "out")
+    head = {n: t for n, t in tensors_in(out).items() if n.startswith("mtp.")}
+    assert head.keys() == {name for name in plain if name.startswith("mtp.")}
+    for name, tensor in head.items():
+        assert tensor.dtype == plain[name].dtype, name
+        assert torch.equal(tensor.double(), exact.get(name, plain[name]).double()), name
+    assert "kept" in read_json(out / "heapr_manifest.json")
+    assert logits_of(reloaded(out), tiny_ids()).isfinite().all()
+
+
+PAIRS = {"vocab_size": D_VOCAB, "dtype": torch.bfloat16, **WIDE}
+
+
+@pytest.mark.parametrize(
+    ("layout", "structure"),
+    [*((layout, "ragged") for layout in LAYOUTS), ("modelopt", "uniform")],
+)
+def test_in_four_bits(tmp_path, layout, structure):
+    """Kept, it is dequantised as all else; pruned, so are the layers before."""
+    source = source_of(tmp_path / "source", "glm4_moe", **PAIRS)
+    shutil.copytree(source, tmp_path / "floats")
+    exact = in_pairs(source, layout)
+    with changed_tensors(tmp_path / "floats") as stored:
+        stored |= {name: tensor.bfloat16() for name, tensor in exact.items()}
+    assert any(name.startswith(LAST) for name in exact)
+    keep = widths_keep(tiny_model("glm4_moe", **PAIRS), 2 * WIDTH, structure=structure)
+    heads = []
+    for folder in (source, tmp_path / "floats"):
+        options = {"calibration": CalibrationSet.from_ids(tiny_ids())}
+        tensors = tensors_in(prune_folder(folder, keep, folder / "out", **options))
+        heads.append({n: t for n, t in tensors.items() if n.startswith(LAST)})
+    torch.testing.assert_close(*heads, rtol=0, atol=0)
+    assert f"{LAST}mlp.experts.3.down_proj.weight" in heads[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "end", "change", "message"),
+    [
+        ("fp4", "ffn.experts.2.w2.scale", None, r"experts\.2\.w2.* has no "),
+        ("fp4", "ffn.experts.2.w2.scale", lambda s: s[::2], "32 x 1 for blocks"),
+        ("fp4", "h_proj.scale", lambda s: s.repeat(2, 1), "1 x 1 for blocks of 128"),
+        ("modelopt", "eh_proj.weight_scale_2", None, "eh_proj.* has no "),
+        (POWERS, "eh_proj.weight_scale", lambda s: s.T, "32 x 2 for blocks of 1 x 32"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused_first(
+    tmp_path, layout, end, change, message
+):
+    """By name, as those of other layers are, before anything is measured."""
+    if layout == "fp4":
+        in_fp4(streams_of(tmp_path))
+    else:
+        in_pairs(source_of(tmp_path, "glm4_moe", **PAIRS), layout)
+    with changed_tensors(tmp_path) as stored:
+        (name,) = (
+            n for n in stored if n.startswith((LAST, "mtp.")) and n.endswith(end)
+        )
+        scale = stored.pop(name)
+        if change is not None:
+            stored[name] = change(scale)
+    with pytest.raises(LayoutError, match=message):
+        check_checkpoint(tmp_path, Selection(0.5))
 
 
 def test_windows_that_differ_in_the_first_token_are_refused(tmp_path):
