@@ -67,9 +67,10 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 (a computed list of names)
 
 
 _MODELS = "transformers.models.auto.modeling_auto"
+_FAMILIES = ("pretrained.deepseek_config", "pretrained.puzzle_config")
 _REGISTRIES = {
-    "transformers.models.auto.configuration_auto": ("pretrained.deepseek_config",),
-    _MODELS: ("pretrained.deepseek_config",),
+    "transformers.models.auto.configuration_auto": _FAMILIES,
+    _MODELS: _FAMILIES,
     "transformers.quantizers.auto": ("models.ragged_experts",),
 }
 """Modules of transformers, and what registers something with each."""
@@ -79,8 +80,8 @@ class _Registration(importlib.abc.MetaPathFinder):
     """Registers what is ours as soon as a registry of transformers is imported.
 
     After `import heapr_lab`, before or after transformers, `from_pretrained` loads
-    pruned checkpoints and DeepSeekMoE, although heapr_lab does not import torch by
-    itself.
+    pruned checkpoints, DeepSeekMoE and NemotronHPuzzle, although heapr_lab does not
+    import torch by itself.
     """
 
     def __init__(self, registry: str) -> None:

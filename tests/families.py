@@ -68,6 +68,16 @@ LINEAR_ATTENTION = {
     "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 8,
 }
+BLOCKS: list[dict[str, Any]] = [
+    {"block_type": "moe", "moe_intermediate_size": 8, "num_experts_per_tok": 2},
+    {"block_type": "attention"},
+    {
+        "block_type": "moe",
+        "moe_intermediate_size": 12,
+        "num_experts_per_tok": 3,
+        "n_routed_experts": 6,
+    },
+]
 _INDEXED = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
 _DELTA_ATTENTION = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -100,6 +110,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "n_shared_experts": 1,
         "moe_shared_expert_intermediate_size": 8,
+    },
+    "nemotron_h_puzzle": {
+        "block_configs": BLOCKS,
+        "moe_intermediate_size": None,
+        "num_experts_per_tok": None,
+        "num_hidden_layers": None,
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 8,
+        "moe_latent_size": 12,
     },
     "afmoe": {},
     "cohere2_moe": {},

@@ -106,8 +106,7 @@ def card(manifest: Mapping[str, Any], *, source: Path, native: bool = True) -> s
 
 def _is_stock(manifest: Mapping[str, Any]) -> bool:
     """Whether a checkpoint is an ordinary one of its architecture."""
-    uniform: bool = manifest["structure"] == "uniform"
-    return uniform
+    return manifest["structure"] == "uniform" or "stock" in manifest
 
 
 def _selected_by(manifest: Mapping[str, Any]) -> str:

@@ -304,6 +304,7 @@ def _leave_one(config: Any, number: int) -> None:
     if blocks := getattr(config, _BLOCKS, None):
         config.mtp_layer_types, config.mtp_first_block = blocks, number
         config.rms_norm_eps = config.layer_norm_epsilon
+        config.block_configs = getattr(config, "mtp_block_configs", None)
     config.num_mtp_layers, config.num_hidden_layers = 1, number
 
 

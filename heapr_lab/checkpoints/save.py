@@ -34,7 +34,7 @@ from heapr_lab.checkpoints.stored_type import (
     packing_of,
     stored_dtype,
 )
-from heapr_lab.checkpoints.uniform import stock_model, uniform_width
+from heapr_lab.checkpoints.uniform import layer_widths, stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.dtypes import blocks_fit
@@ -136,6 +136,9 @@ def save_pruned(
         if n_zero := getattr(written, "heapr_zero_atoms", 0):
             zeros = f"{n_zero} zero atoms in the shared experts of each layer"
             facts |= {"padded": zeros}
+        stock = getattr(written.config, "quantization_config", None) is None
+        if stock and structure_of(keep) == "per_layer":
+            facts |= {"stock": "the configuration has a width for each layer"}
         facts |= further.said
         checksums = write_weights(
             written,
@@ -316,9 +319,13 @@ def write_weights(
 
 
 def checkpoint_of(model: Any, keep: KeepMask, dtype: torch.dtype) -> Any:
-    """`model`, ready for `save_pretrained`: stock if uniform, else with `attach`."""
+    """`model`, ready for `save_pretrained`: stock if it can be, else with `attach`."""
     if structure_of(keep) == "uniform":
         return stock_model(model, uniform_width(keep, dtype))
+    if structure_of(keep) == "per_layer":
+        widths = layer_widths(model.config, keep, dtype)
+        if widths is not None:
+            return stock_model(model, widths)
     attach(model, structure_of(keep))
     return model
 

@@ -29,6 +29,8 @@ _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 _SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
 """Names of the number of shared experts."""
 
+Layers = Mapping[int, int]
+"""The width of the experts of each layer."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of tensors by their names in the model."""
 
@@ -69,6 +71,17 @@ def uniform_width(keep: KeepMask, dtype: torch.dtype | None = None) -> int:
     return widths[0]
 
 
+def layer_widths(config: Any, keep: KeepMask, dtype: torch.dtype) -> Layers | None:
+    """The widths in a mask of structure per_layer, if a configuration can have them.
+
+    It can if the family's has one for each layer, and grouped kernels support them all
+    in `dtype`.
+    """
+    one = {layer: int(keep.by_layer(layer).sum(1)[0]) for layer in keep.layers}
+    fit = all(width and width * dtype.itemsize % 16 == 0 for width in one.values())
+    return one if fit and hasattr(config, "give_widths") else None
+
+
 def stock_config(config: Any, width: int) -> Stock:
     """The family's own configuration with experts of `width`, otherwise unchanged.
 
@@ -77,6 +90,11 @@ def stock_config(config: Any, width: int) -> Stock:
     Raises:
         SpecError: the family has no such configuration.
     """
+    if hasattr(config, "give_widths"):
+        raise SpecError(
+            f"layers of a {config.model_type} have widths of their own, not one: "
+            "choose the structure per_layer, aligned or ragged"
+        )
     shapes = _other_shapes(skeleton_of(config))
     tried = []
     for candidate, change in _candidates(config, width):
@@ -128,7 +146,7 @@ def _other_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def stock_model(model: Any, width: int) -> Any:
+def stock_model(model: Any, width: int | Layers) -> Any:
     """A stock model that shares the weights of the pruned `model`.
 
     Its `heapr_zero_atoms` are those that shared experts were given.
@@ -139,7 +157,11 @@ def stock_model(model: Any, width: int) -> Any:
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    stock = stock_config(config, width)
+    if isinstance(width, int):
+        stock = stock_config(config, width)
+    else:
+        config.give_widths(width)
+        stock = Stock(config, {}, 0)
     new: Any = skeleton_of(stock.config)
     new.heapr_zero_atoms = stock.n_zero
     experts = {}

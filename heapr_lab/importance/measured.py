@@ -63,7 +63,8 @@ def check_coverage(table: ImportanceTable) -> None:
         CoverageError: tokens are missing.
     """
     tokens = table.expert_tokens().groupby("layer")["tokens"].sum()
-    if tokens.nunique() > 1 or tokens.iloc[0] == 0:
+    top_k = {layer: shape.top_k for layer, shape in table.architecture.layers.items()}
+    if (tokens / pd.Series(top_k)).nunique() > 1 or tokens.iloc[0] == 0:
         raise CoverageError(
             f"routed tokens differ from layer to layer: {tokens.to_dict()}"
         )

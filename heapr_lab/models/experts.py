@@ -456,17 +456,18 @@ def _layer_shape(model: Any, layer: ExpertsLayer) -> LayerShape:
         d_expert=layer.d_expert,
         n_matrices=3 if layer.gated else 2,
         atom_biases=0 if bias is None else bias.shape[1] // layer.d_inter,
-        top_k=experts_per_token(model),
+        top_k=_experts_per_token(model, layer),
     )
 
 
-def experts_per_token(model: Any) -> int:
+def _experts_per_token(model: Any, layer: ExpertsLayer) -> int:
     """The number of routed experts of a token, as the configuration says.
 
     Raises:
         LayoutError: it does not.
     """
-    config = model.config.get_text_config()
+    around = model.get_submodule(layer.name.rpartition(".")[0])
+    config = getattr(around, "config", model.config).get_text_config()
     for name in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"):
         value = getattr(config, name, None)
         if isinstance(value, int):

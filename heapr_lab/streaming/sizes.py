@@ -99,7 +99,8 @@ class Sizes:
         For each atom that it is routed to, the two projections, their activation and h;
         around the experts sixteen times the width of the model.
         """
-        d_inter = self.n_atoms // max(1, self.n_experts)
+        widest = max(self.atoms.values(), default=0) * len(self.atoms)
+        d_inter = widest // max(1, self.n_experts)
         return 16 * self.d_model + 4 * self.top_k * d_inter
 
     def states(self, itemsize: int, *, n_tokens: int) -> int:
@@ -138,7 +139,8 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any]) -> Sizes:
         SpecError: embeddings or decoder layers have names that are not known.
     """
     text = text_settings(config)
-    depth = text.get("num_hidden_layers", math.inf)
+    blocks = text.get("block_configs") or []
+    depth = text.get("num_hidden_layers") or len(blocks) or math.inf
     numbers = _layer_numbers(shapes)
     inside = {name: number for name, number in numbers.items() if number < depth}
     around = [n for n in shapes if n not in numbers and not PREDICTING.search(n)]
@@ -152,7 +154,9 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any]) -> Sizes:
         if _EXPERTS.search(name):
             atoms[number] += math.prod(shapes[name])
             n_experts += shapes[name][0] if len(shapes[name]) > 2 else 1
-    d_expert = next((text[name] for name in _D_EXPERT if text.get(name)), d_model)
+    own = [block[_TOP_K[0]] for block in blocks if block.get(_TOP_K[0])]
+    widths = (part.get(name) for part in (text, *blocks) for name in _D_EXPERT)
+    d_expert = next(filter(None, widths), d_model)
     return Sizes(
         layers=tuple(layers[number] for number in sorted(layers)),
         ends=tuple(math.prod(shapes[name]) for name in ends),
@@ -160,7 +164,7 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any]) -> Sizes:
         atoms={number: n // d_expert for number, n in sorted(atoms.items())},
         n_experts=n_experts,
         d_model=d_model,
-        top_k=next((text[name] for name in _TOP_K if text.get(name)), 1),
+        top_k=max(own, default=next((text[k] for k in _TOP_K if text.get(k)), 1)),
         state=state_of(text, d_model),
     )
 

@@ -50,7 +50,7 @@ LAYOUTS = (
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss", "glm4_moe",
     "granitemoe", "nemotron_h",
 )  # fmt: skip
-OWN = {"deepseek"}
+OWN = {"deepseek", "nemotron_h_puzzle"}
 """Not in transformers, so that their checkpoints do not load without heapr_lab."""
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 

@@ -15,7 +15,7 @@ from heapr_lab.streaming.stream import Stream, stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seq_len=16))
-ROUNDED = {"nemotron_h"}
+ROUNDED = {"nemotron_h", "nemotron_h_puzzle"}
 """Families that compute in float32 whatever the weights are in."""
 _Usage = namedtuple("_Usage", "total used free")
 

@@ -102,7 +102,8 @@ def test_tokens_that_differ_from_layer_to_layer(model: nn.Module) -> None:
         np.where(frame["layer"] == 1, 1, frame["tokens"]),
         0 * frame["tokens"],
     ):
-        wrong = type(table).from_frame(frame.assign(tokens=tokens))
+        changed = frame.assign(tokens=tokens)
+        wrong = type(table).from_frame(changed, **table.metadata)
         with pytest.raises(CoverageError, match="routed tokens differ from layer to"):
             measured.check_coverage(wrong)
 

@@ -34,7 +34,10 @@ HEADS: tuple[Mapping[str, object], ...] = (
     modeling_auto.MODEL_MAPPING_NAMES,
 )
 """Model types by what they are loaded as, the first that has one of a module counts."""
-OWN = {"deepseek": "DeepseekForCausalLM"}
+OWN = {
+    "deepseek": "DeepseekForCausalLM",
+    "nemotron_h_puzzle": "NemotronHPuzzleForCausalLM",
+}
 """Families that are not in transformers."""
 DBRX = {
     "d_model": 16,

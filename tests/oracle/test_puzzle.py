@@ -1,0 +1,214 @@
+"""NemotronHPuzzle against blocks of Nemotron-H, in the layout that is published."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from families import tiny_ids, tiny_model
+from keeps import logits_of
+from oracles.streamed import same_tables
+from stored_tensors import changed_json, changed_tensors, tensors_in
+from tiny_folder import opened, write_folder
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from heapr_lab.checkpoints.save import prune_folder
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.experts import describe
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
+from heapr_lab.pruning.surgery import masking
+from heapr_lab.recipes.export import check_checkpoint
+from heapr_lab.storage.files import read_json
+from heapr_lab.streaming.plan import plan
+from heapr_lab.text.calibration import CalibrationSet
+
+pytestmark = pytest.mark.oracle
+
+IDS = tiny_ids()
+BLOCKS: list[dict[str, Any]] = [
+    {"block_type": "mamba"},
+    *families.BLOCKS,
+    {"block_type": "mlp", "intermediate_size": 12},
+]
+MTP: list[dict[str, Any]] = [
+    {"block_type": "attention"},
+    {"block_type": "moe", "moe_intermediate_size": 24, "num_experts_per_tok": 4},
+]
+SIZES = {
+    "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 8,
+    "moe_latent_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 8,
+    "ssm_state_size": 6, "n_groups": 2, "conv_kernel": 3, "chunk_size": 4,
+}  # fmt: skip
+ENDS = {"0.enorm": (16,), "0.hnorm": (16,), "1.final_layernorm": (16,)}
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+"""
+
+
+def kinds(blocks: list[dict[str, Any]]) -> list[str]:
+    """The kind of each block."""
+    return [block["block_type"] for block in blocks]
+
+
+def alone(number: int, block: dict[str, Any]) -> Any:
+    """A Nemotron-H of one block, which transformers builds."""
+    sizes = SIZES | block | {"layers_block_type": kinds([block])}
+    alias = {"num_local_experts": sizes["n_routed_experts"]}
+    return tiny_model("nemotron_h", seed=number, **sizes | alias)
+
+
+@pytest.fixture(scope="module")
+def twins() -> list[Any]:
+    """One for each block: the first has the embeddings, the last the norm and head."""
+    return [alone(number, block) for number, block in enumerate(BLOCKS)]
+
+
+@pytest.fixture(scope="module")
+def hub(twins: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The blocks in one folder as they are published, with their own code beside."""
+    folder = write_folder(tmp_path_factory.mktemp("hub") / "puzzle", twins[0])
+    shapes = ENDS | {"0.eh_proj": (16, 32)}
+    stored = {f"mtp.layers.{n}.weight": torch.ones(s) for n, s in shapes.items()}
+    heads = [alone(9 + number, block) for number, block in enumerate(MTP)]
+    for stem, models in (("mtp", heads), ("model", twins)):
+        for number, model in enumerate(models):
+            model.save_pretrained(folder / "one")
+            for name, tensor in tensors_in(folder / "one").items():
+                place = name.replace("backbone.layers.0", f"{stem}.layers.{number}")
+                if "embeddings" not in name or model is twins[0]:
+                    stored[place.replace("backbone.", "model.")] = tensor
+    shutil.rmtree(folder / "one")
+    with changed_tensors(folder) as tensors:
+        tensors |= {name: tensor.double() for name, tensor in stored.items()}
+        for name in [name for name in tensors if name.startswith("backbone.")]:
+            del tensors[name]
+    with changed_json(folder) as config:
+        del config["moe_intermediate_size"], config["num_experts_per_tok"]
+        config["auto_map"] = {"AutoConfig": "configuration_puzzle.Config"}
+        config["architectures"] = ["NemotronHPuzzleForCausalLM"]
+        config["model_type"], config["num_hidden_layers"] = "nemotron_h_puzzle", None
+        config["block_configs"], config["layers_block_type"] = BLOCKS, kinds(BLOCKS)
+        config["mtp_block_configs"], config["mtp_layers_block_type"] = MTP, kinds(MTP)
+        config["num_nextn_predict_layers"] = 1
+    (folder / "configuration_puzzle.py").write_text(CODE)
+    return folder
+
+
+@torch.no_grad()
+def reference(twins: list[Any]) -> torch.Tensor:
+    """The logits of IDS, block by block."""
+    states = twins[0].get_input_embeddings()(IDS)
+    for twin in twins:
+        norm, twin.model.norm_f = twin.model.norm_f, nn.Identity()
+        states = twin.model(inputs_embeds=states).last_hidden_state
+        twin.model.norm_f = norm
+    logits: torch.Tensor = twins[-1].lm_head(norm(states))
+    return logits.float()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logits_are_those_of_the_blocks(
+    hub: Path, twins: list[Any], *, stream: bool
+) -> None:
+    """In float64, to the rounding of logits; the folder's code does not run."""
+    model = opened(hub, stream=stream)
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(logits_of(model, IDS), reference(twins), **close)
+    assert not (hub / "ran").exists()
+    assert not any(name.startswith("transformers_modules") for name in sys.modules)
+
+
+def test_scores_in_memory_are_those_streamed(hub: Path) -> None:
+    """All columns, but for the float32 of routers; of layers of different sizes."""
+    text = CalibrationSet.from_ids(IDS)
+    models = [opened(hub, stream=stream) for stream in (False, True)]
+    tables = [collect_statistics(model, text) for model in models]
+    same_tables(*tables, near=1e-4)
+    assert tables[0].shapes() == {1: (4, 8), 3: (6, 12)}
+    assert [shape.top_k for shape in describe(models[0]).layers.values()] == [2, 3]
+    needs = plan(hub)
+    assert (needs.n_moe_layers, needs.n_layers, needs.n_atoms) == (2, 5, 104)
+
+
+def test_text_with_a_cache_is_text_without(hub: Path) -> None:
+    """Eight tokens, greedily."""
+    model = opened(hub, stream=False)
+    model.set_experts_implementation("eager")
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    texts = [model.generate(IDS[:1], use_cache=c, **options) for c in (True, False)]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("structure", ["ragged", "per_layer"])
+def test_pruned_and_reloaded(hub: Path, tmp_path: Path, structure: str) -> None:
+    """The masked model; of a width for each layer it is stock, as config.json says."""
+    model, stock = opened(hub, stream=False), structure == "per_layer"
+    table = collect_statistics(model, CalibrationSet.from_ids(IDS))
+    keep = select(table, ratio=0.4, structure=structure, multiple=2 if stock else None)
+    with masking(model, keep):
+        expected = logits_of(model, IDS)
+    out = prune_folder(hub, keep, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="float64")
+    loaded.set_experts_implementation("eager")
+    torch.testing.assert_close(logits_of(loaded, IDS), expected, rtol=0, atol=1e-5)
+    config, tensors = read_json(out / "config.json"), tensors_in(out)
+    assert tensors.keys() == tensors_in(hub).keys()
+    assert {"auto_map", "moe_intermediate_size"} & config.keys() == set()
+    assert config["layers_block_type"] == kinds(BLOCKS)
+    assert config["mtp_block_configs"] == MTP
+    assert ("quantization_config" in config) != stock
+    assert ("ordinary" in (out / "README.md").read_text()) == stock
+    for layer in keep.layers if stock else ():
+        width = config["block_configs"][layer]["moe_intermediate_size"]
+        assert {*keep.by_layer(layer).sum(1)} == {width}
+    loaded.save_pretrained(tmp_path / "again")
+    assert read_json(tmp_path / "again" / "config.json") == config
+
+
+def test_one_width_for_all_layers_is_refused(hub: Path) -> None:
+    """Before anything is measured."""
+    with pytest.raises(SpecError, match="have widths of their own, not one"):
+        check_checkpoint(hub, Selection(0.25, structure="uniform"))
+
+
+def test_half_of_a_layer_that_predicts_is_refused(hub: Path, tmp_path: Path) -> None:
+    """It has the numbers of its own list of blocks."""
+    folder = Path(shutil.copytree(hub, tmp_path / "moe"))
+    with changed_tensors(folder) as stored:
+        del stored["mtp.layers.1.mixer.gate.weight"]
+    with pytest.raises(LayoutError, match=r"mtp\.layers.*gate\.weight"):
+        check_checkpoint(folder, Selection(0.25))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("block_configs", None, "block_configs is missing"),
+        ("block_configs", [{"block_type": "rwkv"}], "[0] is of type 'rwkv', expected"),
+        ("block_configs", [{"block_type": "moe"}], "[0], of type moe, has no moe_inte"),
+        (
+            "block_configs",
+            [BLOCKS[2] | {"sliding_window": 4}],
+            "has sliding_window: no",
+        ),
+        ("layers_block_type", ["moe"], "layers_block_type and block_configs name"),
+        ("mtp_block_configs", [], "mtp_block_configs is missing"),
+    ],
+)
+def test_other_lists_are_refused(
+    hub: Path, tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    """By name, before a weight is read."""
+    folder = Path(shutil.copytree(hub, tmp_path / "moe"))
+    with changed_json(folder) as config:
+        config[key] = value
+    with pytest.raises(SpecError, match=re.escape(message)):
+        opened(folder, stream=False)
