@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-import heapr_lab  # noqa: F401 (transformers knows deepseek after it)
+import heapr_lab  # noqa: F401 (transformers knows our families after it)
 
 D_VOCAB = 48
 _ROUTED = {

@@ -76,7 +76,7 @@ class NemotronHPuzzleConfig(NemotronHConfig):
         Raises:
             ValueError: the kind is not known, or it has others.
         """
-        kind = block.get("block_type")
+        kind = str(block.get("block_type"))
         if kind not in _KNOWN:
             expected = ", ".join(_KNOWN)
             raise ValueError(f"{name} is of type {kind!r}, expected one of {expected}")

@@ -154,7 +154,7 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any]) -> Sizes:
         if _EXPERTS.search(name):
             atoms[number] += math.prod(shapes[name])
             n_experts += shapes[name][0] if len(shapes[name]) > 2 else 1
-    own = [block[_TOP_K[0]] for block in blocks if block.get(_TOP_K[0])]
+    counts = [block[_TOP_K[0]] for block in blocks if block.get(_TOP_K[0])]
     widths = (part.get(name) for part in (text, *blocks) for name in _D_EXPERT)
     d_expert = next(filter(None, widths), d_model)
     return Sizes(
@@ -164,7 +164,7 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any]) -> Sizes:
         atoms={number: n // d_expert for number, n in sorted(atoms.items())},
         n_experts=n_experts,
         d_model=d_model,
-        top_k=max(own, default=next((text[k] for k in _TOP_K if text.get(k)), 1)),
+        top_k=max(counts, default=next((text[k] for k in _TOP_K if text.get(k)), 1)),
         state=state_of(text, d_model),
     )
 
