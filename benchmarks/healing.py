@@ -42,7 +42,7 @@ ITEMS = "healing_items.parquet"
 def main() -> None:
     """Measure every ratio and amount of text that has no row, and write each."""
     parser = argparse.ArgumentParser(description="Measure healing.")
-    parser.add_argument("--model", default="smolmoe")
+    parser.add_argument("--model", default="smolmoe", choices=("smolmoe", "smollm2"))
     parser.add_argument("--ratios", default="0.25,0.4")
     parser.add_argument("--text", default="0,32,64", help="windows, comma-separated")
     parser.add_argument("--windows", type=int, default=real.N_FIRST)
