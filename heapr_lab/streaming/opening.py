@@ -71,7 +71,12 @@ def free_memory(device: str) -> int:
         gpus = [*range(torch.cuda.device_count())]
     if not gpus:
         return int(psutil.virtual_memory().available)
-    return sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
+    return sum(torch.cuda.mem_get_info(gpu)[0] + _held(gpu) for gpu in gpus)
+
+
+def _held(gpu: Any) -> int:
+    """Bytes that torch's allocator holds on a GPU, and no tensor has."""
+    return torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
 
 
 def open_stepping(
