@@ -16,10 +16,16 @@ from heapr_lab.pruning.surgery import prune
 D_VOCAB = 258
 
 
-def write_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+def write_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Path:
     """A random Qwen2-MoE and its tokenizer, written to `folder`."""
     sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
-    model = tiny_model("qwen2_moe", dtype=torch.float32, seed=seed, **sizes, **changes)
+    model = tiny_model("qwen2_moe", dtype=dtype, seed=seed, **sizes, **changes)
     return write_folder(folder, model)
 
 

@@ -30,13 +30,13 @@ from heapr_lab.checkpoints.predicting import (
     check_experts,
     check_number,
     check_sliceable,
-    conversions_of,
     floats_of,
     has_experts,
     predicting_heads,
     said_of,
     stem_of,
 )
+from heapr_lab.checkpoints.stored_type import conversions_of
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable

@@ -16,12 +16,11 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers.conversion_mapping import get_model_conversion_mapping
 
-from heapr_lab.checkpoints.stored_type import Fp8Files
+from heapr_lab.checkpoints.stored_type import Fp8Files, conversions_of
 from heapr_lab.checkpoints.uniform import fit
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.experts import ExpertsLayer, find_experts, is_wrapper
+from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.safetensors_headers import FLOATS, INDEX, SINGLE, read_headers
 from heapr_lab.storage import files
 from heapr_lab.streaming.file_reader import FoundTensor, find_tensors, in_floats
@@ -91,12 +90,6 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
     every = find_tensors(skeleton, conversions, stored)
     heads = [tensor for tensor in every if is_one(tensor.parameter)]
     return in_floats(heads, quantizer) if is_ours else heads
-
-
-def conversions_of(model: Any) -> list[Any]:
-    """What transformers makes of tensors, those beside a wrapper's inner model too."""
-    inside = [model.get_decoder()] if is_wrapper(model.config) else []
-    return [c for part in (model, *inside) for c in get_model_conversion_mapping(part)]
 
 
 def check_experts(heads: Heads) -> None:

@@ -30,6 +30,7 @@ from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.checkpoints.stored_type import (
     Fp8Files,
     dense_skeleton,
+    float32_in_files,
     in_dtype,
     packing_of,
     stored_dtype,
@@ -121,13 +122,14 @@ def save_pruned(
     changed = getattr(model, "heapr_weights", None)
     packing = packing_of(model) if dtype is None else None
     stream, dtype = stream_of(model), dtype or stored_dtype(model)
+    wide = float32_in_files(model)
     if stream is not None:
-        stream.stored = dtype
+        stream.stored, stream.wide = dtype, wide
     changed = _in_words(model, changed, dtype, packing)
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     plan, origin = _plan_of(model, keep, packing), str(source or base)
     written = checkpoint_of(model, keep, dtype)
-    written = in_dtype(written, dtype) if stream is None else written
+    written = in_dtype(written, dtype, wide) if stream is None else written
     skeleton = dense_skeleton(model)
     further = further_layers(model, skeleton, origin, calibration, width=keep.one_width)
     with new_folder(Path(folder), resume=plan is not None) as partial:

@@ -6,7 +6,7 @@ own.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from heapr_lab.models.dtypes import blocks_fit, stays_float32
-from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.experts import is_wrapper, sliced_experts
 from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.models.safetensors_headers import INDEX, read_headers
 from heapr_lab.models.sources import source_of
 from heapr_lab.storage import files
+from heapr_lab.streaming.file_reader import find_tensors
 from heapr_lab.streaming.quantisation import SCALES, dequantised, quantised
 from heapr_lab.streaming.shards import index_of
 from heapr_lab.streaming.stream import stream_of
@@ -51,16 +53,38 @@ def stored_dtype(model: Any) -> torch.dtype:
     return dtype
 
 
-def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+def float32_in_files(model: Any) -> frozenset[str]:
+    """Names of what files in 16 bits have in float32, such as routers, but no experts.
+
+    There are none if the files of the dense model are not on this machine.
+    """
+    source = source_of(model)
+    if source is None or source.dtype is None or source.dtype.itemsize != 2:
+        return frozenset()
+    stored, _ = read_headers(source.folder)
+    dense = dense_skeleton(model)
+    tensors = find_tensors(dense, conversions_of(dense), stored)
+    wide = {entry.parameter for entry in tensors if entry.tensor.dtype == "F32"}
+    return frozenset(name for name in wide if ".experts." not in name)
+
+
+def conversions_of(model: Any) -> list[Any]:
+    """What transformers makes of tensors, those beside a wrapper's inner model too."""
+    inside = [model.get_decoder()] if is_wrapper(model.config) else []
+    return [c for part in (model, *inside) for c in get_model_conversion_mapping(part)]
+
+
+def in_dtype(model: Any, dtype: torch.dtype, wide: Collection[str] = ()) -> Any:
     """A model in memory with its weights in `dtype`: itself, or a copy.
 
-    Tensors that its family keeps in float32 stay as they are.
+    Tensors that its family, or files with `wide` ones, have in float32 stay as they
+    are.
     """
     if model.dtype == dtype:
         return model
     memo: dict[int, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        stays = not tensor.is_floating_point() or stays_float32(model, name)
+        stays = not tensor.is_floating_point() or _stays(model, name, wide)
         new = tensor if stays else tensor.detach().to(dtype)
         if isinstance(tensor, nn.Parameter) and not stays:
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
@@ -68,24 +92,33 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
     return copy.deepcopy(model, memo)
 
 
-def round_experts(
+def _stays(model: Any, name: str, wide: Collection[str]) -> bool:
+    return name in wide or stays_float32(model, name)
+
+
+@torch.no_grad()
+def round_changed(
     model: Any, dtype: torch.dtype, packing: "Fp8Files | None" = None
 ) -> None:
-    """Round the experts of a pruned model, which may have changed, as they are written.
+    """Round what is not as in the dense model's files as it will be written.
 
-    All its other weights are those of the dense model's files. Layers on disk are
+    These are the experts of a pruned model, and what `heal` trained. Layers on disk are
     rounded when they are read.
     """
-    stream = stream_of(model)
+    wide, stream = float32_in_files(model), stream_of(model)
     if stream is not None:
-        stream.stored, stream.packing = dtype, packing
+        stream.write_as(dtype, packing, wide)
         return
-    for experts in sliced_experts(model).values():
-        for name, tensor in experts._parameters.items():
-            if tensor is not None and tensor.is_floating_point():
-                weight = tensor.data.to(dtype)
-                weight = weight if packing is None else packing.rounded(name, weight)
-                tensor.data = weight.to(tensor.dtype)
+    experts = tuple(f"{name}." for name in sliced_experts(model))
+    trained = model.__dict__.get("heapr_trained", ())
+    for name, tensor in model.named_parameters():
+        if name.startswith(experts) and tensor.is_floating_point():
+            weight = tensor.to(dtype)
+            if packing is not None:
+                weight = packing.rounded(name.rpartition(".")[2], weight)
+            tensor.copy_(weight)
+        elif name in trained and not _stays(model, name, wide):
+            tensor.copy_(tensor.to(dtype))
 
 
 # --- FP8 --------------------------------------------------------------------------

@@ -163,7 +163,9 @@ class Request:
         if self.importance is None and self.recipe.heal:
             from heapr_lab.refinement.healing import check_trainable
 
-            check_trainable(self.open_bench().model)
+            bench = self.open_bench()
+            check_trainable(bench.model)
+            bench.calibration_set(self.recipe.healed_on(self.setting.calibration))
         table = self._table(source)
         outcome = self._choose(table)
         if self.out is not None and not self.to_folder:

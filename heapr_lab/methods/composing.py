@@ -15,7 +15,11 @@ from torch import nn
 
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
-from heapr_lab.checkpoints.stored_type import in_dtype, stored_dtype
+from heapr_lab.checkpoints.stored_type import (
+    float32_in_files,
+    in_dtype,
+    stored_dtype,
+)
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.composed_experts import (
     ComposedExperts,
@@ -212,7 +216,7 @@ def save_ordinary(
             "in each layer: measure the model with apply, or materialise it"
         )
     base = base or small.config._name_or_path
-    small = in_dtype(small, stored_dtype(small))
+    small = in_dtype(small, stored_dtype(small), float32_in_files(small))
     with new_folder(Path(folder)) as partial:
         small.save_pretrained(partial)
         manifest = {

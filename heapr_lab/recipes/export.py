@@ -13,12 +13,13 @@ import torch
 
 from heapr_lab.checkpoints.mtp_head import whole_heads
 from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
-from heapr_lab.checkpoints.stored_type import packing_of, round_experts, stored_dtype
+from heapr_lab.checkpoints.stored_type import packing_of, round_changed, stored_dtype
 from heapr_lab.checkpoints.uniform import stock_config
-from heapr_lab.errors import CacheError, CorpusError, HeaprLabError
+from heapr_lab.errors import CacheError, CorpusError, HeaprLabError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
+from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.models.sources import Source, dtype_name, source_of, weights_bytes
 from heapr_lab.progress import StartPart, no_parts
@@ -26,7 +27,12 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.recipes.making import PruningResult, pruned_model, records
+from heapr_lab.recipes.making import (
+    PruningResult,
+    healing_of,
+    pruned_model,
+    records,
+)
 from heapr_lab.streaming.opening import free_memory, load_like
 from heapr_lab.streaming.sizes import gigabytes
 from heapr_lab.text.calibration import CalibrationSet
@@ -171,10 +177,18 @@ def check_checkpoint(source: Path, selection: Selection) -> None:
 
     Raises:
         LayoutError: a part of a layer that predicts further tokens is missing.
-        SpecError: the family has no configuration with experts of one other width.
+        SpecError: the family has no configuration with experts of one other width, or
+            all experts are narrower than the multiple.
     """
     config = read_config(source)
-    whole_heads(skeleton_of(config), str(source))
+    skeleton = skeleton_of(config)
+    whole_heads(skeleton, str(source))
+    widest = max(layer.d_inter for layer in find_experts(skeleton))
+    if (selection.multiple or 1) > widest:
+        raise SpecError(
+            f"widths in multiples of {selection.multiple} were requested, and experts "
+            f"have {widest} atoms: give a smaller multiple (--multiple)"
+        )
     if selection.structure == "uniform":
         stock_config(config, selection.multiple or 1)
 
@@ -256,28 +270,30 @@ def write_checkpoint(
 
     Raises:
         CacheError: the files, loaded again, have another loss; nothing is left.
+        SpecError: another process heals the same model.
     """
-    pruned, weight_facts = pruned_model(bench, made, part)
-    facts = facts | weight_facts
-    source, stored = bench.source, stored_dtype(bench.model)
-    packing = packing_of(pruned)
-    round_experts(pruned, stored, packing)
-    change = {name: _perplexities(bench, pruned, name, part) for name in corpora}
-    if change:
-        facts = facts | {"perplexity": change}
-    check = _check(bench, pruned, corpora, part)
-    kind = dtype_name(stored) if packing is None else "FP8"
-    part(f"writing {out} in {kind}", "step")(0, 1)
-    save_pruned(
-        pruned,
-        out,
-        tokenizer=bench.tokenizer,
-        base=base,
-        source=None if source is None else source.folder,
-        facts=facts,
-        calibration=calibration,
-        check=check,
-    )
+    with healing_of(bench, made) as healing:
+        pruned, weight_facts = pruned_model(bench, made, healing, part)
+        facts = facts | weight_facts
+        source, stored = bench.source, stored_dtype(bench.model)
+        packing = packing_of(pruned)
+        round_changed(pruned, stored, packing)
+        change = {name: _perplexities(bench, pruned, name, part) for name in corpora}
+        if change:
+            facts = facts | {"perplexity": change}
+        check = _check(bench, pruned, corpora, part)
+        kind = dtype_name(stored) if packing is None else "FP8"
+        part(f"writing {out} in {kind}", "step")(0, 1)
+        save_pruned(
+            pruned,
+            out,
+            tokenizer=bench.tokenizer,
+            base=base,
+            source=None if source is None else source.folder,
+            facts=facts,
+            calibration=calibration,
+            check=check,
+        )
 
 
 def _perplexities(

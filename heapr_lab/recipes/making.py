@@ -1,6 +1,9 @@
 """Make the weights of a pruned model, as a recipe says."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -20,7 +23,7 @@ from heapr_lab.refinement.compensation import (
     fit_compensation,
 )
 from heapr_lab.refinement.compress import fit_compression
-from heapr_lab.refinement.healing import heal
+from heapr_lab.refinement.healing import forget, heal
 from heapr_lab.storage import cache
 from heapr_lab.storage.hashing import without_nan
 from heapr_lab.text.calibration import CalibrationSet
@@ -107,8 +110,45 @@ def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
     return replace(keep, settings={**keep.settings, "model": identity})
 
 
+@dataclass(frozen=True)
+class HealingRun:
+    """A training of a pruned model on more of its calibration text."""
+
+    text: CalibrationSet
+    state: Path
+    """Where it is saved, and resumes."""
+
+
+@contextlib.contextmanager
+def healing_of(bench: Workbench, made: PruningResult) -> Iterator[HealingRun | None]:
+    """The training that a recipe asks for, if it does, of no other process meanwhile.
+
+    It is forgotten when the block ends, unless by an error or an interruption.
+
+    Raises:
+        SpecError: another process has it.
+    """
+    if not made.recipe.heal:
+        yield None
+        return
+    assert made.calibration is not None
+    text = bench.calibration_set(made.recipe.healed_on(made.calibration))
+    key = {
+        "model": bench.identity,
+        "keep": made.keep.fingerprint,
+        "recipe": asdict(made.recipe),
+        "fitted": None if made.windows is None else made.windows.fingerprint,
+        "text": text.fingerprint,
+    }
+    state = cache.cache_path("healing", key, extension="safetensors")
+    state.parent.mkdir(parents=True, exist_ok=True)
+    with cache.writing(state):
+        yield HealingRun(text, state)
+        forget(state)
+
+
 def pruned_model(
-    bench: Workbench, made: PruningResult, part: StartPart
+    bench: Workbench, made: PruningResult, healing: HealingRun | None, part: StartPart
 ) -> tuple[Any, dict[str, Any]]:
     """The pruned copy of the model of `bench`, and the facts on its weights."""
     compensation, windows = made.compensation, made.windows
@@ -120,30 +160,11 @@ def pruned_model(
         pruned.__dict__["heapr_weights"] = describe_weights(compensation, windows)
         errors = records(compensation.report)
         facts |= {"compensation": compensation.settings, "errors": errors}
-    if made.recipe.heal:
-        facts |= {"healing": _heal(pruned, bench, made, part)}
+    if healing is not None:
+        text, step = healing.text, part(f"healing on {healing.text.label}", "step")
+        heal(pruned, bench.model, text, state=healing.state, progress=step)
+        facts |= {"healing": records(pruned.heapr_healing)}
     return pruned, facts
-
-
-def _heal(pruned: Any, bench: Workbench, made: PruningResult, part: StartPart) -> Any:
-    """Heal the model on more of its calibration text; resumes if it was interrupted."""
-    assert made.calibration is not None
-    text = bench.calibration_set(made.recipe.healed_on(made.calibration))
-    key = {
-        "model": bench.identity,
-        "keep": made.keep.fingerprint,
-        "recipe": asdict(made.recipe),
-        "fitted": None if made.windows is None else made.windows.fingerprint,
-        "text": text.fingerprint,
-    }
-    heal(
-        pruned,
-        bench.model,
-        text,
-        state=cache.cache_path("healing", key, extension="safetensors"),
-        progress=part(f"healing on {text.label}", "step"),
-    )
-    return records(pruned.heapr_healing)
 
 
 def records(frame: pd.DataFrame) -> Any:

@@ -13,6 +13,7 @@ Shapes: B windows, L tokens in each; D d_model.
 import functools
 import itertools
 import re
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ from heapr_lab.storage.files import load_state, save_state
 from heapr_lab.storage.hashing import digest
 from heapr_lab.streaming.opening import free_memory
 from heapr_lab.streaming.sizes import gigabytes
-from heapr_lab.streaming.training import LARGEST_NORM
+from heapr_lab.streaming.training import LARGEST_NORM, folder_of
 from heapr_lab.text.calibration import CalibrationSet
 
 BATCH_TOKENS = 1024
@@ -60,7 +61,8 @@ _PARTS = 4
 _HELD_OUT = 16
 """Windows, at most: every fourth if there are few."""
 _SAVE_SECONDS = 300.0
-_SHARED = re.compile(r"shared_experts?\.")
+_ROUTERS = r"(gate|router|shared_expert_gate|expert_bias)\b"
+"""Names, in the block that experts are in, of what routes to them."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BEST = "best."
 
@@ -92,9 +94,10 @@ def heal(
         dense: the dense model, which is not changed.
         text: at least four windows. Up to 16, and at most every fourth, are held out.
         learning_rate: the highest rate of experts and routers.
-        state: a file in which an unfinished training is saved every five minutes, and
-            from which it resumes; removed at the end. Of a streamed model every step is
-            saved, in a folder beside it (`.training`), which is removed with the model.
+        state: a file in which a training is saved every five minutes, and from which
+            it resumes; one that ended is not run again. Of a streamed model every step
+            is saved, in a folder beside it (`.training`), from which it reads its
+            weights. `forget` removes both, once the weights are written.
         batch_tokens: tokens of a step, by default 1024, in memory and streamed, so that
             the result is the same. More tokens are fewer steps, which take less time of
             a streamed model, and change the weights less often.
@@ -136,8 +139,15 @@ def heal(
     weights = getattr(pruned, "heapr_weights", "sliced")
     healed = f"{weights}; then healed on {n_tokens:,} tokens of {text.label}"
     pruned.__dict__["heapr_weights"] = healed
+    pruned.__dict__["heapr_trained"] = frozenset(plan.names)
     pruned.__dict__["heapr_healing"] = pd.DataFrame(run.rows).astype({"tokens": int})
     return pruned
+
+
+def forget(state: Path) -> None:
+    """Remove what `heal` left of a training: the file `state`, and the folder."""
+    state.unlink(missing_ok=True)
+    shutil.rmtree(folder_of(state), ignore_errors=True)
 
 
 def _check(pruned: Any, dense: Any, text: CalibrationSet, learning_rate: float) -> None:
@@ -196,14 +206,20 @@ def _check_room(n_bytes: int, device: str) -> None:
 
 
 def _trained(pruned: Any) -> list[str]:
-    """Names of kept experts, what routes to them, and all norms."""
-    experts = sliced_experts(pruned)
-    blocks = tuple(f"{name.rpartition('.')[0]}." for name in experts)
+    """Names of kept experts, what routes to them, and all norms after the embeddings.
+
+    A streamed model has no gradients of the latter.
+    """
+    experts = [re.escape(name) for name in sliced_experts(pruned)]
+    blocks = [name.rpartition(r"\.")[0] for name in experts]
+    kept = re.compile(rf"({'|'.join(experts)})\.|({'|'.join(blocks)})\.{_ROUTERS}")
+    embeddings = {id(w) for w in pruned.get_input_embeddings().parameters()}
     return [
         name
         for name, weight in pruned.named_parameters()
         if weight.numel()
-        and ("norm" in name or (name.startswith(blocks) and not _SHARED.search(name)))
+        and id(weight) not in embeddings
+        and ("norm" in name or kept.match(name))
     ]
 
 
@@ -346,6 +362,7 @@ class _InMemory:
         _check_room(sum(w.nbytes for w in self.parameters), str(model.device))
         self._optimizer = plan.optimizers(self._trained, 1.0)
         self._best: dict[str, torch.Tensor] = {}
+        self._notes: Tensors = {}
         self._saved_at = time.monotonic()
 
     def resume(self) -> dict[str, torch.Tensor]:
@@ -375,10 +392,14 @@ class _InMemory:
         nn.utils.clip_grad_norm_(self.parameters, LARGEST_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        due = time.monotonic() - self._saved_at > _SAVE_SECONDS
-        if self._state is not None and due:
+        self._notes = notes
+        if time.monotonic() - self._saved_at > _SAVE_SECONDS:
+            self._save()
+
+    def _save(self) -> None:
+        if self._state is not None:
             others = {f"{_BEST}{name}": weight for name, weight in self._best.items()}
-            others |= notes
+            others |= self._notes
             save_training(
                 self._state, self._trained, self._optimizer, others, key=self._key
             )
@@ -389,10 +410,10 @@ class _InMemory:
 
     @torch.no_grad()
     def finish(self) -> None:
+        if self._notes and self._state is not None and self._state.exists():
+            self._save()  # so that no step is run again if the weights are not written
         for name, weight in self._trained.items():
             weight.copy_(self._best[name])
-        if self._state is not None:
-            self._state.unlink(missing_ok=True)
 
 
 def loss_and_gradient(
@@ -490,6 +511,8 @@ def restore_training(
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     for name, weight in trained.items():
         weight.data.copy_(tensors[f"weight.{name}"])
+        if f"step.{name}" not in tensors:
+            continue  # it has no gradient, like the norms of an encoder of images
         moments = {part: tensors[f"{part}.{name}"] for part in _MOMENTS}
         optimizer.state[weight] = {
             "step": tensors[f"step.{name}"],  # a counter, which Adam has on the CPU

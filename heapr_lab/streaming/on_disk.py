@@ -167,6 +167,7 @@ class OnDisk:
         stream = Stream(new, reader, dtype=source.dtype, device=source.device)
         stream.host_memory = source.host_memory
         stream.dequantised_from, stream.stored = source.dequantised_from, source.stored
+        stream.wide = source.wide
         return on_disk(stream)
 
     def write(

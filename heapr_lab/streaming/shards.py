@@ -58,7 +58,6 @@ def save_streamed(
             files.write_json(folder / _WRITTEN, written)
         (progress or no_report)(done, n_parts)
     files.write_json(folder / INDEX, index_of(folder, sorted(written)))
-    (folder / _WRITTEN).unlink()
     return written
 
 
@@ -102,4 +101,5 @@ def _in_stored_type(
 ) -> torch.Tensor:
     """A tensor as it is written: most are in the stream's `stored` type."""
     stays = tensor.dtype != stream.dtype or stays_float32(model, name)
+    stays |= name in stream.wide
     return tensor if stays else tensor.to(stream.stored)

@@ -107,6 +107,8 @@ class Stream:
         """Type in which a checkpoint of this model is written."""
         self.packing: Packing | None = None
         """How its weights are quantised there, if they are."""
+        self.wide: frozenset[str] = frozenset()
+        """Names of what stays in float32 there, as in the dense model's files."""
         self.model = model
         model.tie_weights()
         self.parts = _parts(model, self.blocks)
@@ -209,8 +211,22 @@ class Stream:
                     if buffer is not None and top in self.blocks and in_files:
                         module._buffers[name] = buffer.to("meta")
 
+    def write_as(
+        self, dtype: torch.dtype, packing: Packing | None, wide: frozenset[str]
+    ) -> None:
+        """Have what was changed rounded, when it is read, as it will be written.
+
+        Args:
+            dtype: of the files.
+            packing: how weights are quantised there.
+            wide: names of what stays in float32.
+        """
+        self.stored, self.packing, self.wide = dtype, packing, wide
+        self.drop()
+        self.reader.read(OUTSIDE, self.outside)
+
     def rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of sliced experts, which may have been changed, as it is written."""
+        """A tensor that may have been changed, by its last name, as it is written."""
         if tensor.dtype != self.dtype:
             return tensor
         rounded = tensor.to(self.stored)

@@ -9,9 +9,8 @@ step that was cut off is run again from the same weights, to the same bits.
 
 import contextlib
 import hashlib
-import shutil
-import weakref
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from heapr_lab.models.backend import Gradient, Tensors, TrainingPlan
+from heapr_lab.models.dtypes import stays_float32
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Progress
 from heapr_lab.streaming.stream import OUTSIDE, Stream, put_tensor, tensor_of
@@ -29,6 +29,11 @@ LARGEST_NORM = 1.0
 """The norm of all gradients, beyond which they are clipped."""
 _WEIGHTS, _GRADIENTS, _MOMENTS = "weights", "gradients", "moments"
 _JOURNAL = "journal"
+
+
+def folder_of(state: Path) -> Path:
+    """The folder of a streamed training, beside the file of one in memory."""
+    return state.with_suffix(".training")
 
 
 class StreamedTraining:
@@ -51,8 +56,9 @@ class StreamedTraining:
         if plan.state is None:
             store = temporary(budget // 2)
         else:
-            folder = plan.state.with_suffix(".training")
-            store = durable(folder, {"pass": plan.key}, budget=budget // 2)
+            store = durable(
+                folder_of(plan.state), {"pass": plan.key}, budget=budget // 2
+            )
         self._store = store
         store.begin("training")
         self._states = SweepStore(store.folder, budget=budget // 4, durable=False)
@@ -125,14 +131,11 @@ class StreamedTraining:
         self._best = self._version
 
     def finish(self) -> None:
-        """Read the best version from here on; files are removed with the model."""
+        """Read the best version from here on."""
         self._version, self._finished = self._best, True
         for kind in (_GRADIENTS, _MOMENTS):
             self._store.drop(kind)
         self._renew()
-        if self._plan.state is not None:
-            folder = self._store.folder
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def weights(self, number: int) -> dict[str, nn.Parameter]:
         """The trained weights of a part that is in memory."""
@@ -188,11 +191,12 @@ class StreamedTraining:
             self._change(number)
         for path, stored in self._store.get(name).items():
             stem, _, leaf = path.rpartition(".")
-            tensor = stored.to(self._stream.device)
-            experts = self._stream.model.get_submodule(stem)
-            if self._finished and isinstance(experts, RaggedExperts):
+            tensor, model = stored.to(self._stream.device), self._stream.model
+            stays = path in self._stream.wide or stays_float32(model, path)
+            is_expert = isinstance(model.get_submodule(stem), RaggedExperts)
+            if self._finished and (is_expert or not stays):
                 tensor = self._stream.rounded(leaf, tensor)
-            put_tensor(self._stream.model, path, tensor)
+            put_tensor(model, path, tensor)
 
     @torch.no_grad()
     def _change(self, number: int) -> None:

@@ -282,13 +282,18 @@ def test_a_newer_format_and_a_model_that_is_not_pruned(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in bfloat16, in which router corrections are in float32."""
+    """A checkpoint in bfloat16, in which routers and corrections are in float32."""
     folder = tmp_path_factory.mktemp("halves")
     model = tiny_model("deepseek_v3", dtype=torch.bfloat16, tie_word_embeddings=True)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = torch.rand(buffer.shape)  # no numbers of bfloat16
-    return write_folder(folder, model)
+    write_folder(folder, model)
+    with changed_tensors(folder) as tensors:
+        for name in tensors:
+            if name.endswith((".mlp.gate.weight", ".q_a_proj.weight")):
+                tensors[name] = tensors[name] + torch.rand(tensors[name].shape) / 99
+    return folder
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,13 @@ from stored_tensors import tensors_in
 from tiny_folder import opened, write_model, write_text
 
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.stored_type import round_experts
+from heapr_lab.checkpoints.stored_type import round_changed
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement import healing
-from heapr_lab.refinement.healing import heal
+from heapr_lab.refinement.healing import forget, heal
 from heapr_lab.storage.paths import cache_dir
 from heapr_lab.streaming.sweep_store import SweepStore
 from heapr_lab.text.calibration import CalibrationSet
@@ -48,7 +49,9 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     return dict(stream(model).each(torch.clone))
 
 
-@pytest.mark.parametrize("family", [*REPRESENTATIVES, "glm_moe_dsa", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "family", [*REPRESENTATIVES, "glm_moe_dsa", "deepseek_v4", "inkling_text"]
+)
 def test_the_weights_are_those_in_memory(family: str, tmp_path: Path) -> None:
     """So is the report; the dense model, and all that is not trained, stay as they are.
 
@@ -168,6 +171,7 @@ def test_an_interrupted_one_resumes(
         assert_same(again, expected)
         del halves, again
         gc.collect()
+        forget(state)
         assert not state.with_suffix(".training").exists()
     assert resumed > STOPS / 2
 
@@ -190,10 +194,9 @@ def test_it_is_written_and_read_again(structure: str, tmp_path: Path) -> None:
     assert torch.allclose(*losses, rtol=1e-12)
     if structure == "ragged":
         assert_same(pruned, dict(again.state_dict()))
-    round_experts(pruned, torch.bfloat16)
-    stream(pruned).drop()
+    round_changed(pruned, torch.bfloat16)
     for name, weight in weights(pruned).items():
-        if ".experts." in name:
+        if re.search(r"\.experts\.|norm|gate\.weight", name):
             exact[name] = exact[name].bfloat16().double()
         assert torch.equal(weight, exact[name]), name
 
@@ -238,8 +241,8 @@ def test_one_part_is_in_memory_and_the_dense_model_is_read_once(tmp_path: Path) 
     assert not any(p.requires_grad for p in pruned.parameters())
 
 
-def test_files_are_removed_with_the_model(tmp_path: Path) -> None:
-    """Those of a state, and temporary ones; a training that ended is not run again."""
+def test_files_are_removed_when_asked(tmp_path: Path) -> None:
+    """Temporary ones are with the model; a training that ended is not run again."""
     _, dense = in_files(tmp_path / "dense")
     state, steps = tmp_path / "state.safetensors", list[int]()
     folder, cache = state.with_suffix(".training"), cache_dir() / "sweeps"
@@ -249,7 +252,9 @@ def test_files_are_removed_with_the_model(tmp_path: Path) -> None:
     assert not [*folder.glob("*-gradients-*"), *folder.glob("*-moments-*")]
     versions = {path.stem[-9:] for path in folder.glob("training-weights-*")}
     assert len(versions) <= 2  # the last, which is the best, and the best before it
-    again = pruned_of(dense)  # as after a kill while the first was written
+    del pruned
+    gc.collect()
+    again = pruned_of(dense)  # as after an error while the first was written
     report = lambda step, _: steps.append(step)  # noqa: E731
     heal(again, dense, TEXT, state=state, progress=report, **OPTIONS)
     assert steps == []
@@ -258,8 +263,9 @@ def test_files_are_removed_with_the_model(tmp_path: Path) -> None:
     heal(temporary, dense, TEXT, **OPTIONS)
     assert_same(temporary, expected)
     assert [*cache.glob("*/*.safetensors")]
-    del pruned, again, temporary
+    del again, temporary
     gc.collect()
+    forget(state)
     assert not folder.exists()
     assert not [*cache.glob("*/*.safetensors")]
 
@@ -305,17 +311,24 @@ def test_what_cannot_go_on_is_an_error(
     assert_same(pruned, before)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 2**-8)]
+)
 def test_the_command_heals_a_streamed_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, near: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one in memory: the manifest and the weights are the same to rounding."""
-    write_model(tmp_path / "moe")
+    """As one in memory: the manifest and the weights are the same to rounding.
+
+    The files have what was trained in their own type, and so has what is measured.
+    """
+    write_model(tmp_path / "moe", dtype=dtype)
     write_text(tmp_path / "text.txt")
     written, healing_of = {}, {}
     for way in ("--stream", "--no-stream"):
         monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / f"cache{way}"))
         out = tmp_path / f"out{way}"
         base = ("prune", tmp_path / "moe", "--ratio", 0.4, "--heal", 16, "--out", out)
+        base += ("--dtype", "float32")
         facts = json.loads(
             run(*base, "--method", "paper", way, "--json", *text_of(tmp_path))
         )
@@ -329,5 +342,5 @@ def test_the_command_heals_a_streamed_model(
         assert not [*tmp_path.glob(f"cache{way}/healing/*")]
     assert healing_of["--stream"] == pytest.approx(healing_of["--no-stream"], rel=1e-4)
     torch.testing.assert_close(
-        written["--stream"], written["--no-stream"], rtol=0, atol=1e-4
+        written["--stream"], written["--no-stream"], rtol=0, atol=near
     )

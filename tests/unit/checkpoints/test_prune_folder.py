@@ -237,6 +237,25 @@ def test_an_unfinished_folder_belongs_to_mask_structure_and_source(
     assert {path: path.read_bytes() for path in first.parent.iterdir()} == before
 
 
+def test_the_last_check_is_run_again_without_writing(tmp_path: Path) -> None:
+    """It takes long; files that were finished before it was interrupted are kept."""
+    model, source = source_of(tmp_path)
+    times: list[dict[str, int]] = []
+
+    def check(folder: Path) -> dict[str, str]:
+        files = folder.glob("*.safetensors")
+        times.append({path.name: path.stat().st_mtime_ns for path in files})
+        if len(times) == 1:
+            raise KeyboardInterrupt
+        return {}
+
+    with pytest.raises(KeyboardInterrupt):
+        prune_folder(source, random_keep(model), tmp_path / "out", check=check)
+    prune_folder(source, random_keep(model), tmp_path / "out", check=check)
+    assert times[0]
+    assert times[0] == times[1]
+
+
 def test_compensated_weights_are_not_resumed(tmp_path: Path) -> None:
     """What replaces W_down is not told by the mask: nothing is left to go on from."""
     model, source = source_of(tmp_path)

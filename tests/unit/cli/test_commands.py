@@ -14,6 +14,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.refinement import compensation
 from heapr_lab.storage import paths
 from heapr_lab.storage.hashing import without_nan
+from heapr_lab.workbench.workbench import Workbench
 
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
@@ -164,6 +165,15 @@ def test_prune_and_heal(folder: Path, tmp_path: Path, method: str) -> None:
     assert min(later) < first
     (change,) = manifest["perplexity"].values()
     assert losses(folder, out)["perplexity"] == pytest.approx(change[1], rel=1e-4)
+
+
+def test_too_little_text_to_heal_on_is_said_before_anything_is_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a large model the scores take hours."""
+    monkeypatch.setattr(Workbench, "fitted", lambda *_: pytest.fail("measured"))
+    base = ("prune", folder / "moe", "--ratio", 0.6, "--out", tmp_path / "d")
+    assert "5000 were requested" in refused(*base, "--heal", 5000, *text_of(folder))
 
 
 def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) -> None:

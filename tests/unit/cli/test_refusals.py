@@ -86,6 +86,7 @@ def test_the_options_of_prune_stand_in_groups() -> None:
 # --- before torch is imported -------------------------------------------------------
 
 RATIO = ("prune", "lab", "--ratio", "0.25")
+WIDE = (*RATIO, "--structure", "uniform", "--multiple", "256")
 TABLE = ("prune", "lab", "--importance", "bad.parquet")
 SCORE = ("score", "lab")
 LONG = "x" * 240
@@ -169,6 +170,7 @@ LATER: tuple[tuple[tuple[str, ...], str], ...] = (
     (("compare", "lab", "--set", "reap.alpha=1"), "no option alpha"),
     (("compare", "lab", "--set", "camera-p.alpha=high"), "is 'high', expected float"),
     (("compare", "lab", "--tasks", "continuation:gone"), "gone"),
+    ((*WIDE, "--out", "x"), "experts have 96 atoms: give a smaller multiple"),
     (
         ("evaluate", "lab", "--corpora", "", "--tasks", "arc_easy"),
         "the items of task 'arc_easy' are not available",

@@ -19,6 +19,7 @@ from heapr_lab.models.likelihood import final_states
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement import healing
 from heapr_lab.refinement.healing import (
+    forget,
     heal,
     loss_and_gradient,
     restore_training,
@@ -124,10 +125,15 @@ def test_two_rises_end_it(dense: nn.Module, monkeypatch: pytest.MonkeyPatch) -> 
     assert_same(pruned, before)
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm_moe_dsa"])
 def test_an_interrupted_one_resumes(
-    dense: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the weights and report of one that was not interrupted, to the bit."""
+    """It has the weights and report of one that was not interrupted, to the bit.
+
+    The norm of an indexer has no gradient. One that ended has no further step.
+    """
+    dense = tiny_model(family, dtype=torch.float32)
     whole, halves = pruned_of(dense), pruned_of(dense)
     heal(whole, dense, TEXT, learning_rate=1e-2)
     monkeypatch.setattr(healing, "_SAVE_SECONDS", -1.0)
@@ -144,9 +150,26 @@ def test_an_interrupted_one_resumes(
     again = pruned_of(dense)
     heal(again, dense, TEXT, progress=lambda *done: seen.append(done), **options)
     assert seen == [(step, 12) for step in range(9, 13)]
-    assert not state.exists()
     assert again.heapr_healing.equals(whole.heapr_healing)
     assert_same(again, weights_of(whole))
+    third = pruned_of(dense)
+    heal(third, dense, TEXT, progress=lambda *done: seen.append(done), **options)
+    assert len(seen) == 4
+    assert third.heapr_healing.equals(whole.heapr_healing)
+    assert_same(third, weights_of(whole))
+    forget(state)
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "hunyuan_v1_moe", "inkling_text"])
+def test_all_else_in_the_block_of_experts_stays(family: str) -> None:
+    """Attention, dense and shared parts, embeddings: experts, routers, norms learn."""
+    names = healing._trained(pruned_of(tiny_model(family)))
+    kinds = re.compile(r"norm|\.experts\.|\.(gate|router)\.")
+    assert [name for name in names if not kinds.search(name)] == []
+    assert [name for name in names if "shared" in name or "embed" in name] == []
+    for part in ("norm", ".experts.", "gate" if family != "gemma4_text" else "router"):
+        assert [name for name in names if part in name]
 
 
 @pytest.mark.gpu
