@@ -1,5 +1,6 @@
 """What is written is loaded again before it gets its name."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,13 @@ from stored_tensors import changed_tensors
 from tiny_folder import write_model, write_text
 
 from heapr_lab.checkpoints import save
-from heapr_lab.errors import CacheError
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes import export
-from heapr_lab.recipes.making import make
+from heapr_lab.recipes.making import healing_of, make
 from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.streaming.opening import load_like
 from heapr_lab.text.calibration_spec import Calibration
@@ -51,6 +52,26 @@ def write(
     export.write_checkpoint(out, made, bench, facts=facts, corpora=corpora)
     manifest: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
     return manifest
+
+
+def test_a_training_is_kept_until_its_weights_are_written(root: Path) -> None:
+    """By an error it is not forgotten; no other process has it meanwhile."""
+    text = str(root / "text.txt")
+    bench: Workbench = open_workbench(str(root / "moe"), profile="small")
+    setting = Setting(0.5, text)
+    table = bench.importance(setting.calibration)
+    made = make(bench, table, setting, WeightRecipe(heal=8))
+    with contextlib.suppress(OSError), healing_of(bench, made) as healing:
+        assert healing is not None
+        healing.state.write_text("trained")
+        second = healing_of(bench, made)
+        with pytest.raises(SpecError, match="is being written by another process"):
+            second.__enter__()
+        raise OSError("the disk is full")
+    with healing_of(bench, made) as again:
+        assert again is not None
+        assert again.state.read_text() == "trained"
+    assert not again.state.exists()
 
 
 @pytest.mark.parametrize(
