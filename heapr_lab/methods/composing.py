@@ -32,7 +32,7 @@ from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.identity import refuse_disturbed
-from heapr_lab.models.modes import copied
+from heapr_lab.models.modes import copied, exchanging
 from heapr_lab.storage import files
 
 Compositions = Mapping[int, Composition]
@@ -72,16 +72,16 @@ def composing(
 ) -> Iterator[nn.Module]:
     """Run `model` with other experts, and of each layer the experts `kept` only.
 
-    The model changes in all threads. Its own modules are back when the context ends,
-    also after an exception.
+    The model changes in all threads, of which others may not run it. Its own modules
+    are back when the context ends, also after an exception.
 
     Raises:
         SpecError: `compositions` or `kept` are for another model, the model is
-            streamed, or a mask or hook is active.
+            streamed, a mask or hook is active, or another thread is in such a context.
         LayoutError: experts cannot be replaced or dropped exactly.
     """
     refuse_disturbed(model, remedy=_REMEDY)
-    with contextlib.ExitStack() as contexts:
+    with exchanging(model), contextlib.ExitStack() as contexts:
         if kept is not None:
             contexts.enter_context(dropping(model, kept))
         for layer, module in _made(model, compositions):

@@ -209,7 +209,8 @@ class ExpertComposition(Compression):
         """A context like `composing`: `model` changes in all threads until it ends.
 
         Raises:
-            SpecError: it was fitted to another model, or a mask is active.
+            SpecError: it was fitted to another model, a mask is active, or another
+                thread is in such a context.
             LayoutError: the experts cannot be replaced exactly.
         """
         return composing(model, self.compositions, self.kept)

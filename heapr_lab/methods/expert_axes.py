@@ -26,6 +26,7 @@ from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.models.identity import refuse_disturbed
+from heapr_lab.models.modes import exchanging
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of attributes of modules that are the number of experts, if they equal it; of a
@@ -206,18 +207,18 @@ def _refuse_groups(module: nn.Module, name: str) -> None:
 def dropping(model: nn.Module, kept: KeptExperts) -> Iterator[nn.Module]:
     """Run `model` without the experts outside `kept`.
 
-    Unlike `masking`, the model changes in all threads. Its own tensors are back when
-    the context ends, also after an exception.
+    Unlike `masking`, the model changes in all threads, of which others may not run it.
+    Its own tensors are back when the context ends, also after an exception.
 
     Raises:
-        SpecError: `kept` is for another model, has too few experts, or a mask or hook
-            is active.
+        SpecError: `kept` is for another model, has too few experts, a mask or hook is
+            active, or another thread is in such a context.
         LayoutError: experts cannot be dropped from the model exactly.
     """
     refuse_disturbed(model, remedy="drop experts of the dense model")
     axes = find_expert_axes(model)
     _check(model, axes, kept)
-    with contextlib.ExitStack() as contexts:
+    with exchanging(model), contextlib.ExitStack() as contexts:
         for axis in axes:
             if len(kept[axis.layer.layer]) < axis.layer.n_experts:
                 contexts.enter_context(axis.narrowed(kept[axis.layer.layer]))

@@ -22,7 +22,7 @@ from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.methods.experts import dropping_of, n_dropped
 from heapr_lab.methods.method import Method, Request
-from heapr_lab.models.modes import evaluating
+from heapr_lab.models.modes import evaluating, exchanging
 from heapr_lab.progress import Progress
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 
@@ -137,7 +137,7 @@ def kept_of_layers(
     for layer, calls in iter_expert_calls(request.model, ids, progress=progress):
         number = layer.layer
         if n_gone[number]:
-            with evaluating(request.model):
+            with evaluating(request.model), exchanging(request.model):
                 some = calls.of(positions(request, layer.n_experts))
                 kept[number] = choose(number, LayerLoss(axes[number], some))
     return kept

@@ -25,6 +25,7 @@ from heapr_lab.errors import LayoutError
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.families import refuse_by_name
+from heapr_lab.models.modes import unexchanged
 from heapr_lab.models.ragged_experts import RaggedExperts, activate
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
@@ -202,12 +203,14 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
             expert-parallel, quantised, outside transformers' experts interface, or its
             activation mixes atoms); the family is refused by name; there are experts
             outside the language model; or weights are offloaded.
+        SpecError: another thread has replaced experts.
     """
     refuse_by_name(getattr(model, "config", None))
-    _refuse_offloaded(model)
-    _refuse_unfused(model)
-    modules = list(_decorated(text_modules(model)))
-    _refuse_outside(model, {name for name, _ in modules})
+    with unexchanged(model):
+        _refuse_offloaded(model)
+        _refuse_unfused(model)
+        modules = list(_decorated(text_modules(model)))
+        _refuse_outside(model, {name for name, _ in modules})
     layers = [
         ExpertsLayer(_layer_number(name, index), name, module)
         for index, (name, module) in enumerate(modules)

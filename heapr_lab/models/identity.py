@@ -17,6 +17,7 @@ from torch import nn
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.hooks import Edit, edits_of
+from heapr_lab.models.modes import unexchanged
 
 _KNOWN = ("accelerate", "heapr_lab", "torch", "transformers")
 """Packages whose hooks only observe, or are part of how the model runs."""
@@ -52,10 +53,12 @@ def refuse_disturbed(model: nn.Module, *, remedy: str) -> None:
         remedy: for the message: how to get the result of the masked model.
 
     Raises:
-        SpecError: a mask, a replacement of W_down, autocast or a hook is active.
+        SpecError: a mask, a replacement of W_down, autocast or a hook is active, or
+            another thread has exchanged modules.
     """
-    refuse_autocast(model)
-    _refuse_hooks(model)
+    with unexchanged(model):
+        refuse_autocast(model)
+        _refuse_hooks(model)
     edits = {name: edit for name, edit in edits_of(model).items() if _changes(edit)}
     if edits:
         raise SpecError(
@@ -156,12 +159,17 @@ def model_identity(model: Any) -> dict[str, str]:
     `weights` hashes every value of every parameter and stored buffer (such as a
     router's bias correction), with its name and shape; see `weights_hash`. `dtype` is
     part of the identity because numbers depend on it.
+
+    Raises:
+        SpecError: another thread has exchanged modules.
+        LayoutError: weights are offloaded.
     """
-    return {
-        **architecture_identity(model),
-        "weights": WEIGHTS_VERSION + backend_of(model).fingerprint(model),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-    }
+    with unexchanged(model):
+        return {
+            **architecture_identity(model),
+            "weights": WEIGHTS_VERSION + backend_of(model).fingerprint(model),
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        }
 
 
 def architecture_identity(model: Any) -> dict[str, str]:

@@ -3,11 +3,13 @@
 Modes and `requires_grad` flags belong to a model, and so to every thread that runs it.
 The first context that needs other modes switches them, and the last one restores them.
 Passes with gradients take turns on a model, because each counts its backward passes.
+Modules that one thread exchanges are others in every thread, so those are refused.
 """
 
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -15,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.models.backend import NewModule, backend_of
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,15 @@ class _State:
     """Held by the pass with gradients."""
     owner: int | None = None
     """The thread of that pass."""
+    holder: int | None = None
+    """The thread that has exchanged modules."""
+    exchanges: Counter[int] = field(default_factory=Counter)
+    """How often each thread has."""
+
+    @property
+    def exchanges_elsewhere(self) -> int:
+        """How often threads other than this one have exchanged modules."""
+        return self.exchanges.total() - self.exchanges[threading.get_ident()]
 
 
 _lock = threading.Lock()
@@ -40,12 +51,64 @@ _states: WeakKeyDictionary[nn.Module, _State] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
+def exchanging(model: nn.Module) -> Iterator[None]:
+    """This thread may exchange modules of the model, and no other may run it.
+
+    Contexts of one thread nest. What others have begun before raises when it ends.
+
+    Raises:
+        SpecError: another thread is in this context of the model.
+    """
+    state = _state_of(model)
+    with _lock:
+        _refuse_held(state)
+        before, state.holder = state.holder, threading.get_ident()
+        state.exchanges[state.holder] += 1
+    try:
+        yield
+    finally:
+        state.holder = before
+
+
+@contextlib.contextmanager
+def unexchanged(model: nn.Module) -> Iterator[None]:
+    """Check that no other thread exchanges modules of the model in this context.
+
+    Raises:
+        SpecError: one had begun before.
+        HeaprLabError: one did meanwhile, so that the result belongs to no single model.
+    """
+    state = _state_of(model)
+    with _lock:
+        _refuse_held(state)
+        before = state.exchanges_elsewhere
+    yield
+    if state.exchanges_elsewhere != before:
+        raise HeaprLabError(
+            "another thread replaced modules of this model meanwhile, so the result is "
+            "invalid; run it again when that has ended"
+        )
+
+
+def _refuse_held(state: _State) -> None:
+    if state.holder not in (None, threading.get_ident()):
+        raise SpecError(
+            "another thread has replaced modules of this model, as while a method is "
+            "measured; expected the model's own: run it again when that has ended"
+        )
+
+
+@contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; the previous modes are restored.
 
     Several threads may evaluate a model at the same time.
+
+    Raises:
+        SpecError: as `unexchanged`.
+        HeaprLabError: as `unexchanged`.
     """
-    with _evaluation_mode(model), torch.no_grad():
+    with unexchanged(model), _evaluation_mode(model), torch.no_grad():
         yield
 
 
@@ -60,12 +123,14 @@ def differentiating(
     this context of a model; others wait.
 
     Raises:
-        SpecError: this thread is already in such a context of the model.
+        SpecError: this thread is already in such a context of the model, or another
+            has exchanged modules, as in `unexchanged`.
         LayoutError: the weights cannot take part in a backward pass.
     """
     _refuse_inference_tensors(model)
     with (
         _taking_turns(model),
+        unexchanged(model),
         _evaluation_mode(model),
         _requiring(model, trained),
         torch.inference_mode(False),
@@ -87,10 +152,10 @@ def copied(
         new: modules of the copy in place of those of the model.
 
     Raises:
-        SpecError: this thread is in a pass with gradients on the model, or it is
-            streamed and has no new modules.
+        SpecError: this thread is in a pass with gradients on the model, another has
+            exchanged modules, or it is streamed and has no new modules.
     """
-    with _taking_turns(model):
+    with _taking_turns(model), unexchanged(model):
         modes = _own_modes(model)
         twin = backend_of(model).copy(model, memo, new)
     for name, module in twin.named_modules():

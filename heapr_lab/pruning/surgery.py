@@ -14,7 +14,7 @@ from heapr_lab.models.backend import NewModule, backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import Replacement, masked
 from heapr_lab.models.identity import model_identity
-from heapr_lab.models.modes import copied
+from heapr_lab.models.modes import copied, unexchanged
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 
@@ -38,20 +38,22 @@ def masking(
         down_projs: replacement for W_down, as `compensation` makes it.
 
     Raises:
-        SpecError: `keep` was made for another model.
+        SpecError: `keep` was made for another model, or another thread has replaced
+            experts of this one.
         LayoutError: the model's experts cannot be masked exactly.
 
     Example:
         >>> with masking(model, keep):  # doctest: +SKIP
         ...     pruned = model(ids).logits
     """
-    if keep is None:
-        yield model
-        return
-    layers = find_experts(model)
-    downs = [_replacement(model, down_projs or {}, layer.layer) for layer in layers]
-    with masked(layers, keeps_of(layers, keep), downs):
-        yield model
+    with unexchanged(model):
+        if keep is None:
+            yield model
+            return
+        layers = find_experts(model)
+        downs = [_replacement(model, down_projs or {}, layer.layer) for layer in layers]
+        with masked(layers, keeps_of(layers, keep), downs):
+            yield model
 
 
 def _replacement(
@@ -80,26 +82,28 @@ def prune(
     is made, which slices each layer when it is read, and `inplace` has no effect.
 
     Raises:
-        SpecError: `keep` was made for another model, or this thread is in such a pass.
+        SpecError: `keep` was made for another model, this thread is in such a pass, or
+            another has replaced experts of the model.
         LayoutError: the model's experts cannot be sliced exactly.
     """
-    layers = find_experts(model)
-    new = [
-        NewModule(
-            layer.layer,
-            layer.name,
-            layer.module,
-            empty=functools.partial(RaggedExperts, widths=kept.sum(1).tolist()),
-            made=functools.partial(sliced, layer, kept, down_projs or {}),
-        )
-        for layer, kept in zip(layers, keeps_of(layers, keep), strict=True)
-    ]
-    if inplace:
-        pruned = backend_of(model).replaced(model, new)
-    else:
-        pruned = copied(model, {}, new)
-        for name in ("to", "cuda"):  # accelerate's, which are bound to the dense model
-            pruned.__dict__.pop(name, None)
+    with unexchanged(model):
+        layers = find_experts(model)
+        new = [
+            NewModule(
+                layer.layer,
+                layer.name,
+                layer.module,
+                empty=functools.partial(RaggedExperts, widths=kept.sum(1).tolist()),
+                made=functools.partial(sliced, layer, kept, down_projs or {}),
+            )
+            for layer, kept in zip(layers, keeps_of(layers, keep), strict=True)
+        ]
+        if inplace:
+            pruned = backend_of(model).replaced(model, new)
+        else:
+            pruned = copied(model, {}, new)
+            for name in ("to", "cuda"):  # accelerate's, bound to the dense model
+                pruned.__dict__.pop(name, None)
     pruned.__dict__["heapr_keep"] = keep  # a record of how it was pruned
     if down_projs is not None:
         pruned.__dict__["heapr_weights"] = "W_down replaced, all else sliced"

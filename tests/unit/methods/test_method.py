@@ -1,6 +1,8 @@
 """Fitting: what is checked before anything is run, and what is measured once."""
 
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ from torch import nn
 
 from heapr_lab import methods
 from heapr_lab.checkpoints.provenance import read_provenance
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import collectors
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.method import Method
-from heapr_lab.pruning.surgery import masking
+from heapr_lab.models.identity import identity_in_force
+from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.storage import files
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -116,6 +120,49 @@ def test_dropping_inside_a_mask_is_refused(model: nn.Module) -> None:
         masking(model, full_keep(tiny_model("qwen2_moe"))),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", ["reap", "hc-smoe"])
+def test_other_threads_are_refused_while_it_is_applied(
+    model: nn.Module, name: str
+) -> None:
+    """Modules change in all threads, so nothing of them passes for the model."""
+    compression = methods.get(name).fit(model, WINDOWS, ratio=0.5)
+    before, keep = identity_in_force(model), full_keep(model)
+    calls: list[Callable[[], Any]] = [
+        lambda: evaluate_perplexity(model, WINDOWS.ids),
+        lambda: prune(model, keep),
+        lambda: masking(model, None).__enter__(),
+        lambda: identity_in_force(model),
+        lambda: collect_statistics(model, WINDOWS),
+        lambda: compression.apply(model).__enter__(),
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        with compression.apply(model):
+            for call in calls:
+                with pytest.raises(SpecError, match="another thread has replaced"):
+                    pool.submit(call).result()
+            here = evaluate_perplexity(model, WINDOWS.ids)
+        there = pool.submit(evaluate_perplexity, model, WINDOWS.ids).result()
+    assert there == evaluate_perplexity(model, WINDOWS.ids) != here
+    assert identity_in_force(model) == before
+
+
+def test_what_runs_while_a_method_is_applied_is_invalid(model: nn.Module) -> None:
+    """The second of two batches was that of other experts, which are gone again."""
+    compression = methods.get("reap").fit(model, WINDOWS, ratio=0.5)
+
+    def apply() -> None:
+        with compression.apply(model):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def apply_there(_done: int, _total: int) -> None:
+            pool.submit(apply).result()
+
+        with pytest.raises(HeaprLabError, match="result is invalid; run it again"):
+            evaluate_perplexity(model, WINDOWS.ids, progress=apply_there)
 
 
 def test_groups_of_experts_are_refused_before_text_is_read() -> None:
