@@ -22,7 +22,7 @@ from torch import nn
 
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.likelihood import final_states
-from heapr_lab.models.modes import evaluating
+from heapr_lab.models.modes import evaluating, exchanging
 from heapr_lab.streaming.stream import decoder_layers, replace_layers, stream_of
 
 logger = logging.getLogger(__name__)
@@ -313,15 +313,16 @@ class LayerByLayer:
                 yield
             return
         forwards = [block.__dict__.get("forward") for block in self._blocks]
-        try:
-            for number, block in enumerate(self._blocks):
-                block.__dict__["forward"] = functools.partial(instead, number)
-            yield
-        finally:
-            for block, forward in zip(self._blocks, forwards, strict=True):
-                del block.forward
-                if forward is not None:
-                    block.forward = forward
+        with exchanging(self._model):  # other threads would call `instead`, too
+            try:
+                for number, block in enumerate(self._blocks):
+                    block.__dict__["forward"] = functools.partial(instead, number)
+                yield
+            finally:
+                for block, forward in zip(self._blocks, forwards, strict=True):
+                    del block.forward
+                    if forward is not None:
+                        block.forward = forward
 
 
 def _states_in(returned: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Decoder layers run one by one: what is run to find how a model calls them."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from families import tiny_model
 from torch import nn
 
-from heapr_lab.errors import LayoutError
+from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import evaluating
 from heapr_lab.streaming.layerwise import LayerByLayer, walk_over
@@ -51,6 +53,16 @@ def test_only_one_window_is_run_to_begin_with(model: Any) -> None:
     for _, run in walker.layers():
         list(run)
     assert rows == [1, 1, 4, 2]
+
+
+def test_other_threads_do_not_run_what_is_in_place_of_layers(model: Any) -> None:
+    """They are refused while it is."""
+    with ThreadPoolExecutor(1) as pool:
+        model.model.layers[1].mlp.register_forward_pre_hook(
+            lambda _module, _args: pool.submit(evaluate_perplexity, model, IDS).result()
+        )
+        with pytest.raises(SpecError, match="another thread has replaced modules"):
+            walk(model)
 
 
 def test_layers_have_their_own_forward_again(model: Any) -> None:
