@@ -7,7 +7,7 @@ import numbers
 import operator
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 
@@ -81,7 +81,7 @@ def one_of(value: Any, known: Iterable[Any], *, name: str) -> Any:
     Raises:
         SpecError: it is not.
     """
-    if value not in known:
+    if not isinstance(value, Hashable) or value not in known:
         words = ", ".join(map(repr, known))
         raise SpecError(f"{name} must be one of {words}, got {value!r}")
     return value

@@ -208,7 +208,14 @@ class Selection:
     def _settle_words(self) -> None:
         for name, known in CHOICES.items():
             one_of(getattr(self, name), known, name=name)
-        options = complete_options(self.estimator, dict(self.estimator_options))
+        try:
+            named = dict(self.estimator_options)
+        except (TypeError, ValueError) as error:
+            raise SpecError(
+                "estimator_options must be values by name, such as {'alpha': 0.5}, got "
+                f"{self.estimator_options!r}"
+            ) from error
+        options = complete_options(self.estimator, named)
         self._set(estimator_options=tuple(sorted(options.items())))
         if find_estimator(self.estimator).within_layer and self.scope == "global":
             raise SpecError(
@@ -226,7 +233,10 @@ class Selection:
             if value is not None:
                 number = whole_number(value, name=name, least=least, most=_MOST_ATOMS)
                 self._set(**{name: number})
-        self._set(protect_unrouted=bool(self.protect_unrouted))
+        known, name = (False, True), "protect_unrouted"
+        self._set(
+            protect_unrouted=bool(one_of(self.protect_unrouted, known, name=name))
+        )
 
     def _check_combinations(self) -> None:
         if self.granularity == "expert" and self.structure != "ragged":
@@ -366,6 +376,28 @@ class Selection:
                 f"ratio is required; got {', '.join(sorted(given)) or 'none'}"
             )
         return cls(**given)
+
+
+def selection_of(selection: Any, given: Mapping[str, Any]) -> Selection:
+    """The selection that a caller gave: as such, as its ratio, or by its fields.
+
+    Args:
+        selection: a `Selection`, a ratio, or None.
+        given: the (other) fields.
+
+    Raises:
+        SpecError: there is no ratio, or a field has an invalid value.
+        TypeError: both a selection and fields are given, or a field is unknown.
+    """
+    if isinstance(selection, Selection):
+        if given:
+            raise TypeError(f"give a Selection or its fields, not both: {[*given]}")
+        return selection
+    if selection is not None:
+        return Selection(selection, **given)
+    if "ratio" not in given:
+        raise SpecError("no ratio is given: select(table, ratio=0.25), for example")
+    return Selection(**given)
 
 
 def _shortest(exact: Fraction, value: Any) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.options import Selection, exact_ratio
+from heapr_lab.pruning.options import Selection, exact_ratio, selection_of
 from heapr_lab.pruning.ranking import Ranking, atom_sizes, rank_atoms
 
 _DIGITS = 6  # of the largest possible ratio, rounded down, in an error
@@ -35,14 +35,14 @@ _NAMES = {"atoms": "pruning ratio", "model": "pruning ratio of the model"}
 
 
 def select(
-    table: ImportanceTable, selection: Selection | None = None, **fields: Any
+    table: ImportanceTable, selection: Selection | float | None = None, **fields: Any
 ) -> KeepMask:
     """The mask that prunes the atoms with the lowest scores.
 
     Args:
         table: the importance table.
-        selection: how atoms are selected; the docstring of this module describes what
-            its ratio counts.
+        selection: how atoms are selected, or the ratio alone; the docstring of this
+            module describes what it counts.
         **fields: the fields of `Selection`, in its place: `select(table, ratio=0.25)`
             is short for `select(table, Selection(0.25))`.
 
@@ -62,12 +62,7 @@ def select(
         >>> select(table, ratio=0.5).by_layer(0).tolist()
         [[False, False, True, True]]
     """
-    if selection is None:
-        if "ratio" not in fields:
-            raise SpecError("no ratio is given: select(table, ratio=0.25), for example")
-        selection = Selection(**fields)
-    elif fields:
-        raise TypeError(f"give a Selection or its fields, not both: {sorted(fields)}")
+    selection = selection_of(selection, fields)
     key = selection.ranking_key
     ranking = table.memo(key, lambda: rank_atoms(table, key))
     amounts = _amounts(selection, ranking, table=table)

@@ -24,7 +24,7 @@ from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.options import Selection, selection_of
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import (
@@ -67,7 +67,7 @@ class FittedCompression:
 def compress(
     model: nn.Module,
     calibration: CalibrationSet,
-    selection: Selection | None = None,
+    selection: Selection | float | None = None,
     *,
     progress: Progress | None = None,
     **fields: Any,
@@ -80,7 +80,8 @@ def compress(
     Args:
         model: the dense model, which is not changed.
         calibration: windows of the text that matters, at least 8.
-        selection: how many atoms, of what, in which structure; its estimator is chosen.
+        selection: how many atoms, of what, in which structure, or the ratio alone; the
+            estimator is chosen.
         progress: called with (windows done, windows in all).
         **fields: the fields of `Selection`, in its place, such as `ratio=0.4`.
 
@@ -109,7 +110,7 @@ def compress(
 def fit_compression(
     model: nn.Module,
     calibration: CalibrationSet,
-    selection: Selection | None = None,
+    selection: Selection | float | None = None,
     *,
     fitted: CalibratedModel | None = None,
     progress: Progress | None = None,
@@ -131,7 +132,7 @@ def fit_compression(
         SpecError: as `compress`.
     """
     refuse_disturbed(model, remedy="begin again with the dense model")
-    selection = selection or Selection(**fields)
+    selection = selection_of(selection, fields)
     fit, *judges = calibration.three_parts()
     fitted = fitted or CalibratedModel(model, fit)
     n_fit = fitted.n_passes * fit.n_sequences

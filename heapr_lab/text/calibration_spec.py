@@ -47,6 +47,8 @@ class Calibration:
     """Windows that the model writes itself, in addition, for each of the corpus."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.corpus, str):
+            raise SpecError(f"corpus must be a name or a path, got {self.corpus!r}")
         for name, least in (("n_sequences", 1), ("seq_len", 2)):
             value = getattr(self, name)
             if value is not None:

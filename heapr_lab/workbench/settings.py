@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from heapr_lab.errors import one_of
 from heapr_lab.models.named import LAB, dense_of, hub_id
-from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.options import Selection, selection_of
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
 
@@ -126,10 +126,7 @@ class Setting:
             SpecError: a field has an invalid value.
             TypeError: an option is given besides a `Selection` or `Calibration`.
         """
-        if not isinstance(selection, Selection):
-            selection = Selection(selection, **options)
-        elif options:
-            raise TypeError(f"give a Selection or its fields, not both: {[*options]}")
+        selection = selection_of(selection, options)
         if not isinstance(calibration, Calibration):
             calibration = Calibration(calibration, n_sequences, seed=seed)
         elif n_sequences is not None or seed != 0:

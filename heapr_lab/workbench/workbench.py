@@ -39,6 +39,7 @@ from heapr_lab.models.named import LAB
 from heapr_lab.models.sources import Source, source_of
 from heapr_lab.progress import Progress, progress_bar
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
@@ -153,16 +154,18 @@ class Workbench:
 
     def calibration_set(
         self,
-        calibration: Calibration | None = None,
+        calibration: Calibration | str | None = None,
         *,
         progress: Progress | None = None,
     ) -> CalibrationSet:
-        """The windows of `calibration`; by default of the default corpus.
+        """The windows of `calibration` or a corpus; by default of the default corpus.
 
         Windows that the model writes itself come after those of the corpus; `progress`
         is called with (tokens done, tokens in all) while it does, as a bar is.
         """
         asked = calibration or Calibration()
+        if not isinstance(asked, Calibration):
+            asked = Calibration(asked)
         n_sequences = self._n_sequences(asked)
         n_own = asked.n_own(n_sequences)
         seq_len = asked.seq_len or self.profile.seq_len
@@ -287,8 +290,9 @@ class Workbench:
         sums = functools.partial(calibrated, self.model, windows, measure=self.measure)
         return self._latest("sums", key, sums)
 
-    def keep(self, setting: Setting) -> KeepMask:
-        """The mask that `setting` selects."""
+    def keep(self, setting: Setting | Selection | float) -> KeepMask:
+        """The mask that `setting`, or a selection or ratio alone, selects."""
+        setting = setting if isinstance(setting, Setting) else Setting(setting)
         return select(self.table_of(setting), setting.selection)
 
     # --- evaluation ---

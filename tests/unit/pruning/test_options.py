@@ -217,12 +217,31 @@ def test_lists_of_layers_are_read() -> None:
 
 
 def test_select_takes_one_way_of_saying_it() -> None:
-    """A selection, or its fields."""
+    """A selection, its ratio, or its fields."""
     table = random_table(1, 2, 4)
+    assert select(table, 0.5) == select(table, ratio=0.5)
     selection = Selection(0.5, scope="layer")
     assert select(table, selection) == select(table, ratio=0.5, scope="layer")
     with pytest.raises(TypeError, match="not both"):
         select(table, selection, ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"estimator": ["heapr"]}, r"estimator must be one of .*, got \['heapr'\]"),
+        ({"estimator_options": "abc"}, "estimator_options must be values by name"),
+        ({"estimator_options": 1}, "estimator_options must be values by name"),
+        ({"protect_unrouted": "no"}, "protect_unrouted must be one of .*, got 'no'"),
+        ({"protect_unrouted": None}, "protect_unrouted must be one of .*, got None"),
+    ],
+)
+def test_fields_of_another_type_are_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    """What was expected is said."""
+    with pytest.raises(SpecError, match=message):
+        Selection(0.25, **fields)
 
 
 def test_a_calibration_survives_json() -> None:
@@ -236,6 +255,7 @@ def test_a_calibration_survives_json() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
+        {"corpus": 5},
         {"n_sequences": 0},
         {"n_sequences": True},
         {"seq_len": 1},

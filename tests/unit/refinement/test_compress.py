@@ -226,6 +226,14 @@ def test_progress_reaches_its_end(model: nn.Module) -> None:
 # --- what is refused --------------------------------------------------------------
 
 
+def test_a_ratio_alone_is_a_selection(model: nn.Module) -> None:
+    """What is no ratio is refused in one line."""
+    with pytest.raises(SpecError, match="got 'abc'"):
+        fit_compression(model, WINDOWS, "abc")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="there are 1 windows, expected at least 8"):
+        fit_compression(model, CalibrationSet.from_ids(WINDOWS.ids[:1]), 0.25)
+
+
 def test_a_masked_model_is_refused(model: nn.Module, found: FittedCompression) -> None:
     """Its statistics would be those of the mask."""
     with masking(model, found.keep), pytest.raises(SpecError, match="begin again"):

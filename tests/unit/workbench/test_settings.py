@@ -1,9 +1,13 @@
 """How much text a run uses, by the name of its model."""
 
+from pathlib import Path
+
 import pytest
 
 from heapr_lab.errors import SpecError
-from heapr_lab.workbench.settings import profile_of
+from heapr_lab.pruning.options import Selection
+from heapr_lab.workbench.settings import Setting, profile_of
+from heapr_lab.workbench.workbench import Workbench
 
 
 @pytest.mark.parametrize(
@@ -27,3 +31,17 @@ def test_an_unknown_profile_is_refused() -> None:
     """The message has the names there are."""
     with pytest.raises(SpecError, match="'small', 'lab', 'pretrained', 'paper'"):
         profile_of("lab", "large")
+
+
+def test_parts_of_a_setting_are_enough(
+    bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A selection or a ratio where nothing else is asked for, a corpus alone."""
+    windows = bench.calibration_set(str(root / "text.txt"))
+    monkeypatch.setattr(bench, "table_of", lambda _setting: bench.measure(windows))
+    keep = bench.keep(Setting(0.25))
+    assert bench.keep(Selection(0.25)) == bench.keep(0.25) == keep
+    with pytest.raises(SpecError, match="got 'abc'"):
+        bench.keep("abc")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="corpus must be a name or a path, got 5"):
+        bench.calibration_set(5)  # type: ignore[arg-type]
