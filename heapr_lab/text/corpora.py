@@ -66,11 +66,13 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the texts, each followed by a zero byte."""
+        """SHA-256 over texts, each with a zero byte; and lengths if one has such."""
         sha = hashlib.sha256()
         for text in self.texts:
             sha.update(text.encode())
             sha.update(b"\0")
+        if any("\0" in text for text in self.texts):
+            sha.update(repr([len(text) for text in self.texts]).encode())
         return sha.hexdigest()
 
     def joined(self, tokenizer: Any = None) -> str:

@@ -149,6 +149,9 @@ def test_the_fingerprint_is_that_of_the_texts() -> None:
     assert corpus.fingerprint == hashlib.sha256(b"x\0yz\0").hexdigest()
     assert Corpus("b", "test", ("x", "yz"), "").fingerprint == corpus.fingerprint
     assert Corpus("a", "train", ("xy", "z"), "").fingerprint != corpus.fingerprint
+    cuts = [("x\0y", "z"), ("x", "y\0z"), ("x", "y", "z"), ("x\0y\0z",)]
+    prints = {Corpus("a", "train", texts, "").fingerprint for texts in cuts}
+    assert len(prints) == len(cuts)
     assert corpus.joined() == "x\n\nyz"
     assert corpus.provenance == {
         "name": "a",
