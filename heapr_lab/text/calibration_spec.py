@@ -114,11 +114,34 @@ def corpora_of(corpus: str) -> tuple[str, ...]:
         >>> corpora_of("0.7*pydocs + 0.3*ptb")
         ('pydocs', 'ptb')
     """
-    return tuple(shares_of(corpus, 1))
+    return tuple(_weights_of(corpus))
 
 
 def shares_of(corpus: str, n_sequences: int) -> dict[str, int]:
     """The number of windows from each corpus of a mixture (largest remainders).
+
+    Raises:
+        SpecError: the mixture cannot be parsed, or a corpus would have no window.
+    """
+    weights = _weights_of(corpus)
+    total = sum(weights.values())
+    exact = {name: n_sequences * weight / total for name, weight in weights.items()}
+    counts = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: n_sequences - sum(counts.values())]:
+        counts[name] += 1
+    absent = [name for name, count in counts.items() if not count]
+    if absent:
+        raise SpecError(
+            f"{n_sequences} windows of {corpus[:80]!r} have none of "
+            f"{', '.join(absent)}, expected at least 1: "
+            f"{-(-total // min(weights.values())):.0f} windows would have"
+        )
+    return counts
+
+
+def _weights_of(corpus: str) -> dict[str, float]:
+    """The weight of each corpus of a mixture.
 
     Raises:
         SpecError: the mixture cannot be parsed.
@@ -126,7 +149,7 @@ def shares_of(corpus: str, n_sequences: int) -> dict[str, int]:
     terms = corpus.split("+")
     matches = [_TERM.fullmatch(term) for term in terms]
     if not any(matches):
-        return {corpus.strip(): n_sequences}
+        return {corpus.strip(): 1.0}
     if not all(matches):
         raise SpecError(
             f"cannot read the mixture {corpus!r}: expected weights and names, such as "
@@ -139,9 +162,4 @@ def shares_of(corpus: str, n_sequences: int) -> dict[str, int]:
             f"mixture {corpus[:80]!r} repeats a corpus or has a weight of 0, or one "
             "that is too large"
         )
-    exact = {name: n_sequences * weight / total for name, weight in weights.items()}
-    counts = {name: int(share) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
-    for name in by_remainder[: n_sequences - sum(counts.values())]:
-        counts[name] += 1
-    return counts
+    return weights

@@ -137,6 +137,7 @@ def test_a_mixture_shares_out_the_windows(
         ("0.5*pydocs + much*ptb", "cannot read the mixture"),
         ("1.2.3*pydocs + 1*ptb", "cannot read the mixture"),
         ("0.5*ptb + 0.5*ptb", "repeats a corpus"),
+        ("0.003*ptb + 0.997*c4", "128 windows .* none of ptb, .*: 334 windows would"),
         ("0*pydocs + 1*ptb", "weight of 0"),
     ],
 )
