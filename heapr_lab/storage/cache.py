@@ -186,7 +186,7 @@ def _check_key(path: Path, key: Mapping[str, Any]) -> None:
     """Check that the result at `path` was made for `key`.
 
     Raises:
-        CacheError: it was made for another key, or its key is missing.
+        CacheError: it was made for another key, or its key is missing or damaged.
     """
     key_path = _key_path(path)
     if not key_path.exists():
@@ -194,7 +194,13 @@ def _check_key(path: Path, key: Mapping[str, Any]) -> None:
             f"{path} is foreign: expected {key_path.name} beside it, which says what "
             f"it was made for; {remedy(path)}"
         )
-    stored = read_json(key_path)
+    try:
+        stored = read_json(key_path)
+    except CacheError as error:
+        raise CacheError(
+            f"{key_path} is truncated or is not JSON, expected what {path.name} was "
+            "made for; move both away or delete them, and they will be made again"
+        ) from error
     if canonical_json(stored) != canonical_json(dict(key)):
         raise CacheError(
             f"{path} was made for another key, found {canonical_json(stored)}, "

@@ -259,6 +259,20 @@ def test_a_foreign_result_is_refused_and_never_replaced() -> None:
     assert path.read_text() == "41"
 
 
+def test_a_damaged_key_is_deleted_with_its_result() -> None:
+    """What the message advises is enough."""
+    cached_answer({"x": 4}, [])
+    path = store.cache_path("answers", {"x": 4}, extension="json")
+    key = path.with_name(f"{path.name}.key.json")
+    key.write_text('{"x"')
+    message = rf"{key.name} is truncated .* {path.name} was made for; move both"
+    with pytest.raises(CacheError, match=message):
+        cached_answer({"x": 4}, [])
+    path.unlink()
+    key.unlink()
+    assert cached_answer({"x": 4}, []) == 40
+
+
 def test_a_result_of_another_key_is_refused() -> None:
     """The stored key is compared with the key asked for, not only its hash."""
     cached_answer({"x": 4}, [])
