@@ -136,9 +136,18 @@ def sliced(
 
 
 def check_table(
-    model: nn.Module, layers: list[ExpertsLayer], table: ImportanceTable
+    model: nn.Module,
+    layers: list[ExpertsLayer],
+    table: ImportanceTable,
+    identity: Mapping[str, str | None] | None = None,
 ) -> None:
     """Check that `table` was measured on `model`, as far as it records this.
+
+    Args:
+        model: the model.
+        layers: its MoE layers.
+        table: the table.
+        identity: that of the model, if it is known.
 
     Raises:
         SpecError: it was measured on another model.
@@ -147,7 +156,7 @@ def check_table(
     recorded = (table.metadata.get("spec") or {}).get("model")
     if recorded is None:
         return
-    identity = model_identity(model)
+    identity = identity or model_identity(model)
     differ = [
         n for n in sorted({*identity, *recorded}) if recorded.get(n) != identity.get(n)
     ]

@@ -12,10 +12,11 @@ from heapr_lab.checkpoints.save import structure_of
 from heapr_lab.checkpoints.stored_type import stored_dtype
 from heapr_lab.checkpoints.uniform import uniform_width
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.models.experts import find_experts
 from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import prune
+from heapr_lab.pruning.surgery import check_table, prune
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.refinement.compensation import (
     Compensation,
@@ -71,10 +72,12 @@ def make(
         part: takes the progress of each part.
 
     Raises:
-        SpecError: the selection is infeasible, or its uniform width is not supported in
-            the dtype of the files; raised before anything is run.
+        SpecError: the table is of another model, the selection is infeasible, or its
+            uniform width is not supported in the dtype of the files; raised before
+            anything is run.
         CorpusError: there is too little text; likewise.
     """
+    _check_table(bench, table)
     selection = recipe.asked(setting.selection)
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
@@ -102,6 +105,17 @@ def make(
         fitted = fit_compensation(bench.model, made.keep, windows, progress=step)
         return replace(made, compensation=fitted)
     return made
+
+
+def _check_table(bench: Workbench, table: ImportanceTable) -> None:
+    """Check that `table` is of the model of `bench`, in any dtype.
+
+    Raises:
+        SpecError: it is of another model.
+    """
+    record = (table.metadata.get("spec") or {}).get("model") or {}
+    identity = bench.identity | {"dtype": record.get("dtype")}
+    check_table(bench.model, find_experts(bench.model), table, identity)
 
 
 def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:

@@ -11,7 +11,7 @@ from commands import one_line, run
 from families import tiny_model
 from pressing import cancel, failed, press
 from stored_tensors import tensors_in
-from tiny_folder import D_VOCAB, write_text, write_tokenizer
+from tiny_folder import D_VOCAB, write_model, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints import model_card
@@ -200,6 +200,16 @@ def test_a_width_that_the_files_cannot_have_is_refused_first(
     monkeypatch.delattr(type(panel.session.workbench), "calibration_set")
     assert "a multiple of 8" in failed(panel.export.job)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_of_another_model_is_refused_first(root: Path, tmp_path: Path) -> None:
+    """One of equal shapes: neither evaluated nor written."""
+    write_model(tmp_path / "other", seed=3)
+    panel = panel_of(root, open_workbench(str(tmp_path / "other"), profile="small"))
+    panel.export.folder.value = str(tmp_path / "pruned")
+    for job in (panel.evaluation.job, panel.export.job):
+        assert "table was measured on another model" in failed(job)
+    assert not (tmp_path / "pruned").exists()
 
 
 def test_a_family_without_one_width_is_refused_first(
