@@ -1,10 +1,12 @@
 """The identity of a model: its weights, and all else that changes its numbers.
 
-Masks and replacements of W_down in this thread's context, autocast, and hooks on
-modules change the results of a model but not its weights. A cache of results has to
-include them in its key, or to refuse them.
+Masks and replacements of W_down in this thread's context, autocast, hooks on modules,
+and how many experts a router takes change the results of a model but not its weights. A
+cache of results has to include them in its key, or to refuse them.
 """
 
+import contextlib
+import copy
 import functools
 import hashlib
 import json
@@ -16,6 +18,7 @@ from torch import nn
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import backend_of
+from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.hooks import Edit, edits_of
 from heapr_lab.models.modes import unexchanged
 
@@ -27,6 +30,15 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
+_ROUTING = {
+    *("top_k", "num_experts_per_tok", "n_group", "topk_group"),
+    *("norm_topk_prob", "routed_scaling_factor"),
+}
+"""Attributes of modules that say how tokens are routed, and are easily changed."""
+_Attributes = dict[tuple[str, str], dict[str, str]]
+"""By name and class of a module, those of `_ROUTING` that it has."""
+_built: dict[str, _Attributes] = {}
+"""Those of a model as it is built, by configuration."""
 
 
 def identity_in_force(model: nn.Module) -> dict[str, str]:
@@ -69,11 +81,12 @@ def refuse_disturbed(model: nn.Module, *, remedy: str) -> None:
 
 
 def weights_state(model: nn.Module) -> str:
-    """A cheap digest that changes with the weights or the configuration of `model`.
+    """A cheap digest that changes with weights, configuration and routing.
 
     It is meaningless in another process.
     """
-    digest = hashlib.sha256(repr(architecture_identity(model)).encode()).hexdigest()
+    settings = repr((architecture_identity(model), _attributes(model)))
+    digest = hashlib.sha256(settings.encode()).hexdigest()
     return digest + backend_of(model).state(model)
 
 
@@ -158,7 +171,8 @@ def model_identity(model: Any) -> dict[str, str]:
 
     `weights` hashes every value of every parameter and stored buffer (such as a
     router's bias correction), with its name and shape; see `weights_hash`. `dtype` is
-    part of the identity because numbers depend on it.
+    part of the identity because numbers depend on it, and so is `routing` where it is
+    not that of a model that is built from the configuration.
 
     Raises:
         SpecError: another thread has exchanged modules.
@@ -167,6 +181,7 @@ def model_identity(model: Any) -> dict[str, str]:
     with unexchanged(model):
         return {
             **architecture_identity(model),
+            **_altered(model),
             "weights": WEIGHTS_VERSION + backend_of(model).fingerprint(model),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         }
@@ -186,3 +201,32 @@ def architecture_identity(model: Any) -> dict[str, str]:
         "class": type(model).__name__,
         "config": hashlib.sha256(text.encode()).hexdigest(),
     }
+
+
+def _attributes(model: nn.Module) -> _Attributes:
+    """How each module routes, of those that do."""
+    every = {
+        (name, type(module).__name__): {
+            key: repr(vars(module)[key]) for key in _ROUTING & vars(module).keys()
+        }
+        for name, module in model.named_modules()
+    }
+    return {place: attributes for place, attributes in every.items() if attributes}
+
+
+def _altered(model: Any) -> dict[str, str]:
+    """A digest of the routing that differs from that of the model as it is built."""
+    key = repr((type(model), model.config.to_dict()))
+    if key not in _built:
+        config = copy.deepcopy(model.config)
+        config.dtype = torch.float32  # torch's default, which is that of all threads
+        with contextlib.suppress(HeaprLabError):  # of a class of its own
+            _built[key] = _attributes(skeleton_of(config))
+    before = _built.get(key, {})
+    altered = [
+        (place, sorted(attributes.items() - before[place].items()))
+        for place, attributes in _attributes(model).items()
+        if before.get(place, attributes) != attributes
+    ]
+    digest = hashlib.sha256(repr(altered).encode()).hexdigest()
+    return {"routing": digest} if altered else {}

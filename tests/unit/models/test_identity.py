@@ -157,6 +157,25 @@ def test_weights_changed_in_place_are_another_model(bench: Workbench) -> None:
     assert numbers(bench) == first
 
 
+def test_routing_is_of_the_model(bench: Workbench) -> None:
+    """Tokens routed to one expert are another model's; back again, as before."""
+    model, first = bench.model, numbers(bench)
+    identity = model_identity(model)
+    routers: list[Any] = [m for m in model.modules() if hasattr(m, "top_k")]
+    (before,) = {router.top_k for router in routers}
+    for router in routers:
+        router.top_k = 1
+    changed = bench.perplexity(None, CalibrationSet.from_ids(tiny_ids(seed=3)))
+    assert (
+        changed == evaluate_perplexity(model, tiny_ids(seed=3)) != first["perplexity"]
+    )
+    assert model_identity(model).keys() - identity.keys() == {"routing"}
+    for router in routers:
+        router.top_k = before
+    model.train().eval()
+    assert (numbers(bench), model_identity(model)) == (first, identity)
+
+
 # --- autocast and hooks -----------------------------------------------------------
 
 
