@@ -84,7 +84,9 @@ class LoadingWorkbench:
         """
         self.opening = Opening.of(name, **options)
         self.name = self.opening.name
-        self.profile: Profile = profile_of(name, self.opening.profile)
+        self.profile: Profile = profile_of(
+            name, self.opening.profile, seq_len=self.opening.seq_len
+        )
         self._lock = threading.Lock()
         self._loaded: Workbench | None = None
         self._known: dict[Path, tuple[Known, Calibration]] = {}

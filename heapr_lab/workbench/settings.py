@@ -193,11 +193,16 @@ DENSE = Setting(0.0).columns() | {"estimator": "dense"}
 """The columns of a row of results of the dense model."""
 
 
-def profile_of(name_or_path: str, profile: str | None) -> Profile:
+def profile_of(
+    name_or_path: str, profile: str | None, *, seq_len: int | None = None
+) -> Profile:
     """The profile of that name; by default the model's own, else `paper`.
+
+    `seq_len` overrides the tokens of its windows.
 
     Raises:
         SpecError: there is no such profile.
     """
     chosen = profile or _BY_MODEL.get(name_or_path, "paper")
-    return PROFILES[one_of(chosen, PROFILES, name="profile")]
+    usual = PROFILES[one_of(chosen, PROFILES, name="profile")]
+    return usual if seq_len is None else replace(usual, seq_len=seq_len)

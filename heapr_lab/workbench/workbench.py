@@ -8,7 +8,7 @@ once and read from the cache afterwards, by any process.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import numpy as np
@@ -552,9 +552,7 @@ def open_workbench(
     Raises:
         SpecError: there is no such profile or model.
     """
-    chosen = profile_of(name_or_path, profile)
-    if seq_len is not None:
-        chosen = replace(chosen, seq_len=seq_len)
+    chosen = profile_of(name_or_path, profile, seq_len=seq_len)
     loading: dict[str, Any] = {
         "device": device, "dtype": dtype, "stream": stream, "host_memory": host_memory
     }  # fmt: skip

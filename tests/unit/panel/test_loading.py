@@ -107,6 +107,15 @@ def test_the_model_comes_behind(asked: dict[str, Any]) -> None:
     assert again.session.measured()["dataset"].tolist() == list(asked["corpora"])
 
 
+def test_the_length_that_was_asked_for_is_used(asked: dict[str, Any]) -> None:
+    """In windows, in Python and in sessions, before and after the model is there."""
+    panel, bench = opened(asked | {"seq_len": 32})
+    assert panel.files._tests().seq_len == bench.profile.seq_len == 32
+    panel.export.code.selected_index = 0
+    assert "n_sequences=8, seq_len=32)" in panel.export.python.value
+    assert bench.load().profile == bench.profile
+
+
 def test_the_model_waits_until_the_panel_is_seen(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
