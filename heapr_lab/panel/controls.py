@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import ipywidgets as ipw
+import numpy as np
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
@@ -181,7 +182,8 @@ class Controls(ipw.VBox):
             _dropdown(name, CHOICES[name], getattr(selection, name))
             for name in ("scope", "granularity", "structure")
         )
-        multiple, widest = selection.multiple or self._default, self._widest
+        rounds = selection.structure != "ragged"
+        multiple, widest = selection.step if rounds else self._default, self._widest
         self.multiple = NumberBox(
             "multiple", multiple, least=1, most=widest, width="170px"
         )
@@ -213,6 +215,21 @@ class Controls(ipw.VBox):
             min_atoms=self.min_atoms.number,
             exclude_layers=parse_layers(self.excluded.value, name="layers not pruned"),
         )
+
+    def check_shows(self, selection: Selection) -> None:
+        """Make sure that this is the selection that the controls show.
+
+        Raises:
+            SpecError: a part of it has no control, or the table lacks its estimator.
+        """
+        shown = self.selection
+        same = replace(shown, multiple=selection.multiple) == selection
+        if not same or shown.step != selection.step:
+            raise SpecError(
+                f"the panel would show {shown!r} for {selection!r}: it has no control "
+                "for a part of it, or the table no columns for its estimator; give a "
+                "selection without that part"
+            )
 
     @property
     def are_unusual(self) -> bool:
@@ -297,8 +314,8 @@ class Controls(ipw.VBox):
 
 
 def ratio_text(ratio: float) -> str:
-    """A ratio as the box shows it."""
-    return f"{ratio:.12g}"
+    """A ratio as the box shows it: the shortest decimal of the float."""
+    return np.format_float_positional(float(ratio), trim="-")
 
 
 def _on_slider(ratio: float) -> int:

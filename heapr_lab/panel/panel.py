@@ -436,8 +436,9 @@ def explore(
         **options: those of `open_workbench`, where `source` is the name of a model.
 
     Raises:
-        SpecError: `source` is of another type, the session is not of its table, or a
-            selection or a calibration is given besides.
+        SpecError: `source` is of another type, the controls cannot show the selection,
+            the session is not of the table, or a selection or a calibration is given
+            besides.
 
     Example:
         >>> explore("lab")  # doctest: +SKIP
@@ -451,7 +452,8 @@ def explore(
         # A workbench then measures the table of the session.
         selection, calibration = Selection(0.0, saved.measured_for), saved.calibration
     pruning = session_of(source, selection, calibration, **options)
-    pruning.choose(selection or pruning.selection)
+    first = selection or pruning.selection
+    pruning.choose(first)
     if pruning.workbench is not None and corpora is None:
         corpora = available_corpora(TEST_CORPORA)[0]
     if pruning.workbench is not None and tasks is None:
@@ -461,6 +463,7 @@ def explore(
         corpora=("pydocs",) if corpora is None else corpora,
         tasks=("continuation",) if tasks is None else tasks,
     )
+    panel.controls.check_shows(first)
     if saved is not None:
         panel.files.restore(saved)
     return panel

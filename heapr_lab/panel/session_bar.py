@@ -215,11 +215,7 @@ class SessionBar(ipw.VBox):
         for selection in (saved.selection, *(pin.selection for pin in saved.pins)):
             self._session.keep_of(selection, MASKED)
         fresh = Controls(self._session.table, saved.selection, lambda: None)
-        if fresh.selection != saved.selection:
-            raise SpecError(
-                f"the panel would show {fresh.selection!r} for {saved.selection!r}: it "
-                "has no control for a part of it"
-            )
+        fresh.check_shows(saved.selection)
         return fresh
 
     # --- buttons ------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The panel follows its controls, and says what it shows."""
 
 import io
+from fractions import Fraction
 from pathlib import Path
 
 import pandas as pd
@@ -11,6 +12,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.panel.answer import layers_frame
 from heapr_lab.panel.panel import explore
 from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
 
 
 def test_panel_follows_the_slider() -> None:
@@ -102,6 +104,32 @@ def test_anything_else_cannot_be_explored(tmp_path: Path) -> None:
     assert explore(tmp_path / "table.parquet").session.keep.n_atoms == 16
     with pytest.raises(SpecError, match="cannot explore a list"):
         explore([])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        Selection(0.5, protect_unrouted=True), Selection(Fraction(1, 3)),
+        Selection(0.5, "camera", scope="layer", estimator_options={"alpha": 0.0}),
+        Selection(0.5, "elimination"),
+    ],
+)  # fmt: skip
+def test_no_other_selection_is_shown_than_was_given(selection: Selection) -> None:
+    """What has no control, or no columns in the table, is refused."""
+    with pytest.raises(SpecError, match="the panel would show"):
+        explore(small_table(), selection=selection)
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [Selection(1 / 3), Selection(1e-5), Selection(0.5, structure="per_layer")],
+)
+def test_a_selection_with_controls_is_shown(selection: Selection) -> None:
+    """To the last digit; widths that need not be multiples are multiples of 1."""
+    table = random_table(2, 4, 16)
+    panel = explore(table, selection=selection)
+    assert panel.session.keep == select(table, selection)
+    assert panel.session.selection.ratio == selection.ratio
 
 
 def test_panel_with_camera() -> None:
