@@ -18,7 +18,7 @@ from heapr_lab.panel.looks import (
     status,
 )
 from heapr_lab.panel.session import Chosen, PruningSession
-from heapr_lab.panel.session_file import path_of
+from heapr_lab.panel.session_file import is_as_measured, path_of
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
 from heapr_lab.recipes.weights import WEIGHTS
 
@@ -181,7 +181,8 @@ def check_calibration(session: PruningSession, bench: "Workbench") -> None:
     """Make sure that the table was measured on the calibration of the session.
 
     Raises:
-        SpecError: it was measured on other windows, or does not say on which.
+        SpecError: it was measured on other windows, or does not say on which; or its
+            numbers are not those that were measured.
     """
     from heapr_lab.recipes.export import describe_calibration
 
@@ -191,6 +192,11 @@ def check_calibration(session: PruningSession, bench: "Workbench") -> None:
             f"the table was measured on: {describe_calibration(session.table)}, and "
             f"the panel is calibrated on {session.calibration}: open the panel with "
             "the table's calibration"
+        )
+    if not is_as_measured(session.table):
+        raise SpecError(
+            "the numbers of the table are not those that the cache has of the model, "
+            "so that Python would measure others: open the panel with the model"
         )
 
 

@@ -20,6 +20,7 @@ import msgspec
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import Controls, WeightsBar
 from heapr_lab.panel.inspect_tab import InspectTab
@@ -33,6 +34,7 @@ from heapr_lab.panel.session_file import (
     SavedSession,
     Tests,
     fingerprint_of,
+    is_as_measured,
     path_of,
     points_of,
     read_session,
@@ -187,7 +189,9 @@ class SessionBar(ipw.VBox):
 
     def _check_same(self, saved: SavedSession) -> None:
         table = fingerprint_of(self._session.table)
-        if saved.table != table:
+        if saved.table == self._session.table.metadata.get("spec_hash"):
+            _check_unedited(self._session.table)
+        elif saved.table != table:
             raise SpecError(
                 f"the session is of another model, calibration or table: its "
                 f"fingerprint is {saved.table[:12]}, that of the panel {table[:12]}; "
@@ -249,6 +253,20 @@ class SessionBar(ipw.VBox):
             self.message.value = failure(error)
         else:
             self.message.value = status(done.format(self.file.value))
+
+
+def _check_unedited(table: ImportanceTable) -> None:
+    """Make sure that a session of before, which has no hash of numbers, is of a table.
+
+    Raises:
+        SpecError: the cache has no table with the same numbers.
+    """
+    if not is_as_measured(table):
+        raise SpecError(
+            "the session is of an earlier heapr_lab, which did not record the numbers "
+            "of its table, and the cache has none with those of the panel, which may "
+            "have been edited: open the panel with the model"
+        )
 
 
 def _measured_for(session: PruningSession) -> str:

@@ -9,12 +9,13 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.session import POINT_COLUMNS, Pin, Point
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.weights import WeightRecipe
+from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
 from heapr_lab.text.calibration_spec import Calibration
 
@@ -43,7 +44,8 @@ class SavedSession(msgspec.Struct, frozen=True):
     kind: Literal["heapr-lab panel session"]
     version: Literal[4]
     table: str
-    """The `fingerprint_of` the table that selections and points are of."""
+    """The `fingerprint_of` the table that selections and points are of; in earlier
+    files, its `spec_hash`."""
     measured_for: str
     """An estimator; where it needs an extra pass, the table has its scores."""
     tests: Tests | None
@@ -183,13 +185,27 @@ def _check_known(plain: Mapping[str, Any]) -> None:
 
 
 def fingerprint_of(table: ImportanceTable) -> str:
-    """What tells tables apart: the hash of what was measured, else of all numbers."""
-    recorded = table.metadata.get("spec_hash")
-    return str(recorded) if recorded else _hash_of(table.frame)
+    """What tells tables apart: the hash of what was measured, and of all numbers."""
+    return table.memo("fingerprint", lambda: _hash_of(table))
 
 
-def _hash_of(frame: pd.DataFrame) -> str:
-    sha = hashlib.sha256()
+def is_as_measured(table: ImportanceTable) -> bool:
+    """Whether the cache has the same numbers for what the table says was measured."""
+    return table.memo("is as measured", lambda: _is_cached(table))
+
+
+def _is_cached(table: ImportanceTable) -> bool:
+    spec = table.metadata.get("spec", {})
+    path = cache_path("importance", spec, extension="parquet")
+    try:
+        return fingerprint_of(ImportanceTable.read(path)) == fingerprint_of(table)
+    except (CacheError, OSError):
+        return False
+
+
+def _hash_of(table: ImportanceTable) -> str:
+    sha = hashlib.sha256(str(table.metadata.get("spec_hash", "")).encode())
+    frame = table.frame
     for name in sorted(frame.columns):
         sha.update(f"{name} {frame[name].dtype} ".encode())
         sha.update(np.ascontiguousarray(frame[name]).tobytes())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from heapr_lab.errors import SpecError
+from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.export_tab import check_calibration
 from heapr_lab.panel.panel import Explorer, explore
 from heapr_lab.panel.session import PruningSession
@@ -107,6 +108,18 @@ def test_own_text_is_counted_in_windows(bench: Workbench, root: Path) -> None:
     panel.export.code.selected_index = 0
     panel.export.weights.value = "unchanged"
     assert "own_text=0.3" in code_of(panel)
+
+
+def test_an_edited_table_is_not_said_to_be_measured(session: PruningSession) -> None:
+    """Python would measure the numbers of before."""
+    table = session.table
+    edited = ImportanceTable(table.frame.assign(sum_h2=1.0), table.metadata)
+    calibration = session.calibration
+    panel = explore(
+        PruningSession(edited, workbench=session.workbench, calibration=calibration)
+    )
+    panel.export.code.selected_index = 0
+    assert "Python would measure others" in panel.export.python.value
 
 
 def test_a_text_that_was_moved_is_the_same(

@@ -299,6 +299,18 @@ def test_tables_without_a_record_differ_by_their_numbers() -> None:
     assert fingerprint_of(renamed) != fingerprint_of(table)
 
 
+def test_an_edited_table_is_another(fresh: Fresh, tmp_path: Path) -> None:
+    """Though it says that it was measured; a file of before had only what it says."""
+    panel, file = fresh(), tmp_path / "s.json"
+    plain, table = save(panel, file), panel.session.table
+    frame = table.frame.assign(sum_h2=1.0)
+    edited = explore(ImportanceTable(frame, table.metadata))
+    assert "of another model, calibration or table" in opened(edited, file)
+    file.write_text(json.dumps(plain | {"table": table.metadata["spec_hash"]}))
+    assert "did not record the numbers" in opened(edited, file)
+    assert "Opened" in opened(fresh(), file)
+
+
 # --- a session alone --------------------------------------------------------------
 
 
