@@ -38,6 +38,14 @@ class Tests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n_items: int
 
 
+class MethodRow(msgspec.Struct, frozen=True):
+    """What the row of a method must have; all that it has besides are numbers."""
+
+    label: str
+    method: str
+    achieved_ratio: float | None
+
+
 class SavedSession(msgspec.Struct, frozen=True):
     """What a session file has."""
 
@@ -61,7 +69,7 @@ class SavedSession(msgspec.Struct, frozen=True):
     inspected: Inspected | None
     """None without a model."""
     methods: tuple[dict[str, str | float | None], ...] = ()
-    """Rows of the methods that were run."""
+    """Rows of the methods that were run, each a `MethodRow` with savings and losses."""
 
     def __post_init__(self) -> None:
         find_estimator(self.measured_for)
@@ -171,7 +179,7 @@ def _check_known(plain: Mapping[str, Any]) -> None:
     """Check that nothing is unknown in what determines masks, weights and losses.
 
     Raises:
-        SpecError, TypeError: something is.
+        SpecError, TypeError, msgspec.ValidationError: something is, or wrong.
     """
     Calibration.from_dict(plain["calibration"])
     for part in (plain, *plain["pins"], *plain["points"]):
@@ -179,6 +187,10 @@ def _check_known(plain: Mapping[str, Any]) -> None:
             Selection.from_dict(part["selection"])
         if "way" in part:
             WeightRecipe(**part["way"])
+    for row in plain.get("methods", ()):
+        msgspec.convert(row, MethodRow)
+        numbers = {name: row[name] for name in row.keys() - {"label", "method"}}
+        msgspec.convert(numbers, dict[str, float | None])
 
 
 # --- tables ---------------------------------------------------------------------------

@@ -229,6 +229,9 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("pins", 0, "way", "rounds"), 5), (("calibration", "windows"), 3),
     (("selection", "ratios"), 0.5), (("way", "weights"), "magic"),
     (("way", "own_text"), 1.5), (("texts",), []), (("texts",), KeyError),
+    (("methods", 0), {"foo": 1.0}), (("methods", 0, "label"), None),
+    (("methods", 0, "achieved_ratio"), "many"),
+    (("methods", 0, "bytes_reduction"), "1"),
 ]  # fmt: skip
 SAID: list[tuple[tuple[Any, ...], Any, str]] = [
     (("version",), 9, "Invalid enum value 9 - at `$.version`"),
