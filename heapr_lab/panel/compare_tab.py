@@ -25,8 +25,8 @@ from heapr_lab.panel.looks import (
     table_html,
 )
 from heapr_lab.panel.method_runs import MethodRuns
-from heapr_lab.panel.pictures import LOSS, NARROWEST, drawn_png, figure_compared
-from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
+from heapr_lab.panel.pictures import NARROWEST, drawn_png, figure_compared
+from heapr_lab.panel.session import LOSS, NotKnownError, Pin, PruningSession
 from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -123,7 +123,7 @@ class CompareTab(ipw.VBox):
             self.message.value = failure(error)
             return
         others = [old for old in self.pins if old.label != label]
-        self._replace([*others, pin], self.runs.rows)
+        self._replace([*others, pin], self.session.method_rows)
 
     @property
     def _chosen(self) -> Pin:
@@ -137,7 +137,7 @@ class CompareTab(ipw.VBox):
     def remove(self, _button: ipw.Button | None = None) -> None:
         """Remove the pin that is chosen in the list."""
         others = [pin for pin in self.pins if pin != self._chosen]
-        self._replace(others, self.runs.rows)
+        self._replace(others, self.session.method_rows)
 
     def clear(self, _button: ipw.Button | None = None) -> None:
         """Remove all pins and methods."""
@@ -153,12 +153,12 @@ class CompareTab(ipw.VBox):
         pinned, run = {pin.label for pin in pins}, {row["label"] for row in rows}
         self._replace(
             pins + [pin for pin in self.pins if pin.label not in pinned],
-            rows + [row for row in self.runs.rows if row["label"] not in run],
+            rows + [row for row in self.session.method_rows if row["label"] not in run],
         )
 
     def _replace(self, pins: list[Pin], rows: list[dict[str, Any]]) -> None:
         """Show these; if anything is no longer shown, Undo brings it back."""
-        before, old = self._before, (self.pins, self.runs.rows)
+        before, old = self._before, (self.pins, self.session.method_rows)
         stay = all(pin in pins for pin in old[0]) and all(row in rows for row in old[1])
         self.show_pins(pins, rows, before=before if stay else old)
 
@@ -170,7 +170,7 @@ class CompareTab(ipw.VBox):
         before: tuple[list[Pin], list[dict[str, Any]]] = ([], []),
     ) -> None:
         """Show these pins and rows of methods, and no others; Undo shows `before`."""
-        self.pins, self.runs.rows, self._before = pins, rows, before
+        self.pins, self.session.method_rows, self._before = pins, rows, before
         self.label.value = _next_label(pins)
         self._offer_pins()
         self.refresh()
@@ -197,7 +197,7 @@ class CompareTab(ipw.VBox):
     def refresh(self) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
         self.exported.value = status("")  # the files are of other rows
-        empty = not self.pins and not self.runs.rows
+        empty = not self.pins and not self.session.method_rows
         self.clear_button.disabled = self.export_button.disabled = empty
         self.chart.layout.display = "none" if empty else None
         if empty:
@@ -225,7 +225,7 @@ class CompareTab(ipw.VBox):
                 row |= {"achieved_ratio": keep.achieved_ratio, **self._saved(keep)}
             points = self.session.points_for(pin.selection, pin.recipe.text)
             rows.append(row | _measured(points))
-        return pd.DataFrame([*rows, *self.runs.rows])
+        return pd.DataFrame([*rows, *self.session.method_rows])
 
     def _known(self, pin: Pin) -> KeepMask | None:
         """The mask of a pin; None if its weights choose it and were not made."""
@@ -278,7 +278,7 @@ class CompareTab(ipw.VBox):
             SpecError: nothing is pinned, and no method was run; or the folder has no
                 name, or has a comparison already.
         """
-        if not self.pins and not self.runs.rows:
+        if not self.pins and not self.session.method_rows:
             raise SpecError("nothing is pinned, so there is nothing to export")
         if not str(folder).strip():
             raise SpecError("the folder has no name: give one, such as comparison")
@@ -294,7 +294,7 @@ class CompareTab(ipw.VBox):
                 {"label": p.label, "weights": p.recipe.text, **p.selection.to_dict()}
                 for p in self.pins
             ],
-            "methods": [row["label"] for row in self.runs.rows],
+            "methods": [row["label"] for row in self.session.method_rows],
         }
         folder.mkdir(parents=True, exist_ok=True)
         paths = save_figure(

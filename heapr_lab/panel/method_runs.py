@@ -10,7 +10,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.panel.controls import several_of
 from heapr_lab.panel.jobs import Job, Report
 from heapr_lab.panel.looks import beside, line
-from heapr_lab.panel.session import PruningSession
+from heapr_lab.panel.session import LOSS, PruningSession
 from heapr_lab.panel.sweep import read_ratios
 
 _REDUCED = {
@@ -23,11 +23,7 @@ _NO_MODEL = "methods need a model, not a table alone"
 
 
 class MethodRuns(ipw.VBox):
-    """Methods, a ratio, corpora, and a button that fits and measures them.
-
-    Attributes:
-        rows: the rows of every method and ratio, as in `CompareTab.frame`.
-    """
+    """Methods, a ratio, corpora, and a button that fits and measures them."""
 
     def __init__(
         self,
@@ -44,7 +40,6 @@ class MethodRuns(ipw.VBox):
             show: called in the measuring thread when there are new rows.
         """
         self.session = session
-        self.rows: list[dict[str, Any]] = []
         self._show = show
         self.methods = several_of("methods", [], [])
         self.offer()
@@ -71,12 +66,13 @@ class MethodRuns(ipw.VBox):
         self.methods.rows = 5
 
     def _run(self, report: Report) -> None:
-        new = {row["label"]: row for row in method_rows(self._measured(report))}
-        self.rows = [row for row in self.rows if row["label"] not in new]
-        self.rows += new.values()
+        corpora = tuple(self.corpora.value)
+        texts = self.session.texts_of(corpora)
+        rows = method_rows(self._measured(corpora, report))
+        self.session.add_methods(rows, texts)
         self._show()
 
-    def _measured(self, report: Report) -> pd.DataFrame:
+    def _measured(self, corpora: Sequence[str], report: Report) -> pd.DataFrame:
         """The table of `compare_methods` for what is chosen.
 
         Raises:
@@ -84,8 +80,8 @@ class MethodRuns(ipw.VBox):
         """
         from heapr_lab.methods.comparison import compare_methods, entries
 
-        names, corpora = self.methods.value, self.corpora.value
-        ratios, bench = read_ratios(self.ratio.value), self.session.workbench
+        names, bench = self.methods.value, self.session.workbench
+        ratios = read_ratios(self.ratio.value)
         if not names or not corpora or bench is None:
             raise SpecError("nothing to compare: select methods and corpora")
         done, total = 0, (1 + len(names) * len(ratios)) * len(corpora)
@@ -129,7 +125,7 @@ def _row(dense: pd.Series, rows: pd.DataFrame, losses: pd.Series) -> dict[str, A
         "achieved_ratio": first["achieved_ratio"],
         **reduced,
         **{
-            f"Δloss {row.dataset}": row.nll - losses[row.dataset]
+            f"{LOSS}{row.dataset}": row.nll - losses[row.dataset]
             for row in rows.itertuples()
         },
     }

@@ -31,7 +31,7 @@ from heapr_lab.figures.scores import ScoreBins, ScorePicture, bin_scores
 from heapr_lab.figures.style import COLORS, LABELS, LINE_STYLES, MARKERS, literal
 from heapr_lab.importance.estimators import PER_TOKEN, unit_of
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.session import setting_text
+from heapr_lab.panel.session import LOSS, setting_text
 from heapr_lab.pruning.masks import KeepMask
 
 _DPI = 100
@@ -47,8 +47,6 @@ _FILLS = ("full", "none", "left", "top", "right", "bottom")
 """How marks are filled, by corpus."""
 _N_COLORS = 7
 """The number of colours in the style."""
-LOSS = "Δloss "
-"""What stands before the name of a corpus in the columns of a comparison."""
 
 # matplotlib's caches of fonts and text are not thread-safe.
 _DRAWING = threading.RLock()

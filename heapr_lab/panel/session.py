@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from heapr_lab.recipes.making import PruningResult
     from heapr_lab.workbench.workbench import Workbench
 
+LOSS: Final = "Δloss "
+"""Column names of losses on a corpus begin with it."""
 _SHOWN = ("ratio", "scope", "granularity", "structure")
 
 
@@ -145,8 +147,11 @@ class PruningSession:
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self.windows: dict[tuple[Selection | None, str, str], tuple[float, ...]] = {}
         """Mean losses of single windows, by selection, weights and hash of the text."""
+        self.method_rows: list[dict[str, Any]] = []
+        """Rows of the methods that were run, as in `CompareTab.frame`."""
         self.texts: dict[str, str] = {}
-        """Hash of the text, or items, that the points of a corpus or task are of."""
+        """Hash of the text, or items, that points of a corpus or task, and rows, are
+        of."""
         self.seconds_a_window = (
             None if workbench is None else seconds_of_scoring(table, workbench.profile)
         )
@@ -545,12 +550,38 @@ class PruningSession:
         """Add points in place of those of the same model, or of another text."""
         keys = ["dataset", "selection", "weights"]
         with self._adding:  # two tabs may measure at the same time
-            others = {k for k, text in texts.items() if self.texts.get(k, text) != text}
-            self.texts = self.texts | texts  # saved sessions keep the old one
-            old = self.points[~self.points["dataset"].isin(others)]
-            frames = [frame for frame in (old, new) if len(frame)]
+            self._keep_texts(texts)
+            frames = [frame for frame in (self.points, new) if len(frame)]
             points = pd.concat(frames, ignore_index=True)
             self.points = points.drop_duplicates(keys, keep="last", ignore_index=True)
+
+    def add_methods(self, new: list[dict[str, Any]], texts: dict[str, str]) -> None:
+        """Add rows of methods in place of those of the same, or of another text.
+
+        Args:
+            new: the rows.
+            texts: what `texts_of` gave before they were measured.
+        """
+        labels = {row["label"] for row in new}
+        with self._adding:
+            self._keep_texts(texts)
+            old = [row for row in self.method_rows if row["label"] not in labels]
+            self.method_rows = old + new
+
+    def texts_of(self, corpora: Sequence[str]) -> dict[str, str]:
+        """The hash of the test windows of each corpus."""
+        return {name: self._part(name, is_task=False).text for name in corpora}
+
+    def _keep_texts(self, texts: dict[str, str]) -> None:
+        """Note what is measured on now; points and rows of another text go."""
+        others = {k for k, text in texts.items() if self.texts.get(k, text) != text}
+        self.points = self.points[~self.points["dataset"].isin(others)]
+        # Of rows in earlier sessions, the text may not be known.
+        others |= texts.keys() - self.texts.keys()
+        losses = {f"{LOSS}{name}" for name in others}
+        rows = self.method_rows
+        self.method_rows = [row for row in rows if not losses & row.keys()]
+        self.texts = self.texts | texts  # saved sessions keep the old one
 
 
 def _point(

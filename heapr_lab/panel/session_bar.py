@@ -126,7 +126,7 @@ class SessionBar(ipw.VBox):
             tuple(self._comparison.pins),
             points_of(session.points),
             self._inspected(),
-            rows_of(self._comparison.runs.rows),
+            rows_of(session.method_rows),
         )
         if session.workbench is None and self._opened is not None:
             # What only a model can use is passed on.
@@ -159,7 +159,7 @@ class SessionBar(ipw.VBox):
             SpecError: as `restore`; or the settings are infeasible, or the model is
                 not loaded yet, which evaluations are checked with.
         """
-        if saved.points:
+        if saved.points or saved.methods:
             self._session.check_ready()
         before = self.saved()
         self.restore(saved)
@@ -198,7 +198,8 @@ class SessionBar(ipw.VBox):
                 "open the panel with the model and the calibration it was saved with"
             )
         tests = self._tests()
-        if tests is not None and saved.points and saved.tests != tests:
+        measured = saved.points or saved.methods
+        if tests is not None and measured and saved.tests != tests:
             raise SpecError(
                 f"the evaluations of the session are on {saved.tests}, expected "
                 f"{tests}: open the panel with the profile it was saved with"

@@ -59,7 +59,8 @@ class SavedSession(msgspec.Struct, frozen=True):
     tests: Tests | None
     """None without a model."""
     texts: dict[str, str]
-    """Hash of the test data of each corpus and task of the points, where known."""
+    """Hash of the test data of each corpus and task of the points, and of the corpora
+    of methods, where known."""
     calibration: Calibration
     selection: Selection
     recipe: WeightRecipe = msgspec.field(name="way")

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
@@ -11,6 +12,7 @@ from pressing import error_of, held, press
 from random_tables import random_table
 
 from heapr_lab import methods
+from heapr_lab.errors import SpecError
 from heapr_lab.methods.comparison import compare_methods, entries
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.panel import Explorer, explore
@@ -95,7 +97,7 @@ def test_many_rows_look_different(panel: Explorer) -> None:
     tab = panel.comparison
     rows = [f"method {number}" for number in range(12)]
     numbers = {"achieved_ratio": 0.5, "parameter_reduction": 0.1, "Δloss pydocs": 0.2}
-    tab.runs.rows = [{"label": row, "method": row, **numbers} for row in rows]
+    tab.session.method_rows = [{"label": row, "method": row, **numbers} for row in rows]
     (ax,) = tab.figure(tab.frame()).axes
     dots = dots_of(ax)
     looks = {(to_hex(dot.get_color()), dot.get_alpha()) for dot in dots}
@@ -141,10 +143,33 @@ def test_methods_need_no_pin(panel: Explorer) -> None:
     (alone,) = tab.figure(tab.frame()).axes
     assert "Δloss" in alone.get_ylabel()
     tab.clear_button.click()
-    assert tab.runs.rows == []
+    assert tab.session.method_rows == []
     assert "Nothing pinned yet" in tab.message.value
     assert tab.chart.layout.display == "none"
     assert tab.export_button.disabled
+
+
+def test_rows_are_of_the_text_that_they_were_measured_on(
+    session: PruningSession, root: Path, tmp_path: Path
+) -> None:
+    """They go once the corpus has another; a session of them alone is refused."""
+    file, text = tmp_path / "mine.txt", (root / "text.txt").read_text()
+    file.write_text(text)
+    first = Explorer(session, corpora=(str(file),), tasks=())
+    run(first.comparison, "heapr")
+    saved = first.files.saved()
+    other = PruningSession(session.table, workbench=session.workbench)
+    panel = Explorer(other, corpora=(str(file),), tasks=())
+    panel.files.restore(saved)
+    assert panel.comparison.frame()["label"].tolist() == ["heapr 50%"]
+    file.write_text(text[::-1])
+    press(panel.evaluation.job)
+    assert panel.comparison.frame().empty
+    with pytest.raises(SpecError, match=r"mine\.txt is another text"):
+        panel.files.restore(saved)
+    fewer = msgspec.structs.replace(saved.tests, n_test=3)
+    with pytest.raises(SpecError, match="expected Tests"):
+        panel.files.restore(msgspec.structs.replace(saved, tests=fewer))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +207,7 @@ def test_a_run_is_cancelled_and_others_wait(panel: Explorer) -> None:
         tab.runs.job.cancel_button.click()
     assert "cancelled" in tab.runs.job.text.value
     assert tab.runs.job.error.value == ""
-    assert tab.runs.rows == []
+    assert tab.session.method_rows == []
     press(job)
     assert run(tab, "ean") == ""
     assert tab.frame()["label"].tolist() == ["ean 50%"]
