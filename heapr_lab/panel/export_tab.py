@@ -20,6 +20,7 @@ from heapr_lab.panel.looks import (
 from heapr_lab.panel.session import Chosen, PruningSession
 from heapr_lab.panel.session_file import is_as_measured, path_of
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
+from heapr_lab.recipes.calibrated_on import describe_calibration
 from heapr_lab.recipes.weights import WEIGHTS
 
 if TYPE_CHECKING:
@@ -184,8 +185,6 @@ def check_calibration(session: PruningSession, bench: "Workbench") -> None:
         SpecError: it was measured on other windows, or does not say on which; or its
             numbers are not those that were measured.
     """
-    from heapr_lab.recipes.export import describe_calibration
-
     measured = (session.table.metadata.get("spec") or {}).get("calibration")
     if measured != bench.calibration_set(session.calibration).fingerprint:
         raise SpecError(

@@ -22,6 +22,7 @@ from heapr_lab.models.sources import Source
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.options import Selection
+from heapr_lab.recipes.calibrated_on import calibration_of
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
 from heapr_lab.storage.paths import cached_folders
@@ -170,13 +171,16 @@ def session_of(
         if name.startswith("~"):
             name = str(path_of(name))
         if name.endswith(".parquet"):
-            return PruningSession(ImportanceTable.read(name), file=Path(name))
+            pruning = session_of(ImportanceTable.read(name), selection, calibration)
+            pruning.file = Path(name)
+            return pruning
         loading: Any = LoadingWorkbench(name, **options)
         return session_of(loading, selection, calibration)
     if isinstance(source, PruningSession):
         return source
     if isinstance(source, ImportanceTable):
-        return PruningSession(source)
+        recorded = calibration_of(source) or calibration
+        return PruningSession(source, calibration=recorded)
     if not hasattr(source, "importance"):
         raise SpecError(
             f"cannot explore a {type(source).__name__}: expected a Workbench, an "

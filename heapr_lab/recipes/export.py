@@ -27,6 +27,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.surgery import masking
+from heapr_lab.recipes.calibrated_on import calibration_of, describe_calibration
 from heapr_lab.recipes.making import (
     PruningResult,
     healing_of,
@@ -36,7 +37,7 @@ from heapr_lab.recipes.making import (
 from heapr_lab.streaming.opening import free_memory, load_like
 from heapr_lab.streaming.sizes import gigabytes
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
 
 _MOST_APART, _MOST_IN_HALF = 5e-5, 0.01
@@ -106,49 +107,6 @@ def facts_of(
     if made.report is not None:
         facts["held_out"] = records(made.report)
     return facts if source is None else facts | {"bytes_before": source.n_bytes}
-
-
-def describe_calibration(
-    table: ImportanceTable, windows: CalibrationSet | None = None
-) -> str:
-    """The text that `table`, or what is fitted to `windows`, was measured on."""
-    spec = calibration_of(table, windows)
-    if spec is None:
-        return "not recorded"
-    recorded = _recorded(table, windows)
-    text = f"{spec.n_sequences} windows of {spec.seq_len} tokens of {spec.corpus}"
-    if "split" in recorded:
-        text += f" ({recorded['split']})"
-    text += f", seed {spec.seed}" if "seed" in recorded else ""
-    if spec.own_text:
-        n_own = recorded["n_sequences"] - (spec.n_sequences or 0)
-        text += f", and {n_own} that the model wrote itself"
-    return text
-
-
-def calibration_of(
-    table: ImportanceTable, windows: CalibrationSet | None = None
-) -> Calibration | None:
-    """The calibration of `windows`, or of `table`; None where it is not recorded."""
-    record = _recorded(table, windows)
-    if not {"n_sequences", "seq_len", "corpus"} <= record.keys():
-        return None
-    names = ("corpus", "n_sequences", "seq_len", "seed")
-    fields = {k: record[k] for k in names if k in record}
-    added = {text["corpus"]: text["n_sequences"] for text in record.get("joined", [])}
-    if added.keys() - {OWN_TEXT}:
-        return None  # windows that no corpus and share describe
-    n_own = added.get(OWN_TEXT, 0)
-    n = fields["n_sequences"] = record["n_sequences"] - n_own
-    return Calibration.from_dict(fields | {"own_text": n_own / n})
-
-
-def _recorded(table: ImportanceTable, windows: CalibrationSet | None) -> dict[str, Any]:
-    """What is recorded about the windows, or else about those of the table."""
-    if windows is None:
-        return (table.metadata.get("provenance") or {}).get("calibration") or {}
-    sizes = {"n_sequences": windows.n_sequences, "seq_len": windows.seq_len}
-    return windows.provenance | sizes
 
 
 def text_of_heads(

@@ -147,7 +147,10 @@ def test_a_table_alone(fresh: Fresh, tmp_path: Path, folder: Path) -> None:
     alone = explore(table, session=file)
     assert alone.comparison.table.value == panel.comparison.table.value
     again = save(alone, tmp_path / "again.json")
-    assert again == plain | {"calibration": again["calibration"]}
+    windows = {"n_sequences": 8, "seq_len": 64}  # which the profile has
+    assert again == plain | {"calibration": plain["calibration"] | windows}
+    reopened = fresh(session=tmp_path / "again.json")
+    assert reopened.comparison.table.value == panel.comparison.table.value
     other = explore(folder / "table.parquet")
     assert "of another model, calibration or table" in opened(other, file)
 
