@@ -209,7 +209,9 @@ def _difference_error(
     return float(np.hypot(dense["stderr"], pruned["stderr"]))
 
 
-def _chosen(session: PruningSession) -> tuple[Selection, str]:
+def _chosen(session: PruningSession) -> tuple[Selection | None, str]:
+    if session.removes_nothing(session.selection):
+        return None, "dense"
     return session.selection, session.recipe.text
 
 

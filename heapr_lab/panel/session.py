@@ -239,16 +239,23 @@ class PruningSession:
             NotKnownError: the weights choose the mask, and have not been made.
         """
         recipe = recipe or self.recipe
-        if not recipe.chooses:
-            return self._ranked(selection)
+        if not recipe.chooses or self.removes_nothing(recipe.asked(selection)):
+            return self._ranked(recipe.asked(selection))
         keep = self._chosen.get((recipe.asked(selection), recipe))
         if keep is None:
-            self._ranked(recipe.asked(selection))
             raise NotKnownError(
                 f"not known yet: {recipe.text} chooses the atoms itself; Evaluate does "
                 "so"
             )
         return keep
+
+    def removes_nothing(self, selection: Selection) -> bool:
+        """Whether a selection leaves the dense model, with weights of any recipe.
+
+        Raises:
+            SpecError: the selection is infeasible.
+        """
+        return not self._ranked(selection).n_removed
 
     # --- counting ---------------------------------------------------------------
 
@@ -299,6 +306,9 @@ class PruningSession:
 
         For `compress`, which chooses a mask of its own, those of exactly this ratio.
         """
+        if self.removes_nothing(self.selection):
+            points = self.points_for(None, "dense")
+            return points[points["nll"].notna()]
         points = self._points_alike()
         if points.empty:
             return points
@@ -312,7 +322,12 @@ class PruningSession:
         return points[same].drop_duplicates("dataset", keep="last")
 
     def points_for(self, selection: Selection | None, weights: str) -> pd.DataFrame:
-        """The points of exactly this selection, with weights of this `text`."""
+        """The points of exactly this selection, with weights of this `text`.
+
+        Those of the dense model where it removes nothing.
+        """
+        if selection is None or self.removes_nothing(selection):
+            selection, weights = None, "dense"
         rows = zip(self.points["selection"], self.points["weights"], strict=True)
         same = [row == (selection, weights) for row in rows]
         return self.points[np.array(same, dtype=bool)]

@@ -7,6 +7,7 @@ import pytest
 from html_text import cells
 from pressing import failed, held, press
 
+from heapr_lab.panel.answer import answers
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.pictures import figure_points
 
@@ -24,6 +25,22 @@ def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
     assert points["accuracy"].between(0, 1).all()
     assert "accuracy on continuation:" in panel.evaluation.message.value
     assert panel.evaluation.chart.layout.display is None
+
+
+@pytest.mark.parametrize("weights", ["unchanged", "compress"])
+def test_at_ratio_0_the_dense_model_is_what_is_asked_for(
+    panel: Explorer, weights: str
+) -> None:
+    """Nothing is left to evaluate, and the numbers are those of the dense model."""
+    tab = panel.evaluation
+    panel.controls.ratio.value, panel.weights.weights.value = "0", weights
+    tab.tasks.value = tab.tasks.options
+    assert panel.session.keep.n_removed == 0
+    press(tab.job)
+    assert "Out of date" not in tab.note.value
+    perplexity, accuracy = answers(panel.session)[2:]
+    assert (perplexity.stale, accuracy.stale) == (False, False)
+    assert perplexity.change.startswith("+0.000")
 
 
 def test_another_corpus_can_be_typed(
