@@ -7,7 +7,7 @@ enough to follow a slider; the model runs only in `PruningSession.evaluate`.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 LOSS: Final = "Δloss "
 """Column names of losses on a corpus begin with it."""
 _SHOWN = ("ratio", "scope", "granularity", "structure")
+_PATIENCE: Final = 0.5
+"""Seconds between the reports of work that waits."""
 
 
 class Chosen(NamedTuple):
@@ -552,7 +554,7 @@ class PruningSession:
             return work(recipe, part=part)
         fitted = replace(recipe, heal=0)
         key = selection, fitted
-        with self._making:  # a second tab waits for what the first one makes
+        with self._turn(part):
             if self._last_made is None or self._last_made[0] != key:
                 self._last_made = None  # weights are not held beside the next ones
                 pruning = work(fitted, part=part)
@@ -560,6 +562,17 @@ class PruningSession:
                 if recipe.chooses:
                     self._chosen[key] = pruning.keep
             return replace(self._last_made[1], recipe=recipe)
+
+    @contextlib.contextmanager
+    def _turn(self, part: StartPart) -> Iterator[None]:
+        """Wait for what another tab makes; each report can end that by an exception."""
+        report = part("weights that another tab makes come first", "turn")
+        while not self._making.acquire(timeout=_PATIENCE):
+            report(0, 1)
+        try:
+            yield
+        finally:
+            self._making.release()
 
     def _add(self, new: pd.DataFrame, texts: dict[str, str]) -> None:
         """Add points in place of those of the same model, or of another text."""

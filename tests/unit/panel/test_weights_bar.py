@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from pressing import press
+from pressing import cancel, held, press
 
 from heapr_lab.checkpoints import folder as folders
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -27,6 +27,19 @@ from heapr_lab.streaming.opening import load_like
 def last_point(panel: Explorer) -> dict[str, Any]:
     """The newest point of the session."""
     return dict(panel.session.points.iloc[-1])
+
+
+def test_what_waits_for_weights_can_be_cancelled(
+    session: PruningSession, tmp_path: Path
+) -> None:
+    """Export does not wait to the end of Evaluate, which makes the same."""
+    panel = Explorer(session, corpora=(session.calibration.corpus,), tasks=())
+    panel.controls.ratio.value, panel.weights.weights.value = "0.43", "compress"
+    job, panel.export.folder.value = panel.export.job, str(tmp_path / "pruned")
+    with held(panel.evaluation.job, "in all"):
+        cancel(job, "another tab")
+        assert not job.running
+    assert panel.evaluation.job.error.value == ""
 
 
 def test_the_mask_of_the_first_weights_is_known(session: PruningSession) -> None:
