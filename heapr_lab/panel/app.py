@@ -65,7 +65,8 @@ def panel_source(
         folder: the names of the files that the panel writes are relative to it.
 
     Raises:
-        SpecError: there is no such table, model or profile.
+        SpecError: there is no such table, model or profile, or a folder's config.json
+            is missing or damaged.
         CacheError: the file is not a table.
     """
     if source.endswith(".parquet"):
@@ -101,6 +102,10 @@ def _of_model(source: str) -> str:
     if source in names() and any(cached_folders("models", source)):
         return source  # made before; its kernel checks it, which imports torch
     check_there(source)
+    if (folder := Path(dense_of(source) or source)).is_dir():
+        from heapr_lab.models.safetensors_headers import read_settings
+
+        read_settings(folder)
     if dense_of(source) is not None or folder_of(source) is not None:
         return source
     if Path(source).is_dir():

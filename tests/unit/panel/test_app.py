@@ -50,7 +50,7 @@ def test_the_kernel_opens_the_table_by_its_name(
 
 
 def test_what_is_not_there_is_said_before_anything_is_served(tmp_path: Path) -> None:
-    """A missing or damaged table, a missing model, an unknown profile."""
+    """A missing or damaged table or model, an unknown profile."""
     (tmp_path / "bad.parquet").write_text("nothing")
     with pytest.raises(SpecError, match=r"no table .*none\.parquet; make one"):
         source(str(tmp_path / "none.parquet"), tmp_path)
@@ -58,6 +58,12 @@ def test_what_is_not_there_is_said_before_anything_is_served(tmp_path: Path) -> 
         source(str(tmp_path / "bad.parquet"), tmp_path)
     with pytest.raises(SpecError, match="no such folder"):
         source(str(tmp_path / "none"), tmp_path)
+    with pytest.raises(SpecError, match=r"has no config\.json"):
+        source(str(tmp_path), tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    for name in (str(tmp_path), f"as-moe:{tmp_path}"):
+        with pytest.raises(SpecError, match="cannot be read as JSON"):
+            source(name, tmp_path)
     with pytest.raises(SpecError, match=r"profile must be one of .*, got 'huge'"):
         app.panel_source(
             "lab", profile="huge", device="cpu", dtype="auto", folder=tmp_path
