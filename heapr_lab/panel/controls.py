@@ -7,7 +7,7 @@ from typing import Any, Final
 import ipywidgets as ipw
 import numpy as np
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import SpecError, number_to
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.glossary import label_of
@@ -24,6 +24,8 @@ from heapr_lab.pruning.selection import default_multiple
 from heapr_lab.recipes.weights import DEFAULT, METHODS, WeightRecipe
 
 _LAST_STEP: Final = 99
+_MOST_RISE: Final = 10.0
+"""The largest Δloss that can be a target [nats per token]."""
 _BUDGETS = {name: key for key, name in BUDGETS.items()}
 TARGET = "target Δloss"
 """The budget whose ratio is found by measuring losses."""
@@ -171,8 +173,8 @@ class Controls(ipw.VBox):
         # The ratio is the one in the box; the slider shows the nearest of its steps.
         self.ratio = line("ratio", ratio_text(selection.ratio), width="150px")
         self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[selection.of])
-        self.rise = ipw.BoundedFloatText(
-            0.05, min=0.0, max=10.0, step=0.01, description="Δloss ≤",
+        self.rise = ipw.FloatText(
+            0.05, step=0.01, description="Δloss ≤",
             layout={"width": "170px"}, disabled=True,
         )  # fmt: skip
 
@@ -215,6 +217,15 @@ class Controls(ipw.VBox):
             min_atoms=self.min_atoms.number,
             exclude_layers=parse_layers(self.excluded.value, name="layers not pruned"),
         )
+
+    @property
+    def target(self) -> float:
+        """The largest Δloss that is allowed, in nats per token.
+
+        Raises:
+            SpecError: it is below 0, or too large to be one.
+        """
+        return number_to(_MOST_RISE, self.rise.value, name=label_of(self.rise))
 
     def check_shows(self, selection: Selection) -> None:
         """Make sure that this is the selection that the controls show.

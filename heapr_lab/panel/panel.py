@@ -324,15 +324,16 @@ class Explorer(ipw.VBox):
         """Show the largest ratio that was measured to be within the target.
 
         Raises:
-            SpecError: none was measured yet.
+            SpecError: none was measured yet, or there is no such target.
         """
         session, corpus = self.session, self._target_corpus
+        rise = self.controls.target
         losses = session.measured_losses(corpus)
         if losses.empty and session.workbench is None:
             raise SpecError("a target loss is measured, and a table has no model")
         if losses.empty:
             raise SpecError(f"no ratio was measured on {corpus} yet: press {SEARCH}")
-        ratios = losses.index[losses <= self.controls.rise.value]
+        ratios = losses.index[losses <= rise]
         self.controls.show_ratio(float(max(ratios, default=0.0)))
         session.choose(self.controls.selection)
 
@@ -346,7 +347,7 @@ class Explorer(ipw.VBox):
         """What the ratio of a target is, and the points that it was found by."""
         if not self.controls.to_target:
             return ""
-        corpus, rise = self._target_corpus, self.controls.rise.value
+        corpus, rise = self._target_corpus, self.controls.target
         losses = self.session.measured_losses(corpus)
         points = ", ".join(f"{ratio:.0%} {loss:+.4g}" for ratio, loss in losses.items())
         return (
@@ -360,7 +361,7 @@ class Explorer(ipw.VBox):
             self.session,
             self.controls.selection,
             self._target_corpus,
-            rise=self.controls.rise.value,
+            rise=self.controls.target,
             report=report,
             on_points=self.evaluation.show_points,
         )

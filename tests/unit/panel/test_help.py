@@ -17,7 +17,7 @@ from heapr_lab.panel.glossary import (
 from heapr_lab.panel.panel import Explorer, explore
 
 OF_VALUES = (
-    *(ipw.Text, ipw.Textarea, ipw.BoundedFloatText, NumberBox),
+    *(ipw.Text, ipw.Textarea, ipw.FloatText, NumberBox),
     *(ipw.IntSlider, ipw.Checkbox, ipw.Dropdown, ipw.SelectMultiple),
 )
 """The kinds of controls of the panel that take a value."""

@@ -116,6 +116,16 @@ def test_ratios_that_cannot_be_selected_are_not_tried(panel: Explorer) -> None:
     assert panel.session.selection.ratio == 0.5
 
 
+@pytest.mark.parametrize("typed", [20.0, -3.0])
+def test_a_target_out_of_range_stays_and_is_an_error(typed: float) -> None:
+    """Neither moved to what is allowed, nor searched for."""
+    panel = explore(small_table())
+    panel.controls.rise.value = typed
+    panel.controls.budget.value = TARGET
+    assert panel.controls.rise.value == typed
+    assert f"must be a number in [0, 10], got {typed}" in panel.error.value
+
+
 def test_a_target_that_nothing_meets_prunes_nothing(panel: Explorer) -> None:
     """The ratio is 0, and what was measured is said."""
     panel.controls.rise.value = 0.0
