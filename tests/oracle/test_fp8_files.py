@@ -223,8 +223,12 @@ def test_others_are_written_in_floats(
         assert reason in " ".join(card.split())
 
 
+@pytest.mark.parametrize("healed", [(), ("--heal", 16, "--dtype", "float32")])
 def test_the_command_keeps_fp8(
-    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    healed: tuple[Any, ...],
+    folders: Folders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It measures what is written, and says how many bytes that is."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
@@ -233,7 +237,7 @@ def test_the_command_keeps_fp8(
     args = "prune", folders.fp8, *shape, "--method", "paper", "--device", "cpu", *text
     told = json.loads(run(*args, "--json"))
     out = tmp_path / "out"
-    written = json.loads(run(*args, "--out", out, "--json"))
+    written = json.loads(run(*args, *healed, "--out", out, "--json"))
     assert settings(out) == settings(folders.fp8)
     kinds = [tensor.dtype for tensor in tensors_in(out).values()]
     assert kinds.count(torch.float8_e4m3fn) > 20
