@@ -52,7 +52,9 @@ def front_blocks(
     return {
         "real": as_block(real.real_front_table(measured["real"])),
         "measured_on": real.measured_on(measured["real"]),
-        "compared_on": real.compared_on(measured["real"]),
+        "compared_on": real.compared_on(
+            measured["real"], rows_beside("real", "windows")
+        ),
         "cost": "\n" + "".join(f"* {line}\n" for line in costs),
         "claims": as_block(claims_table(lab, measured)),
     }

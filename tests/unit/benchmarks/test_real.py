@@ -91,3 +91,20 @@ def test_each_model_says_its_windows_and_items() -> None:
     assert "smolmoe: perplexity on 16 to 595 / 16 to 206 / 16 to 54 windows" in told
     assert "100 items each, the same for all" in told
     assert "100 to 400 items each, each set contained in the larger ones" in told
+
+
+def test_few_windows_may_not_speak_for_all() -> None:
+    """Of three pairs of states, the first windows are far from the rest in two."""
+    losses = {"dense": [0.0] * 8, "far": [1.0, 1.1, 0.9, 1.0] + [9.0] * 4}
+    losses["near"] = [0.9, 1.1, 1.0, 1.0] * 2
+    rows = pd.DataFrame(
+        [
+            {"method": name, "ratio": 0.2, "fitted_to": "wikitext2", "seed": 0}
+            | {"window": window, "nll": nll}
+            for name, values in losses.items()
+            for window, nll in enumerate(values)
+        ]
+    )
+    few = rows[rows["window"].lt(4)].assign(method="few")
+    assert real.share_covered(pd.concat([rows, few]), 4) == pytest.approx(1 / 3)
+    assert math.isnan(real.share_covered(few, 4))
