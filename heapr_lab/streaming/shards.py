@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from heapr_lab.models.dtypes import stays_float32
 from heapr_lab.models.ragged_experts import carry_code
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_header
 from heapr_lab.progress import Progress, no_report
@@ -89,17 +88,14 @@ def _stored(model: Any, stream: Stream, number: int) -> dict[str, torch.Tensor]:
     wanted = [name for name in stream.parts[number].names if name not in tied]
     if number == max(stream.parts):
         wanted += stream.outside
-    cast = {name: _in_stored_type(model, stream, name, state[name]) for name in wanted}
+    cast = {name: _in_stored_type(stream, name, state[name]) for name in wanted}
     tensors = revert_weight_conversion(model, cast)
     if stream.packing is not None:
         tensors = stream.packing.written(tensors)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _in_stored_type(
-    model: Any, stream: Stream, name: str, tensor: torch.Tensor
-) -> torch.Tensor:
+def _in_stored_type(stream: Stream, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as it is written: most are in the stream's `stored` type."""
-    stays = tensor.dtype != stream.dtype or stays_float32(model, name)
-    stays |= name in stream.wide
+    stays = tensor.dtype != stream.dtype or stream.stays(name)
     return tensor if stays else tensor.to(stream.stored)

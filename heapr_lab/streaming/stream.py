@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
+from heapr_lab.models.dtypes import stays_float32
 from heapr_lab.models.experts import text_modules
 from heapr_lab.models.memory import return_freed
 
@@ -224,6 +225,10 @@ class Stream:
         self.stored, self.packing, self.wide = dtype, packing, wide
         self.drop()
         self.reader.read(OUTSIDE, self.outside)
+
+    def stays(self, name: str) -> bool:
+        """Whether a tensor outside the experts is written in float32."""
+        return name in self.wide or stays_float32(self.model, name)
 
     def rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that may have been changed, by its last name, as it is written."""

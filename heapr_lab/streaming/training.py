@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from heapr_lab.models.backend import Gradient, Tensors, TrainingPlan
-from heapr_lab.models.dtypes import stays_float32
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Progress
 from heapr_lab.streaming.stream import OUTSIDE, Stream, put_tensor, tensor_of
@@ -192,9 +191,8 @@ class StreamedTraining:
         for path, stored in self._store.get(name).items():
             stem, _, leaf = path.rpartition(".")
             tensor, model = stored.to(self._stream.device), self._stream.model
-            stays = path in self._stream.wide or stays_float32(model, path)
             is_expert = isinstance(model.get_submodule(stem), RaggedExperts)
-            if self._finished and (is_expert or not stays):
+            if self._finished and (is_expert or not self._stream.stays(path)):
                 tensor = self._stream.rounded(leaf, tensor)
             put_tensor(model, path, tensor)
 
