@@ -296,13 +296,14 @@ class Explorer(ipw.VBox):
         except NotKnownError as error:
             text, picture = f"The atoms are {error}.", b""
         with self.hold_sync():
-            self.status.value = status(f"{text}{self._target_text()}")
             self.picture.layout.display = None if picture else "none"
             said = html.escape(_CAPTION if picture else _NO_PICTURE)
             self.caption.value = f"<small>{said}</small>"
             self.picture.value = picture
             # At most as wide as it was drawn: if stretched, its text would blur.
             self.picture.layout.max_width = f"{self._picture.width}px"
+            # After the picture: counts are never seen beside an earlier one.
+            self.status.value = status(f"{text}{self._target_text()}")
             self.error.value = ""
             for widget in (self.picture, self.behind):
                 mark_stale(widget, False)

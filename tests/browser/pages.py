@@ -168,7 +168,8 @@ class Panel:
         assert self.pixels().std() > 0.01, "the picture is there but nothing is painted"
 
     def pixels(self) -> np.ndarray:
-        """The picture as it is on the screen."""
+        """The picture as it is on the screen, once it is loaded."""
+        self.picture.evaluate("image => image.decode()")
         return pixels(self.picture.screenshot())
 
     def source(self) -> str:
