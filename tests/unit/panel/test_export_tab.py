@@ -115,9 +115,8 @@ def test_an_edited_table_is_not_said_to_be_measured(session: PruningSession) -> 
     table = session.table
     edited = ImportanceTable(table.frame.assign(sum_h2=1.0), table.metadata)
     calibration = session.calibration
-    panel = explore(
-        PruningSession(edited, workbench=session.workbench, calibration=calibration)
-    )
+    other = PruningSession(edited, workbench=session.workbench, calibration=calibration)
+    panel = Explorer(other, corpora=(calibration.corpus,), tasks=())
     panel.export.code.selected_index = 0
     assert "Python would measure others" in panel.export.python.value
 
