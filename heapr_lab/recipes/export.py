@@ -281,7 +281,7 @@ def _check(
         bench: the dense model, in whose dtype and on whose devices files are loaded.
         pruned: the model in memory, with its experts rounded as in the files, or the
             dense one within `masking`.
-        corpora: of the first one's held-out text the first four windows are used.
+        corpora: of the first one's held-out text four windows are used.
         part: takes the progress of each part.
 
     Returns:

@@ -60,7 +60,7 @@ class Profile:
     seq_len: int
     """Tokens of each calibration and test window."""
     n_test: int | None
-    """Test windows of each corpus; None takes all."""
+    """Test windows of each corpus, spread over its split; None takes all."""
     n_items: int
     """Items of the continuation task."""
     n_task_items: int = 50

@@ -17,6 +17,7 @@ import heapr_lab
 from heapr_lab import ImportanceTable, KeepMask, Selection, Setting, open_workbench
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import load_model
+from heapr_lab.text.calibration import CalibrationSet
 
 EARLIER = Path(__file__).parents[1] / "data" / "earlier"
 SETTING = Setting(0.5, calibration="text.txt")
@@ -51,7 +52,10 @@ def test_an_earlier_cache_answers(
         monkeypatch.setattr(f"heapr_lab.workbench.workbench.{name}", never)
     keep = bench.keep(SETTING)
     assert keep.fingerprint == KeepMask.read(earlier / "mask.parquet").fingerprint
-    perplexity = bench.perplexity(keep, bench.test_windows("text.txt"))
+    # The test windows of then were the first ones.
+    every = heapr_lab.load_windows("text.txt", bench.tokenizer, seq_len=64)
+    windows = CalibrationSet(every.ids[:4], every.provenance)
+    perplexity = bench.perplexity(keep, windows)
     assert perplexity.n_tokens == 252
 
 

@@ -1,5 +1,6 @@
 """Windows as the paper draws them, mixtures, and what cannot be drawn."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from heapr_lab.text.calibration import (
     CalibrationSet,
     load_calibration,
     load_windows,
+    spread,
     tokenizer_fingerprint,
 )
 
@@ -55,8 +57,21 @@ def test_windows_are_cut_from_the_joined_text(
         joined[12 * i : 12 * (i + 1)] for i in range(14)
     ]
     assert text_of(windows.ids[0]) == "0a0a\n\n1b1b\n\n"
-    first = load_windows(letters, tokenizer, seq_len=12, n_sequences=3)
-    assert torch.equal(first.ids, windows.ids[:3])
+    some = load_windows(letters, tokenizer, seq_len=12, n_sequences=3)
+    assert torch.equal(some.ids, windows.ids[[2, 7, 11]])
+
+
+@pytest.mark.parametrize("n_available", range(1, 40))
+def test_spread_windows_are_the_middles_of_equal_parts(n_available: int) -> None:
+    """Each part has one, and all are all."""
+    for n in range(1, n_available + 1):
+        places = spread(n_available, n).tolist()
+        middles = [(part + 0.5) * n_available / n for part in range(n)]
+        assert places == [math.floor(middle) for middle in middles]
+        assert len({*places}) == n
+        assert max(places) < n_available
+    every = [*range(n_available)]
+    assert places == spread(n_available, n_available + 1).tolist() == every
 
 
 def test_calibration_draws_windows_without_replacement(

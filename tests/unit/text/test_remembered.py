@@ -44,7 +44,7 @@ def test_a_file_that_changed_gives_its_new_windows(bench: Workbench) -> None:
     ids = bench.test_windows("own.txt").ids
     assert bench.test_windows("own.txt").ids is ids  # remembered, while it is the same
     text = path.read_text()
-    path.write_text(text.replace("w0x", "v1x"))
+    path.write_text(text.replace("x", "y"))
     changed = fingerprints(bench, "own.txt")
     assert not set(changed) & set(first)
     path.write_text(text)
@@ -63,8 +63,7 @@ def test_a_relative_name_is_that_of_the_folder(
         monkeypatch.chdir(folder)
         prints.append(fingerprints(bench, "own.txt"))
     assert prints[0] == prints[2]
-    # The first windows are of texts that both have; of the drawn ones some are not.
-    assert prints[0][0] != prints[1][0]
+    assert not set(prints[0]) & set(prints[1])
 
 
 def test_weights_of_a_mixture_are_remembered(bench: Workbench) -> None:
