@@ -83,7 +83,9 @@ class Benchmark:
         """Models, text and machine of some of the rows, in words."""
         machine = self.machine()
         tested = [self.tested_on(rows)] if self.tested_on else []
-        fields = {"seq_len": PROFILES["lab"].seq_len} | machine
+        # Before the windows were spread, they were the first ones of a split.
+        before = {"seq_len": PROFILES["lab"].seq_len, "test_windows": "the first"}
+        fields = before | machine
         counted = [_SAID[key].format_map(fields) for key in _SAID if key in machine]
         where = (
             f"{machine['date'][:10]}, {machine['device']} with {machine['n_cpus']} "
@@ -95,7 +97,7 @@ class Benchmark:
 _SAID = {
     "n_windows": "{n_windows} calibration windows of {seq_len} tokens",
     "calibration": "calibrated on {calibration}",
-    "n_test": "{n_test} test windows of {seq_len} tokens of a corpus",
+    "n_test": "{n_test} test windows of {seq_len} tokens of a corpus ({test_windows})",
     "n_items": "{n_items} items of a task",
     "n_threads": "threads: {n_threads}",
 }

@@ -51,8 +51,9 @@ class Rows:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Date, device, load and versions, which are stored beside a table."""
+    """Date, device, load, versions and which windows, as stored beside a table."""
     return {
+        "test_windows": "spread evenly",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": _processor() if device == "cpu" else torch.cuda.get_device_name(),
         "n_cpus": os.cpu_count(),

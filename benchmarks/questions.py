@@ -108,11 +108,12 @@ def _of_lab_model(stem: str) -> dict[str, str]:
     told = read_provenance(paths.figures_dir() / f"{stem}.png")
     text, profile = told["calibration"], told["profile"]
     windows = f"{text['n_sequences']} windows of {text['seq_len']} tokens"
-    n_test = "all" if profile["n_test"] is None else f"the first {profile['n_test']}"
+    n_test = "all" if profile["n_test"] is None else profile["n_test"]
     return {
         "model": told["model"]["name"],
         "calibration": f"calibrated on {windows} of {text['corpus']}",
-        "windows": f"{n_test} test windows of {profile['seq_len']} tokens a corpus",
+        "windows": f"{n_test} test windows of {profile['seq_len']} tokens, spread over "
+        "a corpus",
         "items": f"{profile['n_items']} items of the continuation task",
         "draws": f"{profile['n_seeds']} draws of the calibration windows",
     }

@@ -111,8 +111,8 @@ def _streamed(rows: pd.DataFrame) -> str:
 # --- claims -----------------------------------------------------------------------
 
 _REPRODUCED = paths.project_dir() / "data" / "smolmoe" / "claims.csv"
-"""From `make reproduce MODEL=smolmoe`, which calibrates on pydocs; `make publish` takes
-its table, if there is one."""
+"""From `make reproduce MODEL=smolmoe`, for what `benchmarks/real.py` does not test:
+which layers lose most, and bins of atoms; `make publish` takes its table."""
 _REAL, _LAB = "`smolmoe`, carved from SmolLM2", "`lab`, trained here"
 
 
@@ -183,7 +183,7 @@ def claims_table(
     gpu = gpu_evidence(results_of("gpu"))
     on_real = dataclasses.replace(real_evidence(measured["real"]), gpu=gpu)
     real_claims = claims(on_real).set_index("number")
-    real_claims = _refuted(real_claims, pd.read_csv(_REPRODUCED).set_index("number"))
+    real_claims = _filled(real_claims, pd.read_csv(_REPRODUCED).set_index("number"))
     lab = lab.set_index("number")
     others = claims(Evidence("pydocs", rivals=results_of("methods"), gpu=gpu))
     lab = _filled(lab, others.set_index("number"))
@@ -200,24 +200,6 @@ def _filled(table: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
     """The claims, and those of `others` in place of what was not tested."""
     tested = others["verdict"].ne(UNTESTED) & table["verdict"].eq(UNTESTED)
     return table.where(~tested, others)
-
-
-def _refuted(table: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """The claims, also refuted where only those of `others` are.
-
-    Args:
-        table: claims by number.
-        others: those of the same model, calibrated on pydocs.
-    """
-    newly = others["verdict"].eq(DISAGREES) & ~table["verdict"].isin(
-        [DISAGREES, UNTESTED]
-    )
-    table, others = _filled(table, others), others[newly]
-    texts = table["found"] + "; calibrated on pydocs " + others["found"]
-    return table.assign(
-        found=texts.where(newly, table["found"]),
-        verdict=table["verdict"].mask(newly, DISAGREES),
-    )
 
 
 def _cells(table: pd.DataFrame) -> "pd.Series[str]":

@@ -6,15 +6,15 @@
 Two models: `smolmoe`, which was carved from a published one, and `smollm2`, the
 published weights as one expert a layer. Each method is fitted to the same 32 windows of
 512 tokens of WikiText-2 (two also to other draws, to more windows, and to C4), removes
-10, 20, 25, 40 or 50 % of the atoms (HEAPr 75 % as well), and is measured on the first
-windows of the test splits of WikiText-2, PTB and C4, and on the same items of each
-task. `--windows 0` takes the whole splits.
+10, 20, 25, 40 or 50 % of the atoms (HEAPr 75 % as well), and is measured on windows
+spread evenly over the test splits of WikiText-2, PTB and C4, and on the same items of
+each task. `--windows 0` takes the whole splits.
 
 Written are `real_windows.parquet`, the loss of every state on every window;
 `real_items.parquet`, which items it answers rightly; and, made of both, `real.csv`: a
 row for each state, with paired differences to the dense model and to HEAPr at the same
-ratio. A state that the files have with as many windows and items is not measured again,
-and a stopped run goes on where it was.
+ratio. What the files have of a state is not measured again, and a stopped run goes on
+where it was.
 """
 
 import argparse
@@ -63,6 +63,7 @@ from heapr_lab.text.calibration import (
     CalibrationSet,
     load_calibration,
     load_windows,
+    spread,
 )
 from heapr_lab.text.calibration_spec import OWN_TEXT
 
@@ -70,7 +71,7 @@ logger = logging.getLogger("real")
 
 SEQ_LEN, N_CALIBRATION = 512, 32
 CORPORA = ("wikitext2", "ptb", "c4")
-N_FIRST = 16
+N_SHARED = 16
 """Test windows of each corpus that every state has, for comparisons of them all."""
 FITTED_TO = CORPORA[0]
 RATIOS = (0.25, 0.4, 0.2, 0.5, 0.1)
@@ -152,18 +153,18 @@ def states(model: str) -> Iterator[State]:
         for ratio, method in itertools.product(RATIOS[1:3], NEAREST):
             yield pruned(method=method, ratio=ratio)
     for method in OTHERS:
-        if many or method not in (*OF_EXPERTS, "tenp-like", "svd"):
+        # With one expert in a layer, all of its tokens are that expert's.
+        if many or method not in (*OF_EXPERTS, "tenp-like", "svd", "heapr_total"):
             yield pruned(method=method, ratio=RATIOS[0])
-    for method in REPEATED:
-        for text in OTHER_TEXT:
-            yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
+    for method, text in itertools.product(REPEATED, OTHER_TEXT if many else ()):
+        yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
     for method, ratio in itertools.product(REPEATED, RATIOS[:3] if many else ()):
         yield pruned(method=method, ratio=ratio, fitted_to=MORE_TEXT)
     of_experts = ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS, *BEYOND)))
     for ratio, names in of_experts if many else ():
         for method in (*names, *rivals()):
             yield pruned(method=method, ratio=ratio)
-    for method, seed in itertools.product(REPEATED, SEEDS[1:]):
+    for method, seed in itertools.product(REPEATED, SEEDS[1:] if many else ()):
         yield pruned(method=method, ratio=RATIOS[0], seed=seed)
 
 
@@ -256,69 +257,95 @@ class Results:
     """What is measured of one state."""
 
     windows: pd.DataFrame
-    """Columns corpus, window, nll [nats per token]."""
+    """Columns corpus, window (its place in the test split), nll [nats per token]."""
     items: pd.DataFrame
     """A frame of `task_items`."""
     sizes: dict[str, Any]
     """Shares that are removed, seconds and the device that they were measured on, and
-    whether `windows` are `whole` splits."""
+    `spread`: how many `windows` of each corpus, spread over its split; 0 are all."""
 
-    def losses(self, corpus: str) -> list[float]:
+    def losses(self, corpus: str) -> "pd.Series[float]":
         """The loss on each window of a corpus."""
         rows = self.windows[self.windows["corpus"].eq(corpus)]
-        losses: list[float] = rows.sort_values("window")["nll"].tolist()
-        return losses
+        return rows.set_index("window")["nll"]
+
+    def has_windows(self, options: argparse.Namespace) -> bool:
+        """Whether it has the windows that are asked for."""
+        return self.sizes["spread"] in (0, options.windows)
+
+    def has_items(self, options: argparse.Namespace) -> bool:
+        """Whether it has as many items as are asked for."""
+        return bool(self.items.groupby("task").size().min() >= options.items)
 
     def suffices(self, options: argparse.Namespace) -> bool:
-        """Whether it has as many windows and items as are asked for."""
-        n_windows = self.windows.groupby("corpus").size().reindex(CORPORA).min()
-        n_items = self.items.groupby("task").size().min()
-        asked = n_windows >= options.windows if options.windows else self.sizes["whole"]
-        return bool(asked and n_items >= options.items)
+        """Whether it has the windows and items that are asked for."""
+        return self.has_windows(options) and self.has_items(options)
 
 
-def measured(pruner: Pruner, state: State, options: argparse.Namespace) -> Results:
-    """Losses and answers of a state; what is in the cache is not measured again."""
+def measured(
+    pruner: Pruner,
+    state: State,
+    options: argparse.Namespace,
+    before: Results | None = None,
+) -> Results:
+    """Losses and answers of a state; what it had `before` is not measured again."""
     began = time.process_time()
     masked, sizes = pruner.pruned(state)
     fitted = time.process_time()
     with masked:
         sizes |= {"seconds_fit": round(fitted - began, 1)}
-        return read(pruner.model, pruner.tokenizer, options, sizes)
+        return read(pruner.model, pruner.tokenizer, options, sizes, before)
 
 
 def read(
-    model: Any, tokenizer: Any, options: argparse.Namespace, sizes: dict[str, Any]
+    model: Any,
+    tokenizer: Any,
+    options: argparse.Namespace,
+    sizes: dict[str, Any],
+    before: Results | None = None,
 ) -> Results:
-    """Losses and answers of the model as it is now."""
+    """Losses and answers of the model as it is now, or those of `before` that suffice.
+
+    The seconds are those of this run alone.
+    """
     began = time.process_time()
-    frames = [
-        pd.DataFrame({"corpus": corpus, "nll": losses})
-        .rename_axis("window")
-        .reset_index()
-        for corpus, losses in window_losses(model, tokenizer, options.windows).items()
-    ]
+    if before is not None and before.has_windows(options):
+        windows, number = before.windows, before.sizes["spread"]
+    else:
+        windows = window_losses(model, tokenizer, options.windows)
+        number = options.windows
     read = time.process_time()
-    items = task_items(model, tokenizer, n_items=options.items, seed=options.seed)
+    if before is not None and before.has_items(options):
+        items = before.items
+    else:
+        items = task_items(model, tokenizer, n_items=options.items, seed=options.seed)
     sizes |= {
-        "whole": not options.windows,
+        "spread": number,
         "device": this_machine(input_device(model).type)["device"],
         "seconds_text": round(read - began, 1),
         "seconds_tasks": round(time.process_time() - read, 1),
     }
-    return Results(pd.concat(frames, ignore_index=True), items, sizes)
+    return Results(windows, items, sizes)
 
 
-def window_losses(
-    model: Any, tokenizer: Any, n_windows: int
-) -> dict[str, tuple[float, ...]]:
-    """The loss on each of the first test windows, by corpus; 0 takes whole splits."""
-    losses = {}
+def window_losses(model: Any, tokenizer: Any, n_windows: int) -> pd.DataFrame:
+    """The loss on windows spread over each test split, or on all of it for 0."""
+    frames = []
     for corpus in CORPORA:
-        windows = load_windows(corpus, tokenizer, seq_len=SEQ_LEN)
-        ids = windows.ids[: n_windows or None]
-        losses[corpus] = stored_perplexity(model, ids).windows
-    return losses
+        every = load_windows(corpus, tokenizer, seq_len=SEQ_LEN).ids
+        places = spread(len(every), n_windows or len(every))
+        losses = stored_perplexity(model, every[places]).windows
+        rows = {"corpus": corpus, "window": places.tolist(), "nll": losses}
+        frames.append(pd.DataFrame(rows))
+    return pd.concat(frames, ignore_index=True)
+
+
+def difference(
+    pruned: "pd.Series[float]", other: "pd.Series[float]"
+) -> tuple[float, float]:
+    """The mean difference on the windows that both have, and its standard error."""
+    both = pruned.index.intersection(other.index)
+    return paired_difference(pruned[both].tolist(), other[both].tolist())
 
 
 def row_of(state: State, by_state: dict[State, Results]) -> dict[str, Any]:
@@ -326,17 +353,12 @@ def row_of(state: State, by_state: dict[State, Results]) -> dict[str, Any]:
     results, dense = by_state[state], by_state[state.dense]
     row: dict[str, Any] = {**vars(state), **results.sizes}
     for corpus in CORPORA:
-        losses = results.losses(corpus)
-        base = dense.losses(corpus)[: len(losses)]
-        difference, error = paired_difference(losses[: len(base)], base)
+        losses, base = results.losses(corpus), dense.losses(corpus)
         row[f"perplexity {corpus}"] = math.exp(statistics.fmean(losses))
-        row[f"delta_nll {corpus}"], row[f"delta_nll_stderr {corpus}"] = (
-            difference,
-            error,
-        )
-        difference, error = paired_difference(losses[:N_FIRST], base[:N_FIRST])
-        row[f"first_delta_nll {corpus}"] = difference
-        row[f"first_delta_nll_stderr {corpus}"] = error
+        shared = base.iloc[spread(len(base), N_SHARED).tolist()]
+        for name, others in {"delta_nll": base, "shared_delta_nll": shared}.items():
+            mean, error = difference(losses, others)
+            row |= {f"{name} {corpus}": mean, f"{name}_stderr {corpus}": error}
     accuracies = task_summary(results.items).set_index("task")
     for task in PAPER_TASKS:
         row[f"accuracy {task}"] = accuracies.loc[task, "value"]
@@ -415,7 +437,7 @@ def main() -> None:
     parser.add_argument("--models", default="smolmoe,smollm2")
     parser.add_argument("--only", default="", help="methods, by default all")
     parser.add_argument("--ratios", default="", help="of atoms, by default all")
-    parser.add_argument("--windows", type=int, default=N_FIRST, help="0 for all")
+    parser.add_argument("--windows", type=int, default=N_SHARED, help="0 for all")
     parser.add_argument("--items", type=int, default=100, help="of each task")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of items")
     parser.add_argument("--device", default="cpu")
@@ -441,7 +463,7 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
         pruner = pruner or Pruner(name, options.device)
         logger.warning("state %d of %d of %s: %s", number, len(listed), name, state)
         try:
-            results[state] = measured(pruner, state, options)
+            results[state] = measured(pruner, state, options, results.get(state))
         except HeaprLabError as error:
             logger.warning("%s", error)
             continue

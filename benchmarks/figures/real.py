@@ -20,6 +20,7 @@ from heapr_lab.figures.style import (
     styled,
 )
 from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.text.calibration import spread
 
 _NAMES = {
     "model": "model",
@@ -44,7 +45,7 @@ _APART = 0.004
 def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Every state of `benchmarks/real.py`, best mean accuracy first at each ratio.
 
-    Losses are in nats per token, less those of the dense model, on the first windows of
+    Losses are in nats per token, less those of the dense model, on windows spread over
     each corpus, which are the same for all; ± is one standard error.
     """
     order = ["model", "ratio", "method", "fitted_to", "seed"]
@@ -53,7 +54,7 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = rows[list(_NAMES)].rename(columns=_NAMES)
     table[[_NAMES[name] for name in shares]] = rows[shares].map("{:.1%}".format)
     for corpus in _measured(rows, "perplexity "):
-        names = (f"first_delta_nll{part} {corpus}" for part in ("", "_stderr"))
+        names = (f"shared_delta_nll{part} {corpus}" for part in ("", "_stderr"))
         losses = with_error(rows, *names, form="{:.3f}")
         table[f"Δloss {corpus} ↓"] = losses.where(rows["method"].ne("dense"), "–")
     table["mean accuracy of seven ↑"] = with_error(rows, "accuracy", "accuracy_stderr")
@@ -154,20 +155,19 @@ def compared_on(rows: pd.DataFrame, losses: pd.DataFrame) -> str:
     )
     return (
         "Comparisons on `smolmoe` are of the windows and items that both methods have: "
-        f"{value_range(counts, 'd')} windows of 512 tokens of a corpus and "
-        f"{value_range(states['items'], 'd')} items of a task. Neighbouring windows "
-        f"are alike, and the first {counts.min()} decide less than they seem to: where "
-        "all were measured, so many of the 95 % intervals over the first ones contain "
-        f"the difference over all: {shares}."
+        f"{value_range(counts, 'd')} windows of 512 tokens, spread evenly over a test "
+        f"split, and {value_range(states['items'], 'd')} items of a task. Where whole "
+        f"splits were measured, so many of the 95 % intervals over {counts.min()} "
+        f"windows contain the difference over all: {shares}."
     )
 
 
-def share_covered(losses: pd.DataFrame, n_first: int) -> float:
-    """How often the interval over the first windows has the difference over all.
+def share_covered(losses: pd.DataFrame, n: int) -> float:
+    """How often the interval over some windows has the difference over all.
 
     Args:
         losses: columns window, nll and those of a state, of one corpus.
-        n_first: how many windows the interval is over.
+        n: how many windows, spread over the split, the interval is over.
 
     Returns:
         The share of the pairs of states of which all windows were measured; NaN if
@@ -178,8 +178,8 @@ def share_covered(losses: pd.DataFrame, n_first: int) -> float:
     within = []
     for one, other in itertools.combinations(wide.columns, 2):
         gaps = (wide[one] - wide[other]).to_numpy()
-        first = interval_of(gaps[:n_first])
-        within.append(first.low <= gaps.mean() <= first.high)
+        some = interval_of(gaps[spread(len(gaps), n)])
+        within.append(some.low <= gaps.mean() <= some.high)
     return float(np.mean(within)) if within else math.nan
 
 
@@ -191,7 +191,7 @@ def tested_on(rows: pd.DataFrame) -> str:
         for model, part in rows.groupby("model")
     )
     return (
-        f"Δloss on the first {fewest} windows of 512 tokens of each corpus, the same "
+        f"Δloss on {fewest} windows of 512 tokens, spread over each corpus, the same "
         f"for all; {models}"
     )
 
@@ -220,7 +220,7 @@ def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes
     """
     ax = own_axes(ax)
     states = first_states(data)
-    value = "against_dense" if shown == "accuracy" else f"first_delta_nll {shown}"
+    value = "against_dense" if shown == "accuracy" else f"shared_delta_nll {shown}"
     error = value.replace("delta_nll", "delta_nll_stderr")
     error = "against_dense_stderr" if shown == "accuracy" else error
     ax.axhline(0.0, color=REFERENCE_GREY, linewidth=0.8)

@@ -199,7 +199,7 @@ def _tests(results: Path, seq_len: int) -> str:
         ]
         asked = "first on the items that each was asked, then on those that both were"
     return _RESULTS.format(
-        windows="all windows" if rows["whole"].all() else "the first windows",
+        windows="windows spread over them" if rows["spread"].any() else "all windows",
         seq_len=seq_len,
         asked=asked,
         table=markdown(pd.DataFrame(shown).reset_index()),

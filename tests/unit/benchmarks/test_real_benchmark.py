@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from benchmarks import real
 from benchmarks.real import CORPORA, Results, State
@@ -27,7 +28,7 @@ def _results(
     items = pd.DataFrame(places, columns=["task", "item"])
     answers = items["item"].lt(right).astype(float)
     items = items.assign(acc=answers, acc_norm=answers, p_right=0.5)
-    sizes = {"achieved_ratio": 0.25, "parameters_saved": 0.1, "whole": False}
+    sizes = {"achieved_ratio": 0.25, "parameters_saved": 0.1, "spread": n_windows}
     return Results(windows, items, sizes)
 
 
@@ -73,14 +74,35 @@ def test_states_with_more_items_are_paired_on_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("windows", "items", "expected"),
-    [(3, 4, True), (4, 4, False), (3, 5, False), (0, 4, False)],
+    [(3, 4, True), (4, 4, False), (2, 4, False), (3, 5, False), (0, 4, False)],
 )
-def test_a_state_is_measured_again_if_more_is_asked_for(
+def test_a_state_is_measured_again_if_it_lacks_what_is_asked_for(
     windows: int, items: int, expected: bool
 ) -> None:
-    """More windows or more items; 0 windows are all that there are."""
+    """Other windows or more items; 0 windows are all that there are."""
     options = argparse.Namespace(windows=windows, items=items)
     results = _results(1.0, 3)
     assert results.suffices(options) is expected
-    results.sizes["whole"] = True
-    assert results.suffices(options) is (expected or not windows)
+    results.sizes["spread"] = 0
+    assert results.suffices(options) is (items <= 4)
+
+
+def test_only_what_is_missing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other windows are asked for, the items of before stay, and the reverse."""
+    before, others = _results(1.0, 3), _results(2.0, 1, n_windows=2, n_items=9)
+    monkeypatch.setattr(real, "window_losses", lambda *_: others.windows)
+    monkeypatch.setattr(real, "task_items", lambda *_, **__: others.items)
+    monkeypatch.setattr(real, "input_device", torch.device)
+    for windows, items, spread in ((2, 4, 2), (3, 9, 3)):
+        options = argparse.Namespace(windows=windows, items=items, seed=0)
+        read = real.read("cpu", None, options, {}, before)
+        assert read.windows is (others if windows == 2 else before).windows
+        assert read.items is (others if items == 9 else before).items
+        assert read.sizes["spread"] == spread
+
+
+def test_windows_are_paired_by_their_place() -> None:
+    """Not by their order: one state may have windows that the other has not."""
+    pruned = pd.Series([3.0, 5.0], index=[1, 3])
+    dense = pd.Series([0.0, 1.0, 2.0, 3.0])
+    assert real.difference(pruned, dense) == pytest.approx((2.0, 0.0))

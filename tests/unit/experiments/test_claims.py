@@ -4,10 +4,9 @@ import pandas as pd
 import pytest
 
 from benchmarks.index import results_of
-from benchmarks.readme import _refuted, claims_table, kept_of_items
+from benchmarks.readme import claims_table, kept_of_items
 from heapr_lab.experiments import claims as tested
 from heapr_lab.experiments.claims import Evidence, answer_of, claims
-from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNTESTED
 from heapr_lab.figures import bins_data
 from heapr_lab.storage import paths
 
@@ -302,13 +301,3 @@ def test_refuted_claims_come_first() -> None:
     assert len(table) == 12
     assert bold.iloc[0]
     assert bold.is_monotonic_decreasing
-
-
-def test_a_claim_is_refuted_by_either_calibration() -> None:
-    """What pydocs refutes is added to what WikiText-2 does not; nothing else is."""
-    columns = ["found", "verdict"]
-    ours = pd.DataFrame([["a", AGREES], ["b", DISAGREES], ["", UNTESTED]])
-    others = pd.DataFrame([["x", DISAGREES], ["y", DISAGREES], ["z", AGREES]])
-    table = _refuted(ours.set_axis(columns, axis=1), others.set_axis(columns, axis=1))
-    assert table["verdict"].tolist() == [DISAGREES, DISAGREES, AGREES]
-    assert table["found"].tolist() == ["a; calibrated on pydocs x", "b", "z"]

@@ -132,7 +132,7 @@ def test_the_card_calls_items_the_same_where_they_are(tmp_path: Path) -> None:
         pd.DataFrame(rows).to_parquet(tmp_path / "real_items.parquet")
         return smolmoe_card._tests(tmp_path, 512)
 
-    facts = {"method": "dense", "windows": "5, 5, 5", "whole": True}
+    facts = {"method": "dense", "windows": "5, 5, 5", "spread": 0}
     losses = {f"perplexity {c}": 30.0 for c in ("wikitext2", "ptb", "c4")}
     models = [{"model": name, **facts, **losses} for name in ("smolmoe", "smollm2")]
     pd.DataFrame(models).to_csv(tmp_path / "real.csv")
