@@ -63,9 +63,8 @@ from heapr_lab.text.calibration import (
     CalibrationSet,
     load_calibration,
     load_windows,
-    spread,
 )
-from heapr_lab.text.calibration_spec import OWN_TEXT
+from heapr_lab.text.calibration_spec import OWN_TEXT, spread
 
 logger = logging.getLogger("real")
 
@@ -335,7 +334,7 @@ def window_losses(model: Any, tokenizer: Any, n_windows: int) -> pd.DataFrame:
         every = load_windows(corpus, tokenizer, seq_len=SEQ_LEN).ids
         places = spread(len(every), n_windows or len(every))
         losses = stored_perplexity(model, every[places]).windows
-        rows = {"corpus": corpus, "window": places.tolist(), "nll": losses}
+        rows = {"corpus": corpus, "window": places, "nll": losses}
         frames.append(pd.DataFrame(rows))
     return pd.concat(frames, ignore_index=True)
 
@@ -355,7 +354,7 @@ def row_of(state: State, by_state: dict[State, Results]) -> dict[str, Any]:
     for corpus in CORPORA:
         losses, base = results.losses(corpus), dense.losses(corpus)
         row[f"perplexity {corpus}"] = math.exp(statistics.fmean(losses))
-        shared = base.iloc[spread(len(base), N_SHARED).tolist()]
+        shared = base.iloc[spread(len(base), N_SHARED)]
         for name, others in {"delta_nll": base, "shared_delta_nll": shared}.items():
             mean, error = difference(losses, others)
             row |= {f"{name} {corpus}": mean, f"{name}_stderr {corpus}": error}

@@ -20,7 +20,7 @@ from heapr_lab.figures.style import (
     styled,
 )
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.text.calibration import spread
+from heapr_lab.text.calibration_spec import spread
 
 _NAMES = {
     "model": "model",

@@ -20,7 +20,7 @@ from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache, files
 from heapr_lab.storage.hashing import canonical_json
-from heapr_lab.text.calibration_spec import check_seed, corpora_of, shares_of
+from heapr_lab.text.calibration_spec import check_seed, corpora_of, shares_of, spread
 from heapr_lab.text.corpora import Corpus, load_corpus, source_key
 from heapr_lab.text.tokenization import tokenise
 
@@ -279,12 +279,6 @@ def load_windows(
     provenance = {"corpus": corpus, "split": split, "sources": [text.provenance]}
     places = spread(len(windows), n_sequences or len(windows))
     return CalibrationSet(windows[places], provenance)
-
-
-def spread(n_available: int, n: int) -> torch.Tensor:
-    """The places of `n` windows, or all, of `n_available`: integers, spread evenly."""
-    n = min(n, n_available)
-    return (2 * torch.arange(n) + 1) * n_available // (2 * n)
 
 
 def windows_key(corpus: str, *, split: str) -> tuple[Hashable, ...]:

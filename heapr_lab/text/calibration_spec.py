@@ -163,3 +163,9 @@ def _weights_of(corpus: str) -> dict[str, float]:
             "that is too large"
         )
     return weights
+
+
+def spread(n_available: int, n: int) -> list[int]:
+    """The places of `n` windows, or all, of `n_available`, spread evenly."""
+    n = min(n, n_available)
+    return [(2 * part + 1) * n_available // (2 * n) for part in range(n)]

@@ -15,9 +15,9 @@ from heapr_lab.text.calibration import (
     CalibrationSet,
     load_calibration,
     load_windows,
-    spread,
     tokenizer_fingerprint,
 )
+from heapr_lab.text.calibration_spec import spread
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,13 @@ def test_windows_are_cut_from_the_joined_text(
 def test_spread_windows_are_the_middles_of_equal_parts(n_available: int) -> None:
     """Each part has one, and all are all."""
     for n in range(1, n_available + 1):
-        places = spread(n_available, n).tolist()
+        places = spread(n_available, n)
         middles = [(part + 0.5) * n_available / n for part in range(n)]
         assert places == [math.floor(middle) for middle in middles]
         assert len({*places}) == n
         assert max(places) < n_available
     every = [*range(n_available)]
-    assert places == spread(n_available, n_available + 1).tolist() == every
+    assert places == spread(n_available, n_available + 1) == every
 
 
 def test_calibration_draws_windows_without_replacement(
