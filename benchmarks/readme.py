@@ -112,7 +112,8 @@ def _streamed(rows: pd.DataFrame) -> str:
 
 _REPRODUCED = paths.project_dir() / "data" / "smolmoe" / "claims.csv"
 """From `make reproduce MODEL=smolmoe`, for what `benchmarks/real.py` does not test:
-which layers lose most, and bins of atoms; `make publish` takes its table."""
+FLOPs, which layers lose most, and bins of atoms; `make publish` takes its table, if
+there is one."""
 _REAL, _LAB = "`smolmoe`, carved from SmolLM2", "`lab`, trained here"
 
 

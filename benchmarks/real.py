@@ -436,7 +436,8 @@ def main() -> None:
     parser.add_argument("--models", default="smolmoe,smollm2")
     parser.add_argument("--only", default="", help="methods, by default all")
     parser.add_argument("--ratios", default="", help="of atoms, by default all")
-    parser.add_argument("--windows", type=int, default=N_SHARED, help="0 for all")
+    windows: Any = {"choices": (N_SHARED, 0), "help": "0 for all"}
+    parser.add_argument("--windows", type=int, default=N_SHARED, **windows)
     parser.add_argument("--items", type=int, default=100, help="of each task")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of items")
     parser.add_argument("--device", default="cpu")

@@ -12,6 +12,7 @@ import torch
 from benchmarks import real
 from benchmarks.real import CORPORA, Results, State
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
+from heapr_lab.text.calibration_spec import spread
 
 _DENSE = State("tiny", "abc")
 _HEAPR = State("tiny", "abc", "heapr", 0.25)
@@ -93,12 +94,12 @@ def test_only_what_is_missing_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(real, "window_losses", lambda *_: others.windows)
     monkeypatch.setattr(real, "task_items", lambda *_, **__: others.items)
     monkeypatch.setattr(real, "input_device", torch.device)
-    for windows, items, spread in ((2, 4, 2), (3, 9, 3)):
+    for windows, items in ((2, 4), (3, 9)):
         options = argparse.Namespace(windows=windows, items=items, seed=0)
         read = real.read("cpu", None, options, {}, before)
         assert read.windows is (others if windows == 2 else before).windows
         assert read.items is (others if items == 9 else before).items
-        assert read.sizes["spread"] == spread
+        assert read.sizes["spread"] == windows
 
 
 def test_windows_are_paired_by_their_place() -> None:
@@ -106,3 +107,15 @@ def test_windows_are_paired_by_their_place() -> None:
     pruned = pd.Series([3.0, 5.0], index=[1, 3])
     dense = pd.Series([0.0, 1.0, 2.0, 3.0])
     assert real.difference(pruned, dense) == pytest.approx((2.0, 0.0))
+
+
+def test_windows_that_others_lack_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 32 spread windows none is among the 16 that states are compared on."""
+    both = {*spread(595, 16)} & {*spread(595, 32)}
+    assert not both
+    monkeypatch.setattr("sys.argv", ["real.py", "--windows", "32"])
+    with pytest.raises(SystemExit):
+        real.main()
+    assert "choose from 16, 0" in capsys.readouterr().err
