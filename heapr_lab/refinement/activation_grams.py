@@ -57,17 +57,6 @@ class LayerGrams:
         """Sums over all tokens, (E, I, I) or (1, F, F)."""
         return self.sums.sum(0)
 
-    def within_experts(self) -> "LayerGrams":
-        """The same sums without the products across experts."""
-        if self.span == "expert":
-            return self
-        n_experts = self.tokens.shape[1]
-        blocks = (
-            self.sums[:, 0].unflatten(2, (n_experts, -1)).unflatten(1, (n_experts, -1))
-        )
-        diagonal = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # (2, E, I, I)
-        return LayerGrams("expert", diagonal.contiguous(), self.tokens)
-
 
 class _Collector:
     """Sums one layer's products during forwards, of which `n_fit` are to be fitted."""

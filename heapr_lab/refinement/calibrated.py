@@ -4,6 +4,7 @@ One of them serves any number of selections: only masks and solves are new.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -73,7 +74,7 @@ class CalibratedModel:
         fits = self._store is None and fits_in_memory(self._layers, self.span)
         self._sums, self._fits = by_layer(self._store, "sums"), fits
         self._tokens: dict[int, torch.Tensor] = {}
-        self._solvers: dict[str, list[LayerSolver]] = {}
+        self._solvers: list[LayerSolver] = []
         self._measure = measure or functools.partial(collect_statistics, model)
         self._table: ImportanceTable | None = None
         self._eliminated: ImportanceTable | None = None
@@ -119,17 +120,12 @@ class CalibratedModel:
         return select(self.table(selection.estimator, progress), selection)
 
     def compensated(
-        self,
-        selection: Selection,
-        *,
-        span: str | None = None,
-        progress: Progress | None = None,
+        self, selection: Selection, *, progress: Progress | None = None
     ) -> tuple[KeepMask, Compensation]:
         """The mask of a selection, and the weights that make up for the others.
 
         Args:
             selection: how atoms are selected.
-            span: as in `compensation.compensate`; by default that of the sums.
             progress: called with (windows done, windows in all).
 
         Raises:
@@ -138,12 +134,12 @@ class CalibratedModel:
         parts = Parts(self.n_passes * self.windows.n_sequences, progress)
         keep = self.keep(selection, parts)
         parts.end((self.n_passes - 1) * self.windows.n_sequences)
-        solvers = self.solvers(span or self.span, parts)
+        solvers = self._solvers_of(parts)
         down_projs = by_layer(self._store, "down")
         return keep, compensation_of(solvers, keep, down_projs=down_projs)
 
     def _grams(self, progress: Progress | None) -> Iterator[Summed]:
-        """The sums of each layer, in order, for the default span.
+        """The sums of each layer, in order.
 
         `progress` is called with (windows done, windows in all) of a pass.
         """
@@ -165,22 +161,15 @@ class CalibratedModel:
         sums = self._sums[layer.layer].to(layer.device)
         return layer, LayerGrams(self.span, sums, self._tokens[layer.layer])
 
-    def solvers(
-        self, span: str, progress: Progress | None = None
-    ) -> Iterator[LayerSolver]:
+    def _solvers_of(self, progress: Progress | None) -> Iterator[LayerSolver]:
         """The solver of each layer, in order.
 
         `progress` is called with (windows done, windows in all) of a pass.
         """
-        if span in self._solvers:
-            return iter(self._solvers[span])
-        solvers = map(functools.partial(_solver, span), self._grams(progress))
+        if self._solvers:
+            return iter(self._solvers)
+        solvers = itertools.starmap(LayerSolver, self._grams(progress))
         if not self._fits:
             return solvers
-        self._solvers[span] = list(solvers)
-        return iter(self._solvers[span])
-
-
-def _solver(span: str, pair: Summed) -> LayerSolver:
-    layer, grams = pair
-    return LayerSolver(layer, grams if span == grams.span else grams.within_experts())
+        self._solvers = list(solvers)
+        return iter(self._solvers)

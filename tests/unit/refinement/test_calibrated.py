@@ -26,10 +26,10 @@ def calibrated(model: nn.Module) -> CalibratedModel:
     return CalibratedModel(model, WINDOWS)
 
 
-def test_the_spans_share_one_pass(
+def test_elimination_and_compensation_share_one_pass(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums within experts are blocks of those across the layer."""
+    """The sums for the scores are those that W_down is solved from."""
     calibrated, passes = CalibratedModel(model, WINDOWS), []
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -38,7 +38,6 @@ def test_the_spans_share_one_pass(
 
     monkeypatch.setattr(refinement, "iter_grams", counted)
     calibrated.compensated(Selection(0.5, estimator="elimination"))
-    assert list(calibrated.solvers("expert"))
     assert len(passes) == 1
 
 
@@ -46,15 +45,14 @@ def test_the_spans_share_one_pass(
 def test_masks_and_weights_are_those_of_single_steps(
     model: nn.Module, calibrated: CalibratedModel, estimator: str
 ) -> None:
-    """Steps: `eliminate`, `select` and `fit_compensation`, for both spans."""
+    """Steps: `eliminate`, `select` and `fit_compensation`."""
     selection = Selection(0.5, estimator=estimator)
     table = eliminate(model, collect_statistics(model, WINDOWS), WINDOWS)
     expected = select(table, selection)
-    for span in ("layer", "expert"):
-        keep, weights = calibrated.compensated(selection, span=span)
-        assert keep.fingerprint == expected.fingerprint
-        once = fit_compensation(model, expected, WINDOWS, span=span)
-        torch.testing.assert_close(weights.down_projs, once.down_projs)
+    keep, weights = calibrated.compensated(selection)
+    assert keep.fingerprint == expected.fingerprint
+    once = fit_compensation(model, expected, WINDOWS)
+    torch.testing.assert_close(weights.down_projs, once.down_projs)
 
 
 def test_statistics_come_from_elsewhere_once(model: nn.Module) -> None:
