@@ -38,7 +38,8 @@ _HARVEST_RULES = 1
 """Increased whenever the same packages would give other texts."""
 _MIN_DOCSTRING_CHARS = 150
 _CALL_OF_DOC = re.compile(rb"doc\w*\s*\(", re.IGNORECASE)
-_WITH_DEFINITIONS = (ast.stmt, ast.excepthandler, ast.match_case, ast.Module)
+_BLOCKS = ("body", "cases", "handlers", "orelse", "finalbody")
+"""Fields of a node that statements are in, in the order of `ast.iter_fields`."""
 _TEST_FOLDERS = {"test", "tests", "idlelib", "lib2to3"}
 
 
@@ -176,16 +177,13 @@ def docstrings_in(path: Path) -> Iterator[str]:
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that may contain definitions, in the order of `ast.walk`."""
+    """Statements and the blocks they are in, in the order of `ast.walk`."""
     waiting = deque([tree])
     while waiting:
         node = waiting.popleft()
         yield node
-        waiting.extend(
-            child
-            for child in ast.iter_child_nodes(node)
-            if isinstance(child, _WITH_DEFINITIONS)
-        )
+        for block in _BLOCKS:
+            waiting.extend(getattr(node, block, ()))
 
 
 def _adds_docstring(function: ast.expr) -> bool:
