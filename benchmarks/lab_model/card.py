@@ -15,9 +15,10 @@ from heapr_lab.models.loading import load_model
 from heapr_lab.progress import progress_bar
 from heapr_lab.storage import files
 from heapr_lab.text.calibration import CalibrationSet, load_windows
+from heapr_lab.workbench.settings import PROFILES
 
-_N_WINDOWS = 96
-_SEQ_LEN = 256
+_TESTED = PROFILES["lab"]
+"""How many windows of a split are read, and how long they are, as everywhere else."""
 
 _CARD = """---
 license: apache-2.0
@@ -47,9 +48,9 @@ Shares of the training sequences until the learning rate decays, and while it do
 
 ## Held-out loss
 
-First {n_windows} windows of {seq_len} tokens of each split, float32, nats per token.
-Perplexity is per token of this model's own tokenizer: not comparable with that of any
-other.
+{n_windows} windows of {seq_len} tokens, spread over each split, in float32; nats per
+token. Perplexity is per token of this model's own tokenizer: not comparable with that
+of any other.
 
 {losses}
 
@@ -99,7 +100,7 @@ def write_card(folder: Path, *, title: str = "The lab model") -> None:
         "millions": sum(p.numel() for p in model.parameters()) / 1e6,
         "n_tokens": sum(run["n_tokens"] for run in _runs(training)),
         "runs": markdown(_schedules(training)),
-        "n_windows": _N_WINDOWS,
+        "n_windows": _TESTED.n_test,
         "upcycling": _upcycling(training),
         "mixture": markdown(_mixtures(training)),
         "losses": markdown(losses),
@@ -138,9 +139,13 @@ def _loss(
 
 
 def _windows(tokenizer: Any, corpus: str, split: str) -> CalibrationSet:
-    """The first windows of a split, at most `_N_WINDOWS`."""
-    windows = load_windows(corpus, tokenizer, seq_len=_SEQ_LEN, split=split)
-    return CalibrationSet(windows.ids[:_N_WINDOWS], windows.provenance)
+    return load_windows(
+        corpus,
+        tokenizer,
+        seq_len=_TESTED.seq_len,
+        split=split,
+        n_sequences=_TESTED.n_test,
+    )
 
 
 def _load(
