@@ -69,6 +69,7 @@ class CompareTab(ipw.VBox):
         self.session, self._on_pins, self._load = session, on_pins, load
         self.pins: list[Pin] = []
         self._before: tuple[list[Pin], list[dict[str, Any]]] = [], []
+        self._texts_before = session.texts
         self._numbers: dict[str, int] = {}
         """The numbers of the looks of the rows, by their labels."""
         self.runs = MethodRuns(session, corpora=corpora, show=self._show_rows)
@@ -146,10 +147,14 @@ class CompareTab(ipw.VBox):
     def undo(self, _button: ipw.Button | None = None) -> None:
         """Bring back what was last removed or replaced; what was added since stays.
 
-        If that has the label of what comes back, once more brings it back in turn.
+        If that has the label of what comes back, once more brings it back in turn. Rows
+        of a text that has changed since do not come back.
         """
         pins, rows = self._before
         self._before = [], []
+        texts = self._texts_before.items() - self.session.texts.items()
+        losses = {f"{LOSS}{name}" for name, _ in texts}
+        rows = [row for row in rows if not losses & row.keys()]
         pinned, run = {pin.label for pin in pins}, {row["label"] for row in rows}
         self._replace(
             pins + [pin for pin in self.pins if pin.label not in pinned],
@@ -160,6 +165,8 @@ class CompareTab(ipw.VBox):
         """Show these; if anything is no longer shown, Undo brings it back."""
         before, old = self._before, (self.pins, self.session.method_rows)
         stay = all(pin in pins for pin in old[0]) and all(row in rows for row in old[1])
+        if not stay:
+            self._texts_before = self.session.texts
         self.show_pins(pins, rows, before=before if stay else old)
 
     def show_pins(

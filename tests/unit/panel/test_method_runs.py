@@ -165,6 +165,10 @@ def test_rows_are_of_the_text_that_they_were_measured_on(
     file.write_text(text[::-1])
     press(panel.evaluation.job)
     assert panel.comparison.frame().empty
+    first.comparison.clear_button.click()
+    press(first.evaluation.job)
+    first.comparison.undo_button.click()
+    assert first.comparison.frame().empty
     with pytest.raises(SpecError, match=r"mine\.txt is another text"):
         panel.files.restore(saved)
     fewer = msgspec.structs.replace(saved.tests, n_test=3)
