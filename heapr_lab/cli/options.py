@@ -147,7 +147,7 @@ EstimatorOrMethods = Annotated[
     str | None,
     _method(
         "--estimator",
-        help="heapr, heapr_total, fisher, shrunk, elimination, camera, magnitude, "
+        help="heapr, heapr_total, fisher, elimination, camera, magnitude, "
         "frequency or random [default: the method's].",
     ),
 ]

@@ -294,7 +294,7 @@ def methods(
         measured: rows of every model.
     """
     ratio = 0.4 if 0.4 in set(data["ratio"]) else data["ratio"].median()
-    at = data[data["ratio"].eq(ratio) & ~data["group"].str.contains("compensated")]
+    at = data[data["ratio"].eq(ratio)]
     best = at.loc[at.groupby("group")["pooled"].idxmin()].sort_values("pooled")
     text = "; ".join(
         f"{row['group']} {row['variant']} {row['pooled']:.3f}"

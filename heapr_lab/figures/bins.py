@@ -16,7 +16,7 @@ from heapr_lab.figures.style import (
     own_axes,
     styled,
 )
-from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.importance.estimators import unit_of
 
 ORDERS = {"index": "bins by original index", "score": "bins by score rank"}
 _INTERVAL = 0.95
@@ -114,7 +114,7 @@ def plot_bins(data: pd.DataFrame, *, order: str, ax: Axes | None = None) -> Axes
     ax.text(0, 1.03, note, transform=ax.transAxes, fontsize=8)
     ax.margins(0.1)
     name_points(ax, _bin_names(rows))
-    ax.set_xlabel(f"summed score [{ESTIMATORS[estimator].unit}]")
+    ax.set_xlabel(f"summed score [{unit_of(estimator)}]")
     ax.set_ylabel(LABELS["delta_nll"])
     add_legend(ax)
     return ax

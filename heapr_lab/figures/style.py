@@ -98,7 +98,6 @@ _LOOKS = {
     "heapr": Look("#0072B2", "o", "HEAPr"),
     "heapr_total": Look("#56B4E9", "s", "HEAPr, weighted by use"),
     "fisher": Look("#009E73", "^", "Fisher"),
-    "shrunk": Look("#7A4988", "p", "HEAPr of p·h, shrunk"),
     "camera": Look("#D55E00", "v", "CAMERA-P (layer-wise)"),
     "magnitude": Look("#E69F00", "P", "magnitude"),
     "frequency": Look("#444444", "X", "frequency"),

@@ -129,26 +129,6 @@ def _fisher(x: Inputs) -> _Scores:
     return 0.5 * x["sum_hg2"] / x.N
 
 
-def _shrunk(x: Inputs) -> _Scores:
-    """½ · Σ(p·h)²/T · √(Σ(∂ℓ/∂h)²/T · γ ‖w_down‖²).
-
-    If the gradient at an expert's output had the same variance γ in all directions and
-    experts of a layer, mean (∂ℓ/∂h)² would be γ ‖w_down‖². The mean of a single atom is
-    noisy, so the score takes the geometric mean of the measured and the expected value,
-    with γ = Σ over atoms of Σ(∂ℓ/∂h)² / ‖w_down‖², divided by Σ over atoms of T.
-
-    Source: this project.
-    """
-    measured, size = x["sum_g2"] / x.routed, x["w_down_sq"]
-    per_size = np.divide(x["sum_g2"], size, out=np.zeros_like(size), where=size > 0)
-    _, layer = np.unique(x["layer"], return_inverse=True)
-    # Pruned atoms of the model have no weight and no gradient.
-    routed = np.bincount(layer, np.where(size > 0, x["tokens"], 0.0))
-    routed = np.maximum(routed, 1)
-    expected = (np.bincount(layer, per_size) / routed)[layer] * size
-    return 0.5 * (x["sum_ph2"] / x.routed) * np.sqrt(measured * expected)
-
-
 def _elimination(x: Inputs) -> _Scores:
     """‖w_k‖² / [(C + λ S²)⁻¹]_kk times a price, with C = Σ (p·h) (p·h)ᵀ over atoms.
 
@@ -226,15 +206,6 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 _fisher,
                 unit=PER_TOKEN,
                 needs=("sum_hg2",),
-            ),
-            Estimator(
-                "shrunk",
-                "the paper's score of p · h in place of h, with mean (∂ℓ/∂h)² shrunk "
-                "halfway, in the logarithm, to what its layer's mean and ‖w_down‖² "
-                "predict",
-                _shrunk,
-                unit=PER_ROUTED_TOKEN,
-                needs=("layer", "tokens", "sum_ph2", "sum_g2", "w_down_sq"),
             ),
             Estimator(
                 "elimination",

@@ -152,8 +152,8 @@ class CompareTab(ipw.VBox):
         """
         pins, rows = self._before
         self._before = [], []
-        texts = self._texts_before.items() - self.session.texts.items()
-        losses = {f"{LOSS}{name}" for name, _ in texts}
+        texts, before = self.session.texts, self._texts_before
+        losses = {f"{LOSS}{name}" for name in texts if before.get(name) != texts[name]}
         rows = [row for row in rows if not losses & row.keys()]
         pinned, run = {pin.label for pin in pins}, {row["label"] for row in rows}
         self._replace(

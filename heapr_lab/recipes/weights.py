@@ -126,7 +126,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     {
         method.name: method
         for method in (
-            Method("best", "elimination", "shrunk", WeightRecipe("compress", 0.25)),
+            Method("best", "elimination", "fisher", WeightRecipe("compress", 0.25)),
             Method("paper", "heapr", "heapr", MASKED),
         )
     }

@@ -60,7 +60,7 @@ def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
     panel.is_ready()
     panel.mask()
     panel.unfold("Advanced")
-    panel.choice("estimator").select_option("shrunk")
+    panel.choice("estimator").select_option("fisher")
     panel.root.get_by_text("Advanced").click()
     panel.open("Evaluate")
     for option, way in WAYS.items():

@@ -257,7 +257,7 @@ def test_the_many_runs_of_the_docs(tiny_lab: Path) -> None:
     files = {path.name for path in Path("rows").iterdir()}
     assert files == {"1.json", "3.json"}
     model, estimator, ratio, value = json.loads(Path("rows", "3.json").read_text())
-    assert (model, estimator, ratio) == ("lab", "shrunk", 0.4)
+    assert (model, estimator, ratio) == ("lab", "fisher", 0.4)
     assert value > 1
     Path("rows", "3.json").write_text("kept")
     names["run"](3)

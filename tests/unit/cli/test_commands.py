@@ -127,7 +127,7 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     paper = said(*base, "--out", tmp_path / "p", "--method", "paper")
     assert (paper["estimator"], paper["compensated"]) == ("heapr", False)
     table = prune(folder, "--ratio", 0.4, "--out", tmp_path / "table")
-    assert (table["estimator"], table["compensated"]) == ("shrunk", False)
+    assert (table["estimator"], table["compensated"]) == ("fisher", False)
     made = [manifest_of(tmp_path / name) for name in ("asked", "p", "table")]
     weights = [manifest["weights"] for manifest in made]
     assert weights[0].startswith("W_down compensated by least squares")
@@ -226,7 +226,7 @@ def test_score_with_elimination(folder: Path) -> None:
 
 def test_prune_takes_the_importance_from_the_cache(folder: Path) -> None:
     """Without a file, `prune` selects what it selects with the file of `score`."""
-    out, how = folder / "cached.parquet", ("--ratio", 0.4, "--estimator", "shrunk")
+    out, how = folder / "cached.parquet", ("--ratio", 0.4, "--estimator", "fisher")
     run("prune", folder / "moe", *how, "--out", out, *text_of(folder))
     prune(folder, *how, "--out", folder / "given.parquet")
     assert KeepMask.read(out) == KeepMask.read(folder / "given.parquet")

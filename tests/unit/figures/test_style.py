@@ -28,7 +28,7 @@ def test_estimators_look_different_from_each_other() -> None:
     """No two of the tables share a colour or a marker; a name always looks the same."""
     names = [name for name, estimator in ESTIMATORS.items() if not estimator.extra_pass]
     looks = [figures.look(name) for name in names]
-    assert len({shown.color for shown in looks}) == len(names) == 8
+    assert len({shown.color for shown in looks}) == len(names) == 7
     assert len({shown.marker for shown in looks}) == len(names)
     assert figures.look("of my own") == figures.look("of my own")
 

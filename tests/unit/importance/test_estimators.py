@@ -46,8 +46,6 @@ N = {"N": 4}
         ("heapr", 0.5 * 10 / 2 * 4 / 2),  # ½ · 5 · 2
         ("heapr_total", 0.5 * 10 * 4 / 2 / 4),  # ½ · 40 / 2 / 4
         ("fisher", 0.5 * 6 / 4),
-        # One atom has the layer's mean gradient, so that shrinking changes nothing.
-        ("shrunk", 0.5 * 2 / 2 * 4 / 2),
         ("camera", 5 * (0.1 * 2 + 0.9 * 3**2)),
     ],
 )
@@ -76,45 +74,6 @@ def test_a_massive_token_without_gradient_moves_no_mask_of_fisher() -> None:
     alone = massive[0].square().numpy() * g.square().sum(0).numpy()
     assert np.corrcoef(heapr, alone)[0, 1] > 0.999
     assert next(iter(COMPENSATED)) == "fisher + compensation"
-
-
-def test_shrunk_is_halfway_to_the_layer() -> None:
-    """Two layers; in the first, gradients per ‖w_down‖² of 4 / 1 and 4 / 4, T = 2.
-
-    Their mean variance over the layer's atoms and tokens is (4 + 1) / (2 + 2).
-    """
-    columns = {
-        "layer": [0, 0, 3],
-        "expert": [0, 0, 0],
-        "atom": [0, 1, 0],
-        "tokens": [2, 2, 5],
-        "sum_ph2": [2.0, 6.0, 5.0],
-        "sum_g2": [4.0, 4.0, 10.0],
-        "w_down_sq": [1.0, 4.0, 2.0],
-    }
-    variance = (4 / 1 + 4 / 4) / (2 + 2)
-    expected = [
-        0.5 * 2 / 2 * (4 / 2 * variance * 1) ** 0.5,
-        0.5 * 6 / 2 * (4 / 2 * variance * 4) ** 0.5,
-        0.5 * 5 / 5 * 10 / 5,
-    ]
-    scores = score(pd.DataFrame(columns), {}, estimator="shrunk")
-    assert scores == pytest.approx(expected)
-
-
-def test_shrunk_passes_over_pruned_atoms() -> None:
-    """An atom without weights takes no part in its layer's mean, and scores 0."""
-    columns = {
-        "layer": [0, 0, 1],
-        "expert": [0, 0, 0],
-        "atom": [0, 1, 0],
-        "tokens": [1, 1, 1],
-        "sum_ph2": [6.0, 0.0, 0.0],
-        "sum_g2": [8.0, 0.0, 0.0],
-        "w_down_sq": [4.0, 0.0, 0.0],
-    }
-    scores = score(pd.DataFrame(columns), {}, estimator="shrunk")
-    assert scores == pytest.approx([0.5 * 6 * 8, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -110,8 +110,8 @@ def test_another_estimator_is_named() -> None:
     """Also while its list is folded; the one by default is not."""
     panel = explore(small_table())
     assert "Estimator" not in panel.status.value
-    panel.controls.estimator.value = "shrunk"
-    assert "Estimator: shrunk." in panel.status.value
+    panel.controls.estimator.value = "frequency"
+    assert "Estimator: frequency." in panel.status.value
 
 
 def test_what_is_advanced_is_open_where_it_is_used() -> None:

@@ -38,7 +38,7 @@ def test_both_prune_the_same(shown: Explorer) -> None:
     """The panel and the Python: one mask, of the settings shown."""
     before = code_of(shown)
     controls, tab = shown.controls, shown.export
-    controls.ratio.value, controls.estimator.value = "0.375", "shrunk"
+    controls.ratio.value, controls.estimator.value = "0.375", "fisher"
     controls.structure.value, controls.multiple.value = "uniform", 2
     tab.folder.value, tab.weights.value = "my model", "unchanged"
     assert code_of(shown) != before

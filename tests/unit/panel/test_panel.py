@@ -65,7 +65,7 @@ def test_controls_of_structure_budget_and_constraints() -> None:
 def test_panel_offers_the_estimators_of_the_table() -> None:
     """Estimators whose columns, or whose N, are missing are not offered."""
     offered = explore(small_table()).controls.estimator.options
-    names = {"heapr", "shrunk", "camera", "frequency", "random"}
+    names = {"heapr", "camera", "frequency", "random"}
     assert set(offered) == names
 
 

@@ -28,7 +28,7 @@ def used(panel: Explorer) -> Explorer:
     """A panel in which everything that is saved was changed."""
     controls = panel.controls
     controls.ratio.value = "0.25"
-    controls.estimator.value = "shrunk"
+    controls.estimator.value = "fisher"
     panel.comparison.pin()
     panel.comparison.label.value = "aligned <b>"
     controls.structure.value = "aligned"

@@ -23,7 +23,7 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 OTHER: dict[str, dict[str, Any]] = {
     "ratio": {"ratio": 0.29},
-    "estimator": {"estimator": "shrunk"},
+    "estimator": {"estimator": "fisher"},
     "scope": {"scope": "layer"},
     "granularity": {"granularity": "expert"},
     "structure": {"structure": "per_layer"},

@@ -252,7 +252,7 @@ def test_the_panels_card_is_full(root: Path, tmp_path: Path) -> None:
     )
     assert "not recorded" not in card.replace("| revision | not recorded |", "")
     assert "selected by HEAPr's\nsecond-order importance" in card
-    for estimator, said in (("shrunk", "score `shrunk` of"), (None, "mask given by")):
+    for estimator, said in (("fisher", "score `fisher` of"), (None, "mask given by")):
         other = manifest | {"selection": {"estimator": estimator}}
         assert f"\n{said}" in model_card.card(other, source=tmp_path / "pruned")
 
