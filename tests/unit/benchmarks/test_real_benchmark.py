@@ -75,29 +75,38 @@ def test_states_with_more_items_are_paired_on_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("windows", "items", "expected"),
-    [(3, 4, True), (4, 4, False), (2, 4, False), (3, 5, False), (0, 4, False)],
+    [(16, 4, True), (48, 4, True), (0, 4, False), (48, 5, False)],
 )
 def test_a_state_is_measured_again_if_it_lacks_what_is_asked_for(
     windows: int, items: int, expected: bool
 ) -> None:
-    """Other windows or more items; 0 windows are all that there are."""
+    """More windows or items; 0 windows are all that there are."""
     options = argparse.Namespace(windows=windows, items=items)
-    results = _results(1.0, 3)
+    results = _results(1.0, 3, n_windows=48)
     assert results.suffices(options) is expected
     results.sizes["spread"] = 0
     assert results.suffices(options) is (items <= 4)
 
 
+def test_what_is_committed_is_not_measured_again() -> None:
+    """Its states are those of today's script, also where a model is made anew."""
+    listed = itertools.chain(*map(real.states, ("smolmoe", "smollm2")))
+    assert {*real.stored(real.RESULTS)} <= {*listed}
+
+
 def test_only_what_is_missing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where other windows are asked for, the items of before stay, and the reverse."""
-    before, others = _results(1.0, 3), _results(2.0, 1, n_windows=2, n_items=9)
+    """Where more windows are asked for, the items of before stay, and the reverse."""
+    before, others = (
+        _results(1.0, 3, n_windows=16),
+        _results(2.0, 1, n_windows=48, n_items=9),
+    )
     monkeypatch.setattr(real, "window_losses", lambda *_: others.windows)
     monkeypatch.setattr(real, "task_items", lambda *_, **__: others.items)
     monkeypatch.setattr(real, "input_device", torch.device)
-    for windows, items in ((2, 4), (3, 9)):
+    for windows, items in ((48, 4), (16, 9)):
         options = argparse.Namespace(windows=windows, items=items, seed=0)
         read = real.read("cpu", None, options, {}, before)
-        assert read.windows is (others if windows == 2 else before).windows
+        assert read.windows is (others if windows == 48 else before).windows
         assert read.items is (others if items == 9 else before).items
         assert read.sizes["spread"] == windows
 
@@ -109,13 +118,14 @@ def test_windows_are_paired_by_their_place() -> None:
     assert real.difference(pruned, dense) == pytest.approx((2.0, 0.0))
 
 
-def test_windows_that_others_lack_are_not_measured(
+def test_more_windows_are_some_more_windows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 32 spread windows none is among the 16 that states are compared on."""
-    both = {*spread(595, 16)} & {*spread(595, 32)}
-    assert not both
+    """The 16 that states are compared on are among 48, and none of them among 32."""
+    few, none, more = ({*spread(595, n)} for n in (16, 32, 48))
+    assert few < more
+    assert not few & none
     monkeypatch.setattr("sys.argv", ["real.py", "--windows", "32"])
     with pytest.raises(SystemExit):
         real.main()
-    assert "choose from 16, 0" in capsys.readouterr().err
+    assert "choose from 16, 48, 0" in capsys.readouterr().err
