@@ -34,7 +34,7 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.4, 0.6)
 CORPUS, OTHER = "pydocs", "wikitext2"
-N_TEST, N_OPENING = 24, 8
+N_OPENING = 8
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def measured(case: Case, model: Any) -> dict[str, Any]:
     bench = case.bench
     row: dict[str, Any] = {}
     for corpus in (CORPUS, OTHER):
-        ids = bench.test_windows(corpus).ids[:N_TEST]
+        ids = bench.test_windows(corpus).ids
         models = model, bench.model
         losses = [evaluate_perplexity(network, ids).windows for network in models]
         rise, stderr = paired_difference(*losses)
@@ -92,11 +92,11 @@ def main() -> None:
     parser.add_argument("--name", default="beyond", help="of the files written")
     options = parser.parse_args()
     rows = Rows(options.name)
-    details = {"n_test": N_TEST}
     for name in options.models.split(","):
         bench = open_workbench(
             model_folder(name), device="cpu", dtype="float32", profile="lab"
         )
+        details = {"n_test": bench.profile.n_test}
         for suffix, text_of in TEXTS.items():
             missing = [
                 ratio

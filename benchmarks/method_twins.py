@@ -16,6 +16,7 @@ import functools
 import itertools
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.latency import in_turns
 from benchmarks.machine import Rows
-from benchmarks.methods import cpu_seconds
 from benchmarks.quality import model_folder
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
@@ -243,6 +243,13 @@ def by_gradients(name: str, model: Any, windows: CalibrationSet) -> bool:
         except HeaprLabError:
             return False
     return any(function.called for function in watched)
+
+
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """CPU seconds of one call, which do not count those of other processes."""
+    began = time.process_time()
+    call()
+    return time.process_time() - began
 
 
 def medians(calls: Sequence[Callable[[], Any]]) -> list[float]:

@@ -1,16 +1,16 @@
 """What each addition to the paper's method gains, at equal atoms.
 
-    python benchmarks/quality.py [--models lab,unbalanced,fine] [--name quality]
+    python benchmarks/quality.py [--models lab,unbalanced,fine,biased,upcycled]
         [--seeds 0,1,2] [--variants "heapr,compress"]
 
 Δloss in nats per token of masked and of compensated models, on held-out test windows,
 with the standard error over windows of the difference to HEAPr. Models are calibrated
 on each of two corpora (and, for one seed, on a mixture of both) and tested on both.
-Every variant is measured at 20, 40, 60 and 80 % of the atoms, `compress` at 10 %, too.
+Every variant is measured at 20, 40, 60 and 80 % of the atoms with the first seed; HEAPr
+and `compress`, with and without self-generated text, with every seed and at 10 %, too.
 Costs are passes over the calibration set; seconds are without what an earlier row of
-the same windows has computed. With --accuracy, that on the continuation task of the
-calibrated corpus is written to a file of its own (NAME_accuracy). Rows are written one
-by one, so that a stopped run resumes where it was.
+the same windows has computed. Rows are written one by one, so that a stopped run
+resumes where it was.
 """
 
 import argparse
@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import Rows
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.models.named import LAB
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
@@ -41,18 +40,14 @@ from heapr_lab.recipes.weights import METHODS
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.storage import paths
-from heapr_lab.tasks.harness import continuation_task, run_tasks
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.1, 0.2, 0.4, 0.6, 0.8)
 ON_MIXTURE = (0.4, 0.6)
 CORPORA = ("pydocs", "wikitext2")
 MIXTURE = "0.5*pydocs + 0.5*wikitext2"
-N_TEST = 24
-N_ITEMS = 160
 
 
 @dataclass(frozen=True)
@@ -63,34 +58,24 @@ class Variant:
     choice: dict[str, Any]
     """How atoms are selected: fields of `Selection`."""
     weights: str = "unchanged"
-    """"unchanged", compensated within an "expert" or the "layer", or "compress"."""
-    every_seed: bool = True
-    """Whether it is measured for every seed and model, or on the lab model alone."""
+    """"unchanged", "compensated" within a layer, or "compress"."""
     own_text: bool = False
     """Whether the model writes more calibration windows itself, as by default."""
-    accuracy: bool = False
-    """Whether accuracy is measured as well as loss."""
 
 
 VARIANTS = (
-    Variant("heapr", {}, accuracy=True),
-    Variant("compress", {}, "compress", accuracy=True),
+    Variant("heapr", {}),
+    Variant("compress", {}, "compress"),
     Variant("heapr + own text", {}, own_text=True),
     Variant("compress + own text", {}, "compress", own_text=True),
     Variant("heapr-L", {"scope": "layer"}),
     Variant("experts", {"granularity": "expert"}),
     Variant("fisher", {"estimator": "fisher"}),
-    Variant("shrunk", {"estimator": "shrunk"}),
     *(
-        Variant(f"{name} + compensation", {"estimator": name}, "layer")
-        for name in ("heapr", "fisher", "shrunk", "elimination")
+        Variant(f"{name} + compensation", {"estimator": name}, "compensated")
+        for name in ("heapr", "fisher", "elimination")
     ),
-    Variant("heapr_total", {"estimator": "heapr_total"}, every_seed=False),
-    Variant("camera", {"estimator": "camera", "scope": "layer"}, every_seed=False),
-    Variant("magnitude", {"estimator": "magnitude"}, every_seed=False),
-    Variant("frequency", {"estimator": "frequency"}, every_seed=False),
-    Variant("random", {"estimator": "random"}, every_seed=False),
-    Variant("heapr + compensation in experts", {}, "expert", every_seed=False),
+    Variant("heapr_total", {"estimator": "heapr_total"}),
 )
 PASSES = {"statistics": 3, "sums": 1, "compress": 3.875}
 """Costs in forward passes; a backward pass counts as two.
@@ -99,8 +84,8 @@ Elimination and compensation use the same sums. `compress` fits to three quarter
 windows (3 of 4 passes), takes three losses on each of the two eighths that are left,
 and that of the dense model on one.
 """
-AT_EVERY_RATIO = ("heapr", "heapr + own text", "compress", "compress + own text")
-"""Variants that are also measured at the lowest ratio."""
+MAIN = ("heapr", "heapr + own text", "compress", "compress + own text")
+"""Variants that are also measured at the lowest ratio, and with every seed."""
 
 
 class Measured:
@@ -139,8 +124,7 @@ class Measured:
         calibrated = self.model(variant.own_text)
         if variant.weights == "unchanged":
             return calibrated.keep(selection), None
-        span = "expert" if variant.weights == "expert" else None
-        keep, compensation = calibrated.compensated(selection, span=span)
+        keep, compensation = calibrated.compensated(selection)
         return keep, compensation.down_projs
 
     def losses(
@@ -195,57 +179,20 @@ class Measured:
 
 
 def runs(
-    variants: list[Variant], corpora: tuple[str, ...], seeds: list[int]
+    variants: list[Variant], seeds: list[int]
 ) -> Iterator[tuple[str, int, Variant, float]]:
     """Every (calibration, seed, variant, ratio) to measure."""
     for seed in seeds:
-        for corpus in corpora:
+        for corpus in CORPORA:
             for variant in variants:
-                if seed != seeds[0] and not variant.every_seed:
+                if seed != seeds[0] and variant.name not in MAIN:
                     continue
                 for ratio in RATIOS:
-                    if ratio != RATIOS[0] or variant.name in AT_EVERY_RATIO:
+                    if ratio != RATIOS[0] or variant.name in MAIN:
                         yield corpus, seed, variant, ratio
     for variant in variants:
-        mixed = variant.every_seed and not variant.own_text
-        if mixed and len(corpora) > 1:
-            for ratio in ON_MIXTURE:
-                yield MIXTURE, seeds[0], variant, ratio
-
-
-def accuracy(
-    bench: Workbench,
-    corpus: str,
-    keep: KeepMask | None,
-    down_projs: ReplacedDownProj | None,
-) -> tuple[float, float]:
-    """Accuracy on the continuation task of `corpus`, and its standard error."""
-    task = continuation_task(load_corpus(corpus, split="test"), n_items=N_ITEMS)
-    masked: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if keep is not None:
-        masked = masking(bench.model, keep, down_projs)
-    with masked:
-        frame = run_tasks(bench.model, bench.tokenizer, [task])
-    row = frame[frame["metric"].eq("acc")].iloc[0]
-    return float(row["value"]), float(row["stderr"])
-
-
-def measure_accuracy(
-    bench: Workbench, measured: Measured, variant: Variant, ratio: float
-) -> dict[str, Any]:
-    """One row: accuracy on the calibrated corpus, dense and pruned."""
-    corpus = measured.calibration.corpus
-    dense = measured.kept.setdefault("dense", accuracy(bench, corpus, None, None))
-    keep, down_projs, _ = measured.pruned(variant, ratio)
-    value, stderr = accuracy(bench, corpus, keep, down_projs)
-    return {
-        "test": corpus,
-        "achieved_ratio": keep.achieved_ratio,
-        "accuracy": value,
-        "stderr": stderr,
-        "dense": dense[0],
-        "n_items": N_ITEMS,
-    }
+        for ratio in ON_MIXTURE if not variant.own_text else ():
+            yield MIXTURE, seeds[0], variant, ratio
 
 
 def measure(measured: Measured, variant: Variant, ratio: float) -> list[dict[str, Any]]:
@@ -282,40 +229,27 @@ def model_folder(name: str) -> str:
 
 
 def main() -> None:
-    """Measure all variants and write the tables."""
+    """Measure all variants and write the table."""
     parser = argparse.ArgumentParser(description="Measure what additions are worth.")
-    parser.add_argument("--models", default=LAB)
-    parser.add_argument("--name", default="quality", help="of the files written")
+    parser.add_argument("--models", default="lab,unbalanced,fine,biased,upcycled")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--corpora", default=",".join(CORPORA))
     parser.add_argument("--variants", default="", help="by default all")
-    parser.add_argument(
-        "--accuracy", default=True, action=argparse.BooleanOptionalAction
-    )
     options = parser.parse_args()
-    for name in options.models.split(","):
-        measure_model(name, options)
-
-
-def measure_model(name: str, options: argparse.Namespace) -> None:
-    """Measure what is asked on one model, and add it to the tables."""
     seeds = [int(seed) for seed in options.seeds.split(",")]
     names = options.variants.split(",") if options.variants else []
-    variants = [
-        variant
-        for variant in VARIANTS
-        if (variant.every_seed or name == LAB) and (not names or variant.name in names)
-    ]
+    variants = [v for v in VARIANTS if not names or v.name in names]
+    for name in options.models.split(","):
+        measure_model(name, variants, seeds)
+
+
+def measure_model(name: str, variants: list[Variant], seeds: list[int]) -> None:
+    """Measure what has no rows yet on one model, and add it to the table."""
     bench = open_workbench(
         model_folder(name), device="cpu", dtype="float32", profile="lab"
     )
-    bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
-    losses, accuracies = Rows(options.name), Rows(f"{options.name}_accuracy")
-    details = {"n_test": N_TEST, "n_items": N_ITEMS}
+    rows, details = Rows("quality"), {"n_test": bench.profile.n_test}
     measured: Measured | None = None
-    for corpus, seed, variant, ratio in runs(
-        variants, tuple(options.corpora.split(",")), seeds
-    ):
+    for corpus, seed, variant, ratio in runs(variants, seeds):
         key = {
             "calibration": corpus,
             "seed": seed,
@@ -326,13 +260,9 @@ def measure_model(name: str, options: argparse.Namespace) -> None:
         calibration = Calibration(corpus, seed=seed)
         if measured is None or measured.calibration != calibration:
             measured = Measured(bench, calibration)
-        if not losses.has(key):
-            rows = measure(measured, variant, ratio)
-            losses.add([key | row for row in rows], details)
-        asked = options.accuracy and variant.accuracy and corpus != MIXTURE
-        if asked and not accuracies.has(key):
-            row = measure_accuracy(bench, measured, variant, ratio)
-            accuracies.add([key | row], details)
+        if not rows.has(key):
+            new = measure(measured, variant, ratio)
+            rows.add([key | row for row in new], details)
 
 
 if __name__ == "__main__":

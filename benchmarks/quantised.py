@@ -13,7 +13,6 @@ the difference to the dense model.
 
 import argparse
 import copy
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 FLOATS = "bfloat16"
 INTEGERS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32)}
 """Bits of a weight, and how many in a row share a scale: None for all of them."""
-N_TEST = 40
 
 
 def mask(bench: Workbench, ratio: float, corpus: str) -> KeepMask:
@@ -113,13 +111,12 @@ def main() -> None:
         bench = open_workbench(
             model_folder(name), device="cpu", dtype="float32", profile="lab"
         )
-        bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
         rows += measure(bench, name, options.corpus)
         identities[f"{name} model"] = bench.identity
     details = machine() | {
         "corpus": options.corpus,
         "identities": identities,
-        "n_test": N_TEST,
+        "n_test": bench.profile.n_test,
     }
     write_results("quantised", rows, details)
 

@@ -149,7 +149,7 @@ def _pretrained(committed: Committed) -> str:
 
 
 def _gains(committed: Committed) -> str:
-    table = quality.models_table(committed.measured["quality_models"])
+    table = quality.models_table(committed.measured["quality"])
     rows = table.set_index("variant").loc[list(advice.COUNTED)]
     columns = "40 % [× HEAPr] ↓", "other text, 40, 60 % [× HEAPr] ↓"
     losses, other = (listed(rows[name].map("{:.2f}".format)) for name in columns)
@@ -266,7 +266,7 @@ QUESTIONS = (
         "11_models",
         _gains,
         "06_quality",
-        benchmark="quality_models",
+        benchmark="quality",
     ),
     Question(
         "methods",

@@ -11,7 +11,6 @@ row.
 """
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 RATIOS = (0.2, 0.4, 0.6)
 CONSTRAINED = ("aligned", "per_layer", "uniform")
-N_TEST = 40
-"""Held-out windows: more than in the profile, because differences are small."""
 
 
 def settings(multiples: list[int], corpus: str) -> list[Setting]:
@@ -72,10 +69,8 @@ def main() -> None:
     parser.add_argument("--model", default=LAB)
     parser.add_argument("--corpus", default="pydocs")
     parser.add_argument("--multiples", help="with commas; default: 1/16 … 1/2")
-    parser.add_argument("--name", default="structures", help="of the files written")
     options = parser.parse_args()
     bench = open_workbench(options.model, profile="lab", device="cpu", dtype="float32")
-    bench.profile = dataclasses.replace(bench.profile, n_test=N_TEST)
     shapes = bench.importance(Calibration(options.corpus)).shapes()
     d_inter = max(width for _, width in shapes.values())
     given = options.multiples or ",".join(str(d_inter // n) for n in (16, 8, 4, 2))
@@ -86,9 +81,9 @@ def main() -> None:
     details = machine() | {
         "identity": bench.identity,
         "d_inter": d_inter,
-        "n_test": N_TEST,
+        "n_test": bench.profile.n_test,
     }
-    write_results(options.name, rows, details)
+    write_results("structures", rows, details)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from heapr_lab.importance.estimators import PER_TOKEN
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
 PAPER, OURS = "heapr", "compress"
-_SUFFIX = " + compensation"
 _CORPUS = "pydocs"
 """The corpus that methods are fitted to."""
 _LOSS = f"Δloss [{PER_TOKEN}] ↓"
@@ -34,21 +33,19 @@ _ROW = 0.165
 
 
 def methods_data(measured: pd.DataFrame) -> pd.DataFrame:
-    """One row for each method and ratio, over models and seeds.
+    """One row for each method and ratio, over models.
 
     Args:
         measured: rows of `benchmarks/methods.py`.
 
     Returns:
-        Columns variant, group (what it compresses, and whether it is compensated),
-        ratio, achieved_ratio, n_models, n_refused (models on which it was refused),
-        n_seeds (draws of windows),
-        pooled and worst (over models, the mean and the largest Δloss on the corpus that
-        was fitted to, of the mean over seeds), spread (standard deviation of the mean
-        over seeds), other (pooled, on the other corpora), agreement, accuracy_change,
-        parameters_saved, routed_flops_saved, speedup, fit_seconds, fit_peak_bytes
-        (means over models of what was measured, else NaN), and best: whether no method
-        of the group has a lower Δloss, the mean over ratios.
+        Columns variant, group (what it compresses), ratio, achieved_ratio, n_models,
+        n_refused (models on which it was refused), pooled and worst (over models, the
+        mean and the largest Δloss on the corpus that was fitted to), stderr (of
+        pooled, over test windows), other (pooled, on the other corpora), agreement,
+        parameters_saved, routed_flops_saved, fit_seconds, fit_peak_bytes (means over
+        models of what was measured, else NaN), and best: whether no method of the
+        group has a lower Δloss, the mean over ratios.
     """
     keys = ["variant", "ratio"]
     rows = [_summary(part) for _, part in measured.groupby(keys, sort=False)]
@@ -60,38 +57,33 @@ def _summary(part: pd.DataFrame) -> dict[str, Any]:
     first = part.iloc[0]
     refused = part["refused"].notna() & part["refused"].ne("")
     done = part[~refused].dropna(axis=1, how="all")
-    suffix = ", compensated" if first["variant"].endswith(_SUFFIX) else ""
     row: dict[str, Any] = {
         "variant": first["variant"],
-        "group": f"{first['kind']}{suffix}",
+        "group": first["kind"],
         "ratio": first["ratio"],
         "n_models": done["model"].nunique(),
         "n_refused": part.loc[refused, "model"].nunique(),
-        "n_seeds": done["seed"].nunique(),
     }
     return row | _measures(done) if len(done) else row
 
 
 def _measures(done: pd.DataFrame) -> dict[str, float]:
     """The numbers of rows that were not refused, of one method at one ratio."""
-    losses = done.groupby("model")[f"delta_nll {_CORPUS}"].mean()
+    losses = done[f"delta_nll {_CORPUS}"]
+    error = np.sqrt(done[f"stderr {_CORPUS}"].pow(2).sum()) / len(done)
     names = [name for name in done if str(name).startswith("delta_nll ")]
     others = [name for name in names if not name.endswith(f" {_CORPUS}")]
     derived = done.assign(
-        accuracy_change=_column(done, "accuracy") - _column(done, "accuracy_dense"),
-        speedup=_column(done, "tokens_per_second")
-        / _column(done, "tokens_per_second_dense"),
         other=done[others].mean(axis=1),
         agreement=done[f"agreement {_CORPUS}"],
         **{name: _column(done, name) for name in ("fit_seconds", "fit_peak_bytes")},
     )
-    means = derived.groupby("model").mean(numeric_only=True).mean()
+    means = derived.mean(numeric_only=True)
     columns = (
-        "achieved_ratio", "other", "agreement", "accuracy_change", "parameters_saved",
-        "routed_flops_saved", "speedup", "fit_seconds", "fit_peak_bytes",
+        "achieved_ratio", "other", "agreement", "parameters_saved",
+        "routed_flops_saved", "fit_seconds", "fit_peak_bytes",
     )  # fmt: skip
-    by_seed = done.groupby("seed")[f"delta_nll {_CORPUS}"].mean()
-    pooled = {"pooled": losses.mean(), "worst": losses.max(), "spread": by_seed.std()}
+    pooled = {"pooled": losses.mean(), "worst": losses.max(), "stderr": error}
     return pooled | {name: means[name] for name in columns}
 
 
@@ -119,8 +111,8 @@ def _complete(data: pd.DataFrame) -> pd.DataFrame:
 def figure_methods(data: pd.DataFrame) -> Figure:
     """A row for each method, best first of its kind: its Δloss, and the time it takes.
 
-    At the ratio at which fitting was timed. A bar is ± one standard deviation over
-    draws, a hollow point the worst model. Compensated masks are in the table alone.
+    At the ratio at which fitting was timed. A bar is the 95 % interval over test
+    windows, a hollow point the worst model.
 
     Args:
         data: from `methods_data`.
@@ -135,7 +127,7 @@ def figure_methods(data: pd.DataFrame) -> Figure:
         axes[0].plot([row.pooled, row.worst], 2 * [row.place], color=color, alpha=0.5)
         axes[0].plot(row.worst, row.place, "o", color=color, markerfacecolor="white")
         axes[0].errorbar(
-            row.pooled, row.place, xerr=row.spread, marker="o", color=color
+            row.pooled, row.place, xerr=1.96 * row.stderr, marker="o", color=color
         )
         axes[1].plot(row.fit_seconds, row.place, marker="o", color=color)
     for ax, label in zip(axes, (_LOSS, _SECONDS), strict=True):
@@ -154,7 +146,7 @@ def figure_methods(data: pd.DataFrame) -> Figure:
 def _listed(data: pd.DataFrame) -> pd.DataFrame:
     """The rows of the figure with their `place`, below a row for each kind."""
     rows = _complete(data).dropna(subset="fit_seconds")
-    rows = rows[~rows["variant"].str.endswith(_SUFFIX)].sort_values("pooled")
+    rows = rows.sort_values("pooled")
     kinds = list(rows["group"].drop_duplicates())
     blocks = [
         block
@@ -273,15 +265,12 @@ def methods_table(data: pd.DataFrame) -> pd.DataFrame:
 
 def _more(row: pd.Series, at: str) -> dict[str, Any]:
     return {
-        "draws": int(row["n_seeds"]),
-        f"± over draws, {at}": row["spread"],
+        f"± standard error {at}": row["stderr"],
         f"worst model {at} ↓": row["worst"],
         f"other corpora {at} ↓": row["other"],
         "same next token [%] ↑": 100 * row["agreement"],
-        "accuracy, change [%] ↑": 100 * row["accuracy_change"],
         "parameters saved [%] ↑": 100 * row["parameters_saved"],
         "routed FLOPs saved [%] ↑": 100 * row["routed_flops_saved"],
-        "speed [× dense] ↑": row["speedup"],
         "fitting [CPU s] ↓": row["fit_seconds"],
         "memory of fitting [MB] ↓": row["fit_peak_bytes"] / 1e6,
     }

@@ -24,83 +24,11 @@ MEASURABLE = 0.005
 _RUN = ["model", "calibration", "test", "seed", "ratio"]
 
 
-def quality_data(measured: pd.DataFrame) -> pd.DataFrame:
-    """Δloss of each variant and of HEAPr on the same calibration windows.
-
-    Args:
-        measured: rows of `benchmarks/quality.py`.
-
-    Returns:
-        Columns model, calibration, test, variant, ratio, n_seeds, delta_nll and paper
-        (HEAPr's), which are means over calibration seeds,
-        delta_nll_std (standard deviation, missing for one seed), relative_worst (the
-        largest quotient of a seed), routed_flops_reduction, passes, seconds.
-    """
-    rows = _beside_paper(measured)
-    keys = ["model", "calibration", "test", "variant", "ratio"]
-    grouped = rows.groupby(keys, sort=False)
-    return grouped.agg(
-        n_seeds=("seed", "nunique"),
-        delta_nll=("delta_nll", "mean"),
-        delta_nll_std=("delta_nll", "std"),
-        paper=("paper", "mean"),
-        relative_worst=("relative", "max"),
-        routed_flops_reduction=("routed_flops_reduction", "mean"),
-        passes=("passes", "mean"),
-        seconds=("seconds", "mean"),
-    ).reset_index()
-
-
-def quality_table(data: pd.DataFrame) -> pd.DataFrame:
-    """`quality_data` for readers: a row for each variant.
-
-    Mean Δloss over corpora and seeds ÷ HEAPr's, on the calibrated corpora and on the
-    others; and, on the calibrated corpora, the largest quotient of any corpus and seed,
-    and the multiple of HEAPr's ratio at which the loss is the same. A ratio at
-    which HEAPr loses less than 0.005 nats has no quotient, and no column.
-    """
-    data = data[~data["calibration"].str.contains(r"[*+]")]
-    same = data["calibration"].eq(data["test"])
-    rows = []
-    for variant, group in data.groupby("variant", sort=False):
-        row = {"variant": variant, "forward passes": group["passes"].max()}
-        for ratio, part in group.groupby("ratio"):
-            row[f"{100 * ratio:g} % [× HEAPr] ↓"] = _pooled(part[same.loc[part.index]])
-        picked = group[group["ratio"].isin(_USUAL)]
-        picked_same = picked[same.loc[picked.index]]
-        row["worst at 40, 60 % [×]"] = picked_same["relative_worst"].max()
-        row["other corpus, 40 and 60 % [×] ↓"] = _pooled(
-            picked[~same.loc[picked.index]]
-        )
-        for ratio in _USUAL:
-            name = f"ratio of the loss of HEAPr at {100 * ratio:g} % [×] ↑"
-            row[name] = _ratio_gained(group[same.loc[group.index]], ratio)
-        rows.append(row)
-    return pd.DataFrame(rows).dropna(axis="columns", how="all")
-
-
 def _pooled(rows: pd.DataFrame) -> float:
     """Mean Δloss of the rows ÷ HEAPr's; NaN where HEAPr's is not measurable."""
     if rows.empty or rows["paper"].mean() < MEASURABLE:
         return float("nan")
     return float(rows["delta_nll"].sum() / rows["paper"].sum())
-
-
-def _ratio_gained(rows: pd.DataFrame, ratio: float) -> float:
-    """The ratio at which the loss equals that of HEAPr at `ratio`, ÷ `ratio`.
-
-    Interpolated between the measured ratios, where the loss grows about as the cube of
-    the ratio, and limited to the largest of them; the mean over corpora.
-    """
-    gains = []
-    for _, part in rows.groupby("test"):
-        curve = part.sort_values("ratio")
-        roots = np.maximum.accumulate(np.cbrt(curve["delta_nll"].to_numpy()))
-        paper = curve.loc[curve["ratio"].eq(ratio), "paper"]
-        if not paper.empty:
-            share = np.interp(np.cbrt(paper.iloc[0]), roots, curve["ratio"].to_numpy())
-            gains.append(share / ratio)
-    return float(np.mean(gains)) if gains else float("nan")
 
 
 def models_data(measured: pd.DataFrame) -> pd.DataFrame:
@@ -168,15 +96,10 @@ def plot_models(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def drawn_rows(data: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `DRAWN`, which not every model has."""
-    return data[data["variant"].isin(DRAWN)]
-
-
 @styled
 def figure_models(data: pd.DataFrame) -> Figure:
-    """One panel for each model that has what is drawn."""
-    return figure_by(drawn_rows(data), "model", plot_models)
+    """One panel for each model."""
+    return figure_by(data, "model", plot_models)
 
 
 def models_table(data: pd.DataFrame) -> pd.DataFrame:
@@ -236,37 +159,3 @@ def _gain(rows: pd.DataFrame) -> tuple[float, float]:
     runs = rows.groupby(["model", "calibration", "test"])[["stderr", "paper"]].mean()
     error = 1.96 * np.sqrt(runs["stderr"].pow(2).sum()) / runs["paper"].sum()
     return _pooled(rows), error
-
-
-def accuracy_table(measured: pd.DataFrame) -> pd.DataFrame:
-    """Accuracy on the continuation task of the calibrated corpora, for readers.
-
-    Means over corpora and seeds; ± is the standard error over the items, which are the
-    same for all seeds.
-
-    Args:
-        measured: rows of accuracy of `benchmarks/quality.py`.
-    """
-    accuracies = measured.groupby(["calibration", "variant", "ratio"], sort=False).agg(
-        accuracy=("accuracy", "mean"),
-        stderr=("stderr", "mean"),
-        dense=("dense", "mean"),
-    )
-    corpora = accuracies.index.get_level_values("calibration").nunique()
-    over = accuracies.groupby(["variant", "ratio"], sort=False)
-    means = over["accuracy"].mean()
-    errors = over["stderr"].agg(lambda part: np.sqrt((part**2).sum()) / corpora)
-    texts = [f"{m:.1%} ± {e:.1%}" for m, e in zip(means, errors, strict=True)]
-    wide = pd.Series(texts, index=means.index).unstack("ratio")
-    wide = wide.loc[list(dict.fromkeys(measured["variant"]))]
-    wide.columns = [f"accuracy at {100 * ratio:g} % ↑" for ratio in wide.columns]
-    dense = accuracies["dense"].groupby("calibration").first().mean()
-    wide.insert(0, "dense", f"{dense:.1%}")
-    return wide.reset_index()
-
-
-def accuracies_of(measured: pd.DataFrame) -> str:
-    """Over which corpora the numbers of `accuracy_table` are means."""
-    dense = measured.groupby("calibration", sort=False)["dense"].first()
-    parts = [f"{corpus} (dense {value:.2%})" for corpus, value in dense.items()]
-    return f"accuracy: mean of the tasks of {listed(parts)}"

@@ -21,7 +21,7 @@ PROGRAM = "python -m benchmarks.lab_model"
 _EXAMPLES = f"""\b
 Examples:
   {PROGRAM} --out my_lab_model
-  {PROGRAM} --recipe wide
+  {PROGRAM} --recipe upcycled
   {PROGRAM} --out tiny --work tiny_work --steps 200 --seed 1
   {PROGRAM} --out more --work more_work --steps 500 --start-from tiny
 """
@@ -45,10 +45,9 @@ def lab_model(
     recipe: Annotated[
         str,
         typer.Option(
-            help="bundled; wide (another family, wider experts), unbalanced, fine "
-            "(fine-grained, two shared experts), biased (experts with biases), "
-            "upcycled (copies of one expert, trained on), or smolmoe "
-            "(carved from a published model; hours)."
+            help="bundled, unbalanced, fine (fine-grained, two shared experts), "
+            "biased (experts with biases), upcycled (copies of one expert, trained "
+            "on), or smolmoe (carved from a published model; hours)."
         ),
     ] = "bundled",
     out: Annotated[

@@ -74,23 +74,6 @@ Source: Wen et al. 2024 (WSD-S): training resumes from a decayed checkpoint at a
 learning rate.
 """
 
-WIDE_RUNS = (
-    TrainSpec(
-        family="qwen3_moe",
-        d_model=256,
-        d_inter=256,
-        n_layers=4,
-        n_steps=5000,
-        learning_rate=2e-3,
-        precision="bfloat16",
-        n_threads=1,
-    ),
-)
-"""A second model, of another family, with experts wide enough for multiples of 128.
-
-Its weights are not in the repository; its card and results are.
-"""
-
 UNBALANCED_RUNS = (
     TrainSpec(
         family="qwen3_moe",
@@ -167,7 +150,6 @@ Experts are alike then, which is what merging them needs.
 
 RECIPES = {
     "bundled": BUNDLED_RUNS,
-    "wide": WIDE_RUNS,
     "unbalanced": UNBALANCED_RUNS,
     "fine": FINE_RUNS,
     "biased": BIASED_RUNS,

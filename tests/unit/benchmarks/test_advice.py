@@ -24,7 +24,7 @@ def rows(variant: str, against: float, **changes: object) -> dict[str, object]:
 
 def test_only_what_exceeds_two_errors_loses_more() -> None:
     """0.03 does and 0.01 does not; another corpus is not counted."""
-    names = (*advice.COUNTED, "heapr + own text")
+    names = (*advice.COUNTED, *advice.WITH_OWN_TEXT)
     measured = [rows("heapr", 0.0)]
     for name in names:
         measured += [rows(name, 0.03), rows(name, 0.01, seed=1)]
@@ -51,7 +51,7 @@ def test_a_ratio_at_which_not_everything_was_measured_is_counted() -> None:
 
 def test_self_generated_text_costs_something_and_saves_more() -> None:
     """As the pages on the method and on when not to use it say: at every ratio."""
-    measured = results_of("quality_models")
+    measured = results_of("quality")
     pairs = measured[measured["variant"].isin(["heapr", "heapr + own text"])]
     same = pairs["calibration"].eq(pairs["test"])
     run = ["model", "seed", "calibration", "test", "ratio"]

@@ -7,7 +7,6 @@ from figure_rows import (
     cost_rows,
     lines_of,
     measured_models,
-    measured_quality,
     streamed_runs,
 )
 
@@ -22,92 +21,30 @@ from heapr_lab import figures
 from heapr_lab.errors import SpecError
 
 
-def test_quality_is_relative_to_the_paper() -> None:
-    """Mean over HEAPr's mean, (0.05 + 0.12) / (0.1 + 0.2); the worst of a seed, 0.6."""
-    data = quality.quality_data(measured_quality())
-    rows = data[data["variant"].eq("shrunk")]
-    assert rows["relative_worst"].tolist() == pytest.approx([0.6] * 4)
-    assert rows["delta_nll_std"].iloc[0] == pytest.approx(0.07 / 2**0.5)
-    table = quality.quality_table(data).set_index("variant")
-    assert table.loc["shrunk", "40 % [× HEAPr] ↓"] == pytest.approx(0.17 / 0.3)
-    assert table.loc["shrunk", "worst at 40, 60 % [×]"] == pytest.approx(0.6)
-
-
 def test_no_quotient_is_that_of_noise() -> None:
-    """At 10 % HEAPr loses less than 0.005 nats on the mean: no table has a ratio."""
-    rows = measured_quality()
+    """At 10 % HEAPr loses less than 0.005 nats on the mean: the table has no ratio."""
+    rows = measured_models().query("ratio == 0.4")
     few = rows.assign(ratio=0.1, delta_nll=0.01 * rows["delta_nll"], passes=9)
     measured = pd.concat([rows, few], ignore_index=True)
-    for table in (
-        quality.quality_table(quality.quality_data(measured)),
-        quality.models_table(quality.models_data(measured)),
-    ):
-        names = [name for name in table if name.endswith("% [× HEAPr] ↓")]
-        assert names[0] == "40 % [× HEAPr] ↓"
-        assert not table.isna().all().any()
+    table = quality.models_table(quality.models_data(measured))
+    names = [name for name in table if name.endswith("% [× HEAPr] ↓")]
+    assert names[0] == "40 % [× HEAPr] ↓"
+    assert not table.isna().all().any()
 
 
-def test_the_ratio_gained_is_where_the_loss_is_the_same() -> None:
-    """Losses grow as the cube of the ratio, ours an eighth of the paper's: twice."""
-    rows = [
-        {"ratio": ratio, "variant": variant, "delta_nll": share * ratio**3}
-        for ratio in (0.2, 0.4, 0.6, 0.8)
-        for variant, share in (("heapr", 1.0), ("shrunk", 1 / 8))
-    ]
-    measured = pd.DataFrame(rows).assign(
-        calibration="pydocs", test="pydocs", seed=0, equal="atoms", model="lab model",
-        routed_flops_reduction=0.3, passes=3, seconds=1.0,
-    )  # fmt: skip
-    table = quality.quality_table(quality.quality_data(measured)).set_index("variant")
-    gains = table["ratio of the loss of HEAPr at 40 % [×] ↑"]
-    assert gains["heapr"] == pytest.approx(1)
-    assert gains["shrunk"] == pytest.approx(2)
-    at_most = table.loc["shrunk", "ratio of the loss of HEAPr at 60 % [×] ↑"]
-    assert at_most == pytest.approx(0.8 / 0.6)  # no more than was measured
-
-
-def test_accuracy_has_the_error_of_its_items() -> None:
-    """Two corpora add their variances; two seeds, which share the items, do not."""
-    rows = [
-        {"calibration": c, "variant": "heapr", "ratio": 0.4, "seed": seed,
-         "accuracy": 0.5 + 0.1 * seed, "stderr": 0.03, "dense": dense}
-        for c, dense in (("pydocs", 0.7), ("wikitext2", 0.5))
-        for seed in (0, 1)
-    ]  # fmt: skip
-    table = quality.accuracy_table(pd.DataFrame(rows))
-    assert table.to_numpy().tolist() == [["heapr", "60.0%", "55.0% ± 2.1%"]]
-    told = quality.accuracies_of(pd.DataFrame(rows))
-    assert told.endswith("pydocs (dense 70.00%) and wikitext2 (dense 50.00%)")
-
-
-@pytest.mark.parametrize("name", ["quality", "quality_models"])
-def test_committed_passes_are_those_that_are_counted(name: str) -> None:
+def test_committed_passes_are_those_that_are_counted() -> None:
     """The table and docs/method.md have one number for `compress`."""
-    rows = results_of(name)
+    rows = results_of("quality")
     passes = rows.loc[rows["variant"].eq("compress"), "passes"]
     assert set(passes) == {PASSES["compress"]}
 
 
 def test_a_caption_names_the_models_that_are_drawn() -> None:
-    """One without any drawn variant has no panel, and is in the table alone."""
-    row = BENCHMARKS["quality_models"]
-    drawn = row.drawn(row.rows())
+    """Each has a panel."""
+    row = BENCHMARKS["quality"]
     panels = quality.figure_models(row.data(row.rows())).axes
     titles = [ax.get_title(loc="left") for ax in panels]
-    assert row.measured_on(drawn).startswith(", ".join(titles) + ";")
-    assert set(drawn["model"]) < set(row.rows()["model"])
-
-
-def test_the_mixture_is_not_in_the_table() -> None:
-    """It is in the data; the table is of the corpora alone."""
-    measured = measured_quality()
-    mixed = measured[measured["calibration"].eq("pydocs")].assign(
-        calibration="0.5*pydocs + 0.5*wikitext2", delta_nll=100.0
-    )
-    data = quality.quality_data(pd.concat([measured, mixed]))
-    assert data["calibration"].nunique() == 3
-    table = quality.quality_table(data)
-    assert table["worst at 40, 60 % [×]"].max() == pytest.approx(1.0)
+    assert row.measured_on(row.rows()).startswith(", ".join(titles) + ";")
 
 
 def test_models_are_pooled_and_the_worst_is_named() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
+from heapr_lab.refinement import activation_grams
 from heapr_lab.refinement import calibrated as refinement
 from heapr_lab.refinement.activation_grams import iter_grams
 from heapr_lab.refinement.calibrated import CalibratedModel
@@ -18,12 +19,6 @@ from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=12))
-
-
-@pytest.fixture(scope="module")
-def calibrated(model: nn.Module) -> CalibratedModel:
-    """The model's statistics and sums."""
-    return CalibratedModel(model, WINDOWS)
 
 
 def test_elimination_and_compensation_share_one_pass(
@@ -41,11 +36,15 @@ def test_elimination_and_compensation_share_one_pass(
     assert len(passes) == 1
 
 
+@pytest.mark.parametrize("largest", [0, 4096])
 @pytest.mark.parametrize("estimator", ["heapr", "fisher", "elimination"])
 def test_masks_and_weights_are_those_of_single_steps(
-    model: nn.Module, calibrated: CalibratedModel, estimator: str
+    model: nn.Module, estimator: str, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps: `eliminate`, `select` and `fit_compensation`."""
+    """Steps: `eliminate`, `select` and `fit_compensation`, for both spans."""
+    monkeypatch.setattr(activation_grams, "_LARGEST_LAYER", largest)
+    calibrated = CalibratedModel(model, WINDOWS)
+    assert calibrated.span == ("layer" if largest else "expert")
     selection = Selection(0.5, estimator=estimator)
     table = eliminate(model, collect_statistics(model, WINDOWS), WINDOWS)
     expected = select(table, selection)
