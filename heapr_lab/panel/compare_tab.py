@@ -26,7 +26,13 @@ from heapr_lab.panel.looks import (
 )
 from heapr_lab.panel.method_runs import MethodRuns
 from heapr_lab.panel.pictures import NARROWEST, drawn_png, figure_compared
-from heapr_lab.panel.session import LOSS, NotKnownError, Pin, PruningSession
+from heapr_lab.panel.session import (
+    LOSS,
+    NotKnownError,
+    Pin,
+    PruningSession,
+    without_losses,
+)
 from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -153,8 +159,8 @@ class CompareTab(ipw.VBox):
         pins, rows = self._before
         self._before = [], []
         texts, before = self.session.texts, self._texts_before
-        losses = {f"{LOSS}{name}" for name in texts if before.get(name) != texts[name]}
-        rows = [row for row in rows if not losses & row.keys()]
+        others = [name for name in texts if before.get(name) != texts[name]]
+        rows = without_losses(rows, others)
         pinned, run = {pin.label for pin in pins}, {row["label"] for row in rows}
         self._replace(
             pins + [pin for pin in self.pins if pin.label not in pinned],

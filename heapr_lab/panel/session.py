@@ -606,10 +606,16 @@ class PruningSession:
         self.points = self.points[~self.points["dataset"].isin(others)]
         # Of rows in earlier sessions, the text may not be known.
         others |= texts.keys() - self.texts.keys()
-        losses = {f"{LOSS}{name}" for name in others}
-        rows = self.method_rows
-        self.method_rows = [row for row in rows if not losses & row.keys()]
+        self.method_rows = without_losses(self.method_rows, others)
         self.texts = self.texts | texts  # saved sessions keep the old one
+
+
+def without_losses(
+    rows: list[dict[str, Any]], corpora: Collection[str]
+) -> list[dict[str, Any]]:
+    """The rows of methods that have no loss on any of these corpora."""
+    losses = {f"{LOSS}{name}" for name in corpora}
+    return [row for row in rows if not losses & row.keys()]
 
 
 def _point(
