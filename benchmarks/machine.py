@@ -13,6 +13,8 @@ import torch
 import transformers
 
 RESULTS = Path(__file__).parent / "results"
+_OF_TEXT = {"test_windows", "n_test", "n_items", "n_windows", "seq_len"}
+"""Details that say which text rows were measured on."""
 
 
 def write_results(
@@ -37,17 +39,33 @@ class Rows:
         self.name, self.out = name, out
         path = out / f"{name}.csv"
         self.rows: list[dict[str, Any]] = []
+        self.details: dict[str, Any] = {}
         if path.exists():
             self.rows = pd.read_csv(path).to_dict("records")
+            text = path.with_suffix(".json").read_text(encoding="utf-8")
+            # Before the windows were spread, they were the first ones of a split.
+            self.details = {"test_windows": "the first"} | json.loads(text)
 
     def has(self, key: dict[str, Any]) -> bool:
         """Whether there is a row with these values."""
         return any(all(row[k] == v for k, v in key.items()) for row in self.rows)
 
     def add(self, rows: Iterable[dict[str, Any]], details: dict[str, Any]) -> None:
-        """Add rows and write the files."""
+        """Add rows and write the files.
+
+        Raises:
+            ValueError: the rows that are there were measured on other text.
+        """
+        told = machine() | details
+        for key in _OF_TEXT & told.keys():
+            if (before := self.details.get(key, told[key])) != told[key]:
+                raise ValueError(
+                    f"{self.name}.csv has rows of {key} {before!r}, these are of "
+                    f"{told[key]!r}: move it away and measure all again"
+                )
         self.rows += rows
-        write_results(self.name, self.rows, machine() | details, self.out)
+        self.details = told
+        write_results(self.name, self.rows, told, self.out)
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:

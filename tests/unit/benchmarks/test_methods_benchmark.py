@@ -32,6 +32,18 @@ def test_a_run_resumes_where_it_was(tmp_path: Path) -> None:
     assert script.missing(other, again) == other
 
 
+def test_rows_of_other_windows_are_not_mixed(tmp_path: Path) -> None:
+    """Those of another number of them, or of before they were spread; none is lost."""
+    Rows("some", tmp_path).add([{"a": 1}], {"n_test": 4})
+    Rows("some", tmp_path).add([{"a": 2}], {"n_test": 4})
+    with pytest.raises(ValueError, match="rows of n_test 4, these are of 5"):
+        Rows("some", tmp_path).add([{"a": 3}], {"n_test": 5})
+    (tmp_path / "some.json").write_text('{"n_test": 4}')
+    with pytest.raises(ValueError, match="rows of test_windows 'the first'"):
+        Rows("some", tmp_path).add([{"a": 3}], {"n_test": 4})
+    assert [row["a"] for row in Rows("some", tmp_path).rows] == [1, 2]
+
+
 @pytest.fixture
 def tiny(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny model, measured on one text with few windows and items."""
