@@ -14,9 +14,10 @@ from heapr_lab.experiments.intervals import (
     state,
 )
 
-WITH_OWN_TEXT = ("compress + own text", "heapr + own text")
 COUNTED = ("compress", "fisher + compensation", "elimination + compensation")
-"""The default, and the two that it chooses from besides HEAPr's own mask."""
+"""`compress`, and the two that it chooses from besides HEAPr's own mask."""
+WITH_OWN_TEXT = ("compress + own text", "heapr + own text")
+"""The default of the command line, and HEAPr's mask calibrated in the same way."""
 _ERRORS = 2.0
 """Standard errors that a difference exceeds to count."""
 _METHODS = ("heapr", "heapr-expert", "reap", "evoesap")
@@ -127,8 +128,8 @@ def uses_table() -> pd.DataFrame:
     on the corpus that they are tested on.
     """
     rows = results_of("quality")
-    own = rows["calibration"].eq(rows["test"]) & rows["ratio"].eq(0.4)
-    states = rows[rows["variant"].eq("heapr_total") & rows["seed"].eq(0) & own]
+    same_text = rows["calibration"].eq(rows["test"]) & rows["ratio"].eq(0.4)
+    states = rows[rows["variant"].eq("heapr_total") & rows["seed"].eq(0) & same_text]
     lines = [
         {
             "model": row["model"],
