@@ -9,6 +9,7 @@ Shapes: L tokens in a window; D d_model; E n_experts, I d_inter.
 """
 
 import copy
+import functools
 import logging
 import re
 import tempfile
@@ -267,13 +268,14 @@ def _in_memory(module: Any) -> Any:
     """`module`; if the model is streamed, a copy whose weights stay in memory."""
     if not module.weight.is_meta:
         return module
-    clone = copy.copy(backend_of(module).loaded(module))
+    clone = copy.copy(module)
     clone.__dict__ = {
         name: value
         for name, value in clone.__dict__.items()
         if name != "forward" and not name.startswith("heapr_")
     }
-    clone._parameters = dict(clone._parameters)
+    weight = functools.partial(backend_of(module).weight, module)
+    clone._parameters = {name: weight(name) for name in module._parameters}
     return clone
 
 

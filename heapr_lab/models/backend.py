@@ -139,8 +139,8 @@ class Backend(Protocol):
     def dtype(self, weight: torch.Tensor) -> torch.dtype:
         """Type of a weight once it is in memory."""
 
-    def loaded(self, module: Any) -> Any:
-        """`module`, with its weights in memory."""
+    def weight(self, module: Any, name: str) -> Any:
+        """A parameter of a module by its name, in memory, or None if it has none."""
 
     def require_loaded(self, *, remedy: str) -> None:
         """Check that all weights are in memory together; else `remedy` is advised."""
@@ -223,9 +223,9 @@ class InMemory:
         """The weight's type."""
         return weight.dtype
 
-    def loaded(self, module: Any) -> Any:
-        """`module` itself."""
-        return module
+    def weight(self, module: Any, name: str) -> Any:
+        """The parameter itself."""
+        return getattr(module, name)
 
     def require_loaded(self, *, remedy: str) -> None:
         """Nothing to check: all weights are in memory."""

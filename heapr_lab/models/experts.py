@@ -59,7 +59,7 @@ class ExpertsLayer:
     @property
     def down(self) -> torch.Tensor:
         """W_down of every expert, (E, D, I), a view."""
-        return self.oriented(self._loaded.down_proj)
+        return self.oriented(self._weight("down_proj"))
 
     @property
     def up_rows(self) -> torch.Tensor:
@@ -67,18 +67,15 @@ class ExpertsLayer:
 
         Rows are in the family's own order; `atom_rows` gives those of an atom.
         """
-        return self.oriented(getattr(self._loaded, self._up_name))
+        return self.oriented(self._weight(self._up_name))
 
     @property
     def projections(self) -> tuple[nn.Parameter, nn.Parameter]:
         """The parameters of which `up_rows` and `down` are views."""
-        module = self._loaded
-        return getattr(module, self._up_name), module.down_proj
+        return self._weight(self._up_name), self._weight("down_proj")
 
-    @property
-    def _loaded(self) -> Any:
-        """The module, with its weights in memory."""
-        return backend_of(self.module).loaded(self.module)
+    def _weight(self, name: str) -> Any:
+        return backend_of(self.module).weight(self.module, name)
 
     @property
     def _up_name(self) -> str:
@@ -95,12 +92,12 @@ class ExpertsLayer:
     def up_bias(self) -> torch.Tensor | None:
         """The input projection's bias, (E, 2I) or (E, I), in the order of `up_rows`."""
         name = "gate_up_proj_bias" if self.gated else "up_proj_bias"
-        return getattr(self._loaded, name) if self.biased else None
+        return self._weight(name) if self.biased else None
 
     @property
     def down_bias(self) -> torch.Tensor | None:
         """The output bias of each expert, (E, D)."""
-        return self._loaded.down_proj_bias if self.biased else None
+        return self._weight("down_proj_bias") if self.biased else None
 
     @property
     def n_experts(self) -> int:

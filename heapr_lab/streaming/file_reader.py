@@ -283,6 +283,7 @@ class FileReader:
         self.n_bytes_read = 0
         """Bytes read from the files so far."""
         self._model, self._dtype, self._device = model, dtype, device
+        model.requires_grad_(False)
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         stored, _ = read_headers(folder)
         self._files = {path: _state(path) for path in stored}
@@ -328,7 +329,9 @@ class FileReader:
         return [entry for name in names for entry in self._tensors.get(name, [])]
 
     def read(self, _number: int, names: Collection[str]) -> None:
-        """Read these tensors, the largest first, when the others need no memory.
+        """Read these tensors, those that are joined first and the largest of them.
+
+        Joining takes as much memory again, which the others do not need yet.
 
         Raises:
             HeaprLabError: the files changed.
@@ -336,9 +339,15 @@ class FileReader:
         tensors = self.tensors_of(names)
         self._check_unchanged(tensors)
         groups = [self._tensors[name] for name in names if name in self._tensors]
+        joined = [group for group in groups if group[0].converter is not None]
+        unchanged = [entry for entry in tensors if entry.converter is None]
         with _without_bar():
-            for group in sorted(groups, key=_n_bytes, reverse=True):
+            for group in sorted(joined, key=_n_bytes, reverse=True):
                 self._read_together(group)
+            if unchanged:
+                self._read_together(unchanged)
+        for name in names:
+            tensor_of(self._model, name).requires_grad_(False)
         self._check_unchanged(tensors)  # since the check before they were opened
         self.n_bytes_read += _n_bytes(tensors)
 
@@ -372,7 +381,7 @@ class FileReader:
                 )
 
     def _read_together(self, tensors: list[FoundTensor]) -> None:
-        """Read the tensors of one parameter, or of several that are stored together.
+        """Read the tensors of one parameter, or several that are read unchanged.
 
         They are converted in the type of the files, and the result is cast at once: a
         cast of each tensor before that would need as much memory again.
@@ -398,10 +407,10 @@ class FileReader:
             )
             self._model._weight_conversions = self._used
             del slices, handles  # their pages, before the cast takes as much again
-            for text in info.conversion_errors.values():
+            for name, text in info.conversion_errors.items():
+                entries = [f for f in tensors if f.parameter == name] or tensors
                 why = _RAISED.findall(text) or text.splitlines()
-                raise LayoutError(f"{tensors[0]}: {why[0]}")
-        self._model.requires_grad_(False)
+                raise LayoutError(f"{entries[0]}: {why[0]}")
 
 
 @contextlib.contextmanager

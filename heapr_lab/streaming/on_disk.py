@@ -60,10 +60,14 @@ class OnDisk:
         """The type of the stream."""
         return self.stream.dtype
 
-    def loaded(self, module: Any) -> Any:
-        """`module`, whose decoder layer is read now, and the one before it dropped."""
-        self.stream.fill_part_of(module)
-        return module
+    def weight(self, module: Any, name: str) -> Any:
+        """The parameter, whose decoder layer is read now, and the one before dropped.
+
+        The next layer that is read takes it from the module, not from the caller.
+        """
+        with self.stream.lock:
+            self.stream.fill_part_of(module)
+            return getattr(module, name)
 
     def require_loaded(self, *, remedy: str) -> None:
         """Refuse: the weights are never in memory together.
@@ -233,8 +237,16 @@ class SlicedReader:
 
     def read(self, number: int, names: Collection[str]) -> None:
         """Give the model the tensors of a part, and drop those of the dense model."""
-        if number != OUTSIDE:
-            self._source.fill(number)
+        with self._source.lock:
+            if number != OUTSIDE:
+                self._source.fill(number)
+            for name, tensor in self._made(number, names).items():
+                put_tensor(self._model, name, tensor)
+            if number != OUTSIDE:
+                self._source.drop()
+
+    def _made(self, number: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The tensors of a part, of what the dense model has in memory."""
         dense = self._source.model.state_dict()
         tensors = {n: self._change(n, dense[n]) for n in dense.keys() & names}
         if number in self._experts:
@@ -242,10 +254,7 @@ class SlicedReader:
             stream = stream_of(self._model)
             assert stream is not None
             tensors |= {f"{stem}.{n}": stream.rounded(n, t) for n, t in make().items()}
-        for name in names:
-            put_tensor(self._model, name, tensors[name])
-        if number != OUTSIDE:
-            self._source.drop()
+        return {name: tensors[name] for name in names}
 
     def prepare(self, names: Collection[str]) -> None:
         """The dense model reads its next part ahead by itself."""

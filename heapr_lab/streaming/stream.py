@@ -248,8 +248,10 @@ class Stream:
             yield name, measure(tensor_of(self.model, name))
         for number, part in self.parts.items():
             for name in part.names:
-                self.fill(number)
-                yield name, measure(tensor_of(self.model, name))
+                with self.lock:
+                    self.fill(number)
+                    tensor = tensor_of(self.model, name)
+                yield name, measure(tensor)
 
     @torch.no_grad()
     def _make_buffers(self) -> None:

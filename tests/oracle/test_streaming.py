@@ -34,7 +34,7 @@ from heapr_lab.evaluation.perplexity import (
     evaluate_perplexity,
 )
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.experts import describe
+from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.safetensors_headers import read_headers
@@ -42,6 +42,7 @@ from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.streaming import file_reader, two_sweeps
+from heapr_lab.streaming.shards import save_streamed
 from heapr_lab.streaming.sizes import shapes_in, sizes_of
 from heapr_lab.streaming.stream import Stream
 
@@ -377,6 +378,61 @@ def test_threads_take_turns(pair: tuple[Any, Any]) -> None:
     np.testing.assert_allclose(
         table.frame["sum_hg2"].to_numpy(), alone.frame["sum_hg2"].to_numpy(), rtol=1e-9
     )
+
+
+def _fingerprint(model: Any, _folder: Path) -> Any:
+    stream(model).fingerprint = None
+    return model_identity(model)
+
+
+def _norms(model: Any, _folder: Path) -> Any:
+    layers = find_experts(model)
+    return [norms.tolist() for m in layers for norms in m.squared_norms().values()]
+
+
+def _written(model: Any, folder: Path) -> Any:
+    save_streamed(model, folder)
+    return {name: tensor.tolist() for name, tensor in tensors_in(folder).items()}
+
+
+@pytest.mark.parametrize(
+    ("read", "sliced"),
+    [
+        *((read, False) for read in (_fingerprint, _norms, _written)),
+        *((read, True) for read in (_fingerprint, _written)),
+    ],
+)
+def test_no_thread_drops_a_layer_that_another_reads(
+    pair: tuple[Any, Any],
+    read: Callable[[Any, Path], Any],
+    sliced: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """What is taken of a layer is taken before another is read in its place."""
+    model = pair[1]
+    if sliced:
+        model = prune(model, random_keep(model))
+    expected = read(model, tmp_path / "alone")
+    others: list[threading.Thread] = []
+
+    def drop(source: Stream) -> None:
+        with source.lock:
+            source.drop()
+
+    def fill(self: Stream, number: int) -> None:
+        filled(self, number)
+        others.append(threading.Thread(target=drop, args=[self]))
+        others[-1].start()
+        others[-1].join(0.02)
+
+    filled = Stream.fill
+    monkeypatch.setattr(Stream, "fill", fill)
+    stream(model).drop()
+    assert read(model, tmp_path / "beside") == expected
+    assert others
+    for thread in others:
+        thread.join()
 
 
 def test_an_interrupted_pass_leaves_the_model_usable(pair: tuple[Any, Any]) -> None:
