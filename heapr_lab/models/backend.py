@@ -1,8 +1,8 @@
 """The seam for where the weights of a model are: in memory, or on disk.
 
 What depends on it is asked of the backend of a model, so that all other code is the
-same for both. `InMemory` is that of every model that has no other; what keeps weights
-elsewhere registers its own on the modules of a model.
+same for both. `Backend` is that of every model that has no other; what keeps weights
+elsewhere registers a subclass of it on the modules of a model.
 
 Shapes: B windows, L tokens in each; d_model; E n_experts.
 """
@@ -127,114 +127,32 @@ class Training(Protocol):
         """Let the model have the best weights."""
 
 
-class Backend(Protocol):
-    """What differs with where the weights of a model are."""
+class Backend:
+    """What differs with where the weights of a model are: here all are in memory."""
 
-    runs_whole: bool
+    runs_whole = True
     """Whether one call runs all layers, which may have its own positions and mask."""
 
     def device(self, weight: torch.Tensor) -> torch.device:
         """Device of a weight once it is in memory."""
+        return weight.device
 
     def dtype(self, weight: torch.Tensor) -> torch.dtype:
         """Type of a weight once it is in memory."""
+        return weight.dtype
 
     def weight(self, module: Any, name: str) -> Any:
         """A parameter of a module by its name, in memory, or None if it has none."""
+        return getattr(module, name)
 
     def require_loaded(self, *, remedy: str) -> None:
         """Check that all weights are in memory together; else `remedy` is advised."""
 
     def state(self, model: nn.Module) -> str:
-        """A cheap digest that changes with the weights, in this process."""
+        """A cheap digest that changes with the weights, in this process.
 
-    def fingerprint(self, model: nn.Module) -> str:
-        """A digest of every value, the same in every process and on every device."""
-
-    def at_once(self, model: nn.Module, n: int) -> int:
-        """Tokens, or texts, to run together where a model in memory runs `n`."""
-
-    def final_states(
-        self, model: nn.Module, batches: Sequence[torch.Tensor], run: States
-    ) -> list[torch.Tensor]:
-        """What `run` gives for each batch, on any device."""
-
-    def backward(
-        self, model: nn.Module, run: GradientPass
-    ) -> Generator[tuple[int, slice]]:
-        """Run all windows to the loss and back.
-
-        Yields the number of an MoE layer and the windows of which it has just got the
-        gradients.
-        """
-
-    def training(self, plan: TrainingPlan) -> Training | None:
-        """The training of weights that are not in memory together; None if they are."""
-
-    def when_needed(
-        self, read: Callable[[], torch.Tensor]
-    ) -> torch.Tensor | Callable[[], torch.Tensor]:
-        """What `read` gives, or `read` itself if it is called when the layer runs."""
-
-    def copy(
-        self, model: nn.Module, memo: dict[int, Any], new: Sequence[NewModule]
-    ) -> nn.Module:
-        """A copy of the model, with new modules; `memo` as of `copy.deepcopy`."""
-
-    def replaced(self, model: nn.Module, new: Sequence[NewModule]) -> nn.Module:
-        """The model with new modules: itself, if it can be changed."""
-
-    def given(
-        self,
-        new: Any,
-        model: nn.Module,
-        experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
-        change: Change,
-    ) -> Any:
-        """`new`, which has no weights, with those of a pruned `model`.
-
-        Args:
-            new: a model with modules of the same names.
-            model: the pruned model.
-            experts: by layer, the name of the module of its experts, and what makes
-                its tensors from those of `model`.
-            change: the change of all other tensors.
-        """
-
-    def write(
-        self, model: Any, folder: Path, *, max_shard_size: str, progress: Progress
-    ) -> dict[str, str]:
-        """Write weights and configuration as `save_pretrained` does.
-
-        Returns the SHA-256 of each file of weights, where it is known.
-        """
-
-
-class InMemory:
-    """The backend of a model whose weights are all in memory."""
-
-    runs_whole = True
-
-    def device(self, weight: torch.Tensor) -> torch.device:
-        """The weight's device."""
-        return weight.device
-
-    def dtype(self, weight: torch.Tensor) -> torch.dtype:
-        """The weight's type."""
-        return weight.dtype
-
-    def weight(self, module: Any, name: str) -> Any:
-        """The parameter itself."""
-        return getattr(module, name)
-
-    def require_loaded(self, *, remedy: str) -> None:
-        """Nothing to check: all weights are in memory."""
-
-    def state(self, model: nn.Module) -> str:
-        """A digest of addresses, torch's counts of writes, and first values.
-
-        The first value of each row and column shows most writes through `.data`, which
-        torch does not count.
+        It is of addresses, torch's counts of writes, and first values: that of each row
+        and column shows most writes through `.data`, which torch does not count.
         """
         sha = hashlib.sha256()
         parts: dict[torch.device, list[torch.Tensor]] = {}
@@ -252,6 +170,8 @@ class InMemory:
     def fingerprint(self, model: nn.Module) -> str:
         """A digest of every parameter and stored buffer, with its name and shape.
 
+        It is the same in every process and on every device.
+
         Raises:
             LayoutError: weights are offloaded.
         """
@@ -268,7 +188,7 @@ class InMemory:
         return sha.hexdigest()
 
     def at_once(self, model: nn.Module, n: int) -> int:  # noqa: ARG002
-        """`n` itself."""
+        """Tokens, or texts, to run together where a model in memory runs `n`."""
         return n
 
     def final_states(
@@ -277,13 +197,17 @@ class InMemory:
         batches: Sequence[torch.Tensor],
         run: States,
     ) -> list[torch.Tensor]:
-        """What `run` gives, by a forward pass for each batch."""
+        """What `run` gives for each batch, on any device."""
         return [run(ids) for ids in batches]
 
     def backward(
         self, model: nn.Module, run: GradientPass
     ) -> Generator[tuple[int, slice]]:
-        """A forward and a backward pass for each batch."""
+        """Run all windows to the loss and back.
+
+        Yields the number of an MoE layer and the windows of which it has just got the
+        gradients.
+        """
         for layer in run.layers:
             run.weighed(layer.layer)
         with _gradients_from_embedding_on(model):
@@ -294,22 +218,26 @@ class InMemory:
                 yield from ((layer.layer, windows) for layer in run.layers)
                 run.finish(stop)
 
-    def training(self, plan: TrainingPlan) -> None:
-        """None: all weights are in memory."""
+    def training(self, plan: TrainingPlan) -> Training | None:  # noqa: ARG002
+        """The training of weights that are not in memory together; None if they are."""
+        return None
 
-    def when_needed(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `read` gives."""
+    def when_needed(
+        self, read: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | Callable[[], torch.Tensor]:
+        """What `read` gives, or `read` itself if it is called when the layer runs."""
         return read()
 
     def copy(
         self, model: nn.Module, memo: dict[int, Any], new: Sequence[NewModule]
     ) -> nn.Module:
-        """A deep copy in which each replaced module is already "copied": to its new."""
+        """A copy of the model, with new modules; `memo` as of `copy.deepcopy`."""
+        # To `deepcopy`, a module that is replaced is copied already: to its new one.
         memo |= {id(replacement.module): replacement.made() for replacement in new}
         return copy.deepcopy(model, memo)
 
     def replaced(self, model: nn.Module, new: Sequence[NewModule]) -> nn.Module:
-        """The model itself, changed one module after the other."""
+        """The model with new modules: itself, if it can be changed."""
         for replacement in new:
             put(model, replacement.name, replacement.made())
         return model
@@ -322,7 +250,15 @@ class InMemory:
         experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
         change: Change,
     ) -> Any:
-        """`new`, which shares all weights but the experts'."""
+        """`new`, which has no weights, with those of a pruned `model`.
+
+        Args:
+            new: a model with modules of the same names.
+            model: the pruned model.
+            experts: by layer, the name of the module of its experts, and what makes
+                its tensors from those of `model`.
+            change: the change of all other tensors.
+        """
         state = {k: change(k, tensor) for k, tensor in model.state_dict().items()}
         for stem, tensors in experts.values():
             for name, _ in model.get_submodule(stem).named_parameters(recurse=False):
@@ -340,12 +276,15 @@ class InMemory:
         max_shard_size: str,
         progress: Progress,  # noqa: ARG002
     ) -> dict[str, str]:
-        """Write them by `save_pretrained`."""
+        """Write weights and configuration as `save_pretrained` does.
+
+        Returns the SHA-256 of each file of weights, where it is known.
+        """
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return {}
 
 
-_IN_MEMORY = InMemory()
+_IN_MEMORY = Backend()
 
 
 def backend_of(module: nn.Module) -> Backend:

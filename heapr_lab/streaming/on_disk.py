@@ -15,6 +15,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import (
+    Backend,
     Change,
     GradientPass,
     NewModule,
@@ -36,11 +37,8 @@ from heapr_lab.streaming.training import StreamedTraining
 from heapr_lab.streaming.two_sweeps import streamed_pass, token_bytes
 
 
-class OnDisk:
-    """Runs a streamed model a layer at a time, on as many windows as there is room for.
-
-    The protocol is `heapr_lab.models.backend.Backend`.
-    """
+class OnDisk(Backend):
+    """Runs a model a layer at a time, on as many windows as there is room for."""
 
     runs_whole = False
 
