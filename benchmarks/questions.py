@@ -262,7 +262,7 @@ QUESTIONS = (
     ),
     Question(
         "gains",
-        "What does the default gain on HEAPr?",
+        "What does compress gain over HEAPr?",
         "11_models",
         _gains,
         "06_quality",

@@ -111,7 +111,7 @@ def lab_model(
                 on_step=on_step,
             )
     title = "The lab model" if recipe == "bundled" else f"The {recipe} lab model"
-    card.write_card(out, title=title)
+    card.write_card(out, recipe=recipe, title=title)
     last = losses[-1] if losses else None
     facts = {
         "out": str(out),

@@ -31,10 +31,10 @@ tags: [mixture-of-experts, pruning, test-model]
 A {millions:.1f}-million-parameter `{family}` language model ({n_moe} MoE layers,
 {n_experts} routed experts of {d_inter} atomic experts each, top-{top_k}, {shared},
 d_model {d_model}), trained from scratch for this repository so that pruning can
-be studied offline. It is for measuring pruning methods on, and good for nothing else.
+be studied offline. It is for measuring pruning methods on, and nothing else.
 
-Made by `python -m benchmarks.lab_model` on {n_tokens:,} tokens: AdamW,
-warmup-stable-decay, {balance}.{upcycling}
+Made by `python -m benchmarks.lab_model --recipe {recipe}` on {n_tokens:,} tokens:
+AdamW, warmup-stable-decay, {balance}.{upcycling}
 
 {runs}
 
@@ -63,13 +63,14 @@ over all {n_moe} × {n_experts} experts, on the validation windows.
 """
 
 
-def write_card(folder: Path, *, title: str = "The lab model") -> None:
+def write_card(folder: Path, *, recipe: str, title: str = "The lab model") -> None:
     """Measure the model in `folder` and write its card, README.md.
 
     The numbers are also added to its training.json, under `evaluation`.
 
     Args:
         folder: the folder that `train_lab_model` wrote.
+        recipe: the name of the one that it was trained by.
         title: the title of the card.
 
     Raises:
@@ -93,6 +94,7 @@ def write_card(folder: Path, *, title: str = "The lab model") -> None:
     family = spec.get("family", "qwen2_moe")
     facts: dict[str, Any] = spec | {
         "title": title,
+        "recipe": recipe,
         "family": family,
         "shared": _shared(spec, family),
         "balance": _balance(spec),
@@ -119,7 +121,7 @@ def _shared(spec: dict[str, Any], family: str) -> str:
 def _balance(spec: dict[str, Any]) -> str:
     """How the routers were balanced."""
     if not spec["balance_weight"]:
-        return "routers balanced by nothing"
+        return "no load-balancing loss"
     return "routers balanced by a load-balancing loss for each layer"
 
 
