@@ -143,8 +143,10 @@ def test_the_weights_are_those_of_transformers(
         assert torch.equal(weights[name], tensor.to(expected)), name
 
 
-@pytest.mark.parametrize("way", ["auto", False])
-@pytest.mark.parametrize("kind", [*STOCK, *LAYOUTS])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*((kind, "auto") for kind in (*STOCK, *LAYOUTS)), ("fp8", False)],
+)
 def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> None:
     """Files are in bfloat16, without the quantisation, which card and manifest name.
 
@@ -183,15 +185,15 @@ def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> N
 
 
 def test_the_command_prunes_it(
-    quantised: tuple[Path, Any], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """By a table or a text: the same weights. It streams by itself and says so."""
+    packed, _ = pair_of("fp8", tmp_path)
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
     table, cpu = tmp_path / "table.parquet", ("--device", "cpu")
-    base = "prune", quantised[0], "--ratio", 0.5, *cpu
-    run("score", quantised[0], *cpu, *text, "--out", table)
+    base = "prune", packed, "--ratio", 0.5, *cpu
+    run("score", packed, *cpu, *text, "--out", table)
     facts = json.loads(run(*base, "--importance", table, "--json"))
     assert facts["bytes_after"] == 2 * facts["parameters_after"]
     options = "--importance", table, "--estimator", "heapr"

@@ -82,6 +82,10 @@ def settings(folder: Path) -> dict[str, object] | None:
     return config.get("quantization_config")
 
 
+ONE_FAMILY = pytest.mark.parametrize("folders", ["qwen3_moe"], indirect=True)
+"""Of tests in which the other one would run the same code."""
+
+
 @pytest.mark.parametrize(
     ("stream", "dtype"), [(True, "float32"), (False, "float32"), (True, None)]
 )
@@ -136,6 +140,7 @@ def test_transformers_reads_the_same(folders: Folders, tmp_path: Path) -> None:
         assert torch.equal(tensor, wanted[name]) or "experts" not in name, name
 
 
+@ONE_FAMILY
 def test_a_mask_that_keeps_all_writes_the_same(
     folders: Folders, tmp_path: Path
 ) -> None:
@@ -148,6 +153,7 @@ def test_a_mask_that_keeps_all_writes_the_same(
         same_tensors(source, tmp_path / f"all of {source.name}")
 
 
+@ONE_FAMILY
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_is_measured_is_what_is_written(
     folders: Folders, stream: bool, tmp_path: Path
@@ -170,6 +176,7 @@ def test_what_is_measured_is_what_is_written(
     assert sliced_experts(pruned)
 
 
+@ONE_FAMILY
 def test_healed_experts_are_quantised_again(folders: Folders, tmp_path: Path) -> None:
     """They are trained unrounded, from layers on disk; what is read is what is written.
 
@@ -223,6 +230,7 @@ def test_others_are_written_in_floats(
         assert reason in " ".join(card.split())
 
 
+@ONE_FAMILY
 @pytest.mark.parametrize("healed", [(), ("--heal", 16, "--dtype", "float32")])
 def test_the_command_keeps_fp8(
     healed: tuple[Any, ...],

@@ -22,7 +22,6 @@ from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.checkpoints.stored_type import round_changed
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.identity import model_identity
-from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement import healing
 from heapr_lab.refinement.healing import forget, heal
@@ -35,7 +34,7 @@ TEXT = CalibrationSet.from_ids(torch.arange(20 * 9).reshape(20, 9) % 48)
 OPTIONS: Any = {"learning_rate": 1e-2, "batch_tokens": 36}
 """Four windows a step, three in the last of four; each is followed by a judgement."""
 
-STOPS = 8
+STOPS = 4
 """Places at which a training is interrupted."""
 
 
@@ -287,19 +286,6 @@ def test_what_cannot_go_on_is_an_error(
         heal(
             pruned_of(dense), dense, TEXT, state=state, **OPTIONS | {"batch_tokens": 18}
         )
-    (path, *_) = state.with_suffix(".training").glob("training-gradients-1-*")
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CacheError, match=f"{path.name} is damaged: delete"):
-        heal(pruned_of(dense), dense, TEXT, state=state, **OPTIONS)
-    path.unlink()
-    with pytest.raises(CacheError, match=f"{path.name} is missing: delete"):
-        heal(pruned_of(dense), dense, TEXT, state=state, **OPTIONS)
-    half, _ = load_model(
-        tmp_path / "dense", device="cpu", dtype="bfloat16", stream=True
-    )
-    with pytest.raises(SpecError, match="to heal, load the dense model with dtype"):
-        heal(pruned_of(half), half, TEXT)
     free_on_disk(monkeypatch, 1000)
     pruned = pruned_of(dense)
     before = weights(pruned)

@@ -100,22 +100,6 @@ def test_layers_are_read_once_for_compensation(
     assert reads[0] == reads[1]
 
 
-def test_one_part_is_in_memory(tmp_path: Path) -> None:
-    """A part of the pruned model, or of the dense one that it is sliced from."""
-    _, dense = both(tmp_path / "dense", "qwen2_moe")
-    pruned = prune(dense, random_keep(dense))
-    seen = []
-
-    def look(*_: Any) -> None:
-        seen.append(len(resident(pruned)) + len(resident(dense)))
-
-    for block in stream(pruned).blocks:
-        block.register_forward_hook(look)
-    window_nll(pruned, WINDOWS.ids)
-    assert set(seen) <= {0, 1}
-    assert 1 in seen
-
-
 def test_the_dense_model_stays_what_it_was(tmp_path: Path) -> None:
     """Its weights, its configuration and its loss."""
     in_memory, dense = both(tmp_path / "dense", "gpt_oss")

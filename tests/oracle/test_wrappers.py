@@ -43,6 +43,10 @@ def source_of(tmp_path: Path, kind: str, **kwargs: Any) -> tuple[Any, Path]:
     return loaded.eval(), folder
 
 
+FORMS = ("qwen3_5_moe", "qwen3_vl_moe", "gemma4", "kimi_k25", *NO_STOCK)
+"""Wrappers of several forms, for what is done to the language model alone."""
+
+
 @pytest.mark.parametrize("kind", WRAPPERS)
 @torch.no_grad()
 def test_text_runs_the_language_model_alone(kind):
@@ -59,8 +63,10 @@ def test_text_runs_the_language_model_alone(kind):
     assert sizes.other_weights_per_token < inside + model.lm_head.weight.numel()
 
 
-@pytest.mark.parametrize("structure", ["ragged", "uniform"])
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize(
+    ("kind", "structure"),
+    [*((kind, "ragged") for kind in WRAPPERS), *((kind, "uniform") for kind in FORMS)],
+)
 def test_masked_is_sliced_saved_and_loaded(tmp_path, kind, structure):
     """The masked, sliced, saved and loaded model agree; all else keeps its bits.
 

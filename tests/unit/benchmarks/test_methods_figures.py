@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 import torch
 from figure_rows import measured_methods
-from matplotlib.text import Text
 
 from benchmarks.figures import methods
 from benchmarks.index import results_of
@@ -94,19 +93,6 @@ def test_the_front_is_of_methods_that_none_beats() -> None:
     }
     ax = methods.plot_method_costs(data.reset_index())
     assert {text.get_text() for text in ax.texts} == set(order) - {"reap"}
-
-
-def test_names_of_points_do_not_overlap() -> None:
-    """Points at nearly the same place: names are lifted, and lines lead to them."""
-    data = methods.method_costs_data(measured_methods())
-    near = data.assign(fit_seconds=8.0, pooled=0.2, efficient=True)
-    ax = methods.plot_method_costs(near)
-    figure = ax.figure
-    figure.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in ax.texts]
-    assert len(boxes) == len(data)
-    for place, box in enumerate(boxes):
-        assert not box.count_overlaps(boxes[:place])
 
 
 def test_published_rows_are_marked_and_ranked_beside_ours() -> None:

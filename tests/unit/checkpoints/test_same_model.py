@@ -1,6 +1,5 @@
 """Whether a table or a mask is of a model is told from all of its experts' weights."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,35 +62,13 @@ def permuted(tensors: Tensors) -> None:
     tensors[router] = tensors[router][[0, 1, 3, 2]].contiguous()
 
 
-def scaled(name: str, *, along: int) -> Callable[[Tensors], None]:
-    """What makes the last atom of expert 3 a thousandth larger in one matrix."""
-
-    def change(tensors: Tensors) -> None:
-        weight = tensors[f"{EXPERTS}.3.{name}.weight"]
-        weight.select(along, -1).mul_(1.001)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        permuted,
-        scaled("down_proj", along=1),
-        scaled("up_proj", along=0),
-        scaled("gate_proj", along=0),
-    ],
-)
 def test_a_table_of_a_twin_is_refused(
-    change: Callable[[Tensors], None],
-    source: Path,
-    table: Path,
-    tmp_path: Path,
+    source: Path, table: Path, tmp_path: Path
 ) -> None:
-    """Experts in another order, or one atom that differs."""
+    """Experts are in another order."""
     read_weights(source).save_pretrained(tmp_path / "twin")
     with changed_tensors(tmp_path / "twin") as tensors:
-        change(tensors)
+        permuted(tensors)
     with pytest.raises(SpecError, match="another model than twin: weights v2:"):
         own_table(table, tmp_path / "twin", name="twin")
 

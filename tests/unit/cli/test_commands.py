@@ -224,14 +224,6 @@ def test_score_with_elimination(folder: Path) -> None:
     assert said("provenance", mask)["settings"]["table"] == facts["spec_hash"]
 
 
-def test_prune_takes_the_importance_from_the_cache(folder: Path) -> None:
-    """Without a file, `prune` selects what it selects with the file of `score`."""
-    out, how = folder / "cached.parquet", ("--ratio", 0.4, "--estimator", "fisher")
-    run("prune", folder / "moe", *how, "--out", out, *text_of(folder))
-    prune(folder, *how, "--out", folder / "given.parquet")
-    assert KeepMask.read(out) == KeepMask.read(folder / "given.parquet")
-
-
 def test_evaluate_dense_and_pruned(folder: Path) -> None:
     """A mask changes the loss and has a divergence; the numbers are valid JSON."""
     mask = folder / "half.parquet"

@@ -214,14 +214,6 @@ def test_steps_are_watched_and_end_the_work(bench: Workbench, text: str) -> None
     )
     assert {"ean at 25%", f"ean at 25% on {text}"} <= set(seen)
     assert f"ean at 25% on continuation:{text}" in seen
-    options["calibration"] = Calibration(text, seed=4)
-
-    def stop(label: str, *_counts: int) -> None:
-        if label == "ean at 25%":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compare_methods(bench, wanted, [text], **options, watch=stop)
 
 
 def test_an_ordinary_comparison_has_accuracies(root: Path, text: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import TINY, invoke, one_line, run, text_of
+from commands import invoke, one_line, run
 from tiny_folder import write_model
 
 from heapr_lab.cli.app import app
@@ -48,19 +48,6 @@ def test_a_device_that_is_not_there(
     message = one_line(command, *model, folder / "moe", "--device", device, *corpus)
     assert f"device is {device!r}" in message
     assert "give one of auto, cpu" in message
-
-
-def test_float64_scores_prunes_and_evaluates(folder: Path, tmp_path: Path) -> None:
-    """The grouped kernels know no float64; the numbers are those of float32."""
-    args = (folder / "moe", *text_of(folder), "--dtype", "float64", "--ratio", 0.4)
-    run("prune", *args, "--out", tmp_path / "pruned")
-    text = ("--corpora", folder / "text.txt", *TINY)
-    for model in (folder / "moe", tmp_path / "pruned"):
-        wide, narrow = (
-            float(run("evaluate", model, *text, "--dtype", dtype).split()[2])
-            for dtype in ("float64", "float32")
-        )
-        assert wide == pytest.approx(narrow, rel=1e-4)
 
 
 def test_a_window_longer_than_any_text(folder: Path) -> None:

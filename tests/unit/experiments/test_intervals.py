@@ -6,12 +6,9 @@ import pandas as pd
 import pytest
 
 from heapr_lab.experiments.intervals import (
-    Interval,
     accuracy_difference,
     interval_of,
-    loss_difference,
     of_error,
-    verdict_of,
 )
 
 
@@ -28,37 +25,6 @@ def test_an_error_gives_the_normal_interval() -> None:
     """1.96 standard errors on either side."""
     interval = of_error(1.0, 0.5)
     assert (interval.low, interval.high) == pytest.approx((0.02, 1.98), abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [(0.1, 0.3, "agrees"), (-0.3, -0.1, "disagrees"), (-0.1, 0.1, "undecided")],
-)
-def test_the_verdict_is_the_side_of_zero(low: float, high: float, verdict: str) -> None:
-    """An interval that contains zero decides nothing."""
-    assert Interval((low + high) / 2, low, high).verdict == verdict
-
-
-def test_one_refutation_outweighs_the_rest() -> None:
-    """Then what is undecided; a claim holds if it holds everywhere."""
-    assert verdict_of(["agrees", "disagrees", "undecided"]) == "disagrees"
-    assert verdict_of(["agrees", "agrees"]) == "agrees"
-
-
-def test_windows_are_paired() -> None:
-    """Windows differ by a nat and both methods by .1 in each: no error is left."""
-    rows = [
-        (method, ratio, "text", window, window + loss)
-        for method, ratio, loss in (("a", 0.2, 0.1), ("dense", 0.0, 0.0))
-        for window in range(3)
-    ]
-    columns = ["method", "ratio", "corpus", "window", "nll"]
-    windows = pd.DataFrame(rows, columns=columns)
-    difference = loss_difference(windows, "a", "dense", 0.2)
-    assert difference is not None
-    assert (difference.low, difference.high) == pytest.approx((0.1, 0.1))
-    assert loss_difference(windows, "b", "dense", 0.2) is None
-    assert accuracy_difference(pd.DataFrame(), "a", "dense", 0.2) is None
 
 
 def test_items_are_paired() -> None:

@@ -98,15 +98,6 @@ class TestExecute:
             execute_notebook(path, parameters={})
         assert read_notebook(path).cells[1].outputs[0].text == f"{expected}\n"
 
-    def test_a_failing_cell_leaves_the_file(self, tmp_path: Path) -> None:
-        """The error names notebook, cell and cause; no byte is changed."""
-        path = _written(tmp_path, "A = 0", "1 / len(A)", "A")
-        before = path.read_bytes()
-        with pytest.raises(HeaprLabError, match=r"^a.ipynb, cell 2 .*: ZeroDivision"):
-            execute_notebook(path, parameters={"A": ""})
-        assert path.read_bytes() == before
-        assert list(tmp_path.iterdir()) == [path]
-
     def test_a_cell_that_hangs_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

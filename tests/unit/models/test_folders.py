@@ -149,27 +149,12 @@ def test_code_in_a_folder_is_never_run(foreign: Path, tmp_path: Path) -> None:
 def test_code_beside_a_known_type_is_not_run(foreign: Path, tmp_path: Path) -> None:
     """The class of transformers is taken, as it is for our own checkpoints."""
     change(foreign / "config.json", model_type="qwen2_moe")
-    shutil.copy(foreign / "tokenizer_config.json", tmp_path)
     change(foreign / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
     model, _ = load_model(foreign)
     assert type(model).__module__ == "transformers.models.qwen2_moe.modeling_qwen2_moe"
     config = read_config(foreign)
     build(config)
     skeleton_of(config)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_pruned_checkpoint_loads_without_its_code(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It names code for those without heapr_lab, which is not looked at here."""
-    model, _ = load_model(dense, device="cpu")
-    save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
-    code = tmp_path / "pruned" / "modeling_heapr.py"
-    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{code.read_text()}")
-    monkeypatch.setattr("builtins.input", lambda *_text: "y")
-    loaded, _ = load_model(tmp_path / "pruned", device="cpu")
-    assert any(hasattr(m, "heapr_widths") for m in loaded.modules())
     assert not (tmp_path / "ran").exists()
 
 

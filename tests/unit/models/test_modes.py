@@ -33,26 +33,6 @@ def model() -> nn.Module:
 # --- threads ----------------------------------------------------------------------
 
 
-def test_the_last_evaluation_puts_training_mode_back(model: nn.Module) -> None:
-    """The first of two threads ends while the second still evaluates."""
-    model.train()
-    entered, left = threading.Event(), threading.Event()
-
-    def first() -> None:
-        with evaluating(model):
-            assert entered.wait(PATIENCE)
-        left.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(first)
-        with evaluating(model):
-            entered.set()
-            assert left.wait(PATIENCE)
-            assert not any(module.training for module in model.modules())
-        done.result()
-    assert all(module.training for module in model.modules())
-
-
 def test_two_threads_evaluate_a_model_in_training_mode(model: nn.Module) -> None:
     """With dropout of a half, both get the perplexity of evaluation mode."""
     model = tiny_model("qwen2_moe", attention_dropout=0.5)

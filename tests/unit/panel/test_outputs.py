@@ -8,7 +8,7 @@ from pressing import failed, press
 from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.errors import CorpusError
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.storage.files import read_frame, read_json
+from heapr_lab.storage.files import read_frame
 
 
 def test_pins_are_compared_and_exported(
@@ -104,17 +104,6 @@ def test_a_label_that_is_no_formula(
     assert [text.get_text() for text in figure.legends[0].texts] == [r"\$x^^2\$"]
     tab.export_button.click()
     assert "Written to comparison" in tab.exported.value
-
-
-def test_what_comes_after_is_written(panel: Explorer, tmp_path: Path) -> None:
-    """Healing is in the manifest."""
-    panel.controls.ratio.value = "0.4"
-    tab = panel.export
-    tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
-    tab.heal.value = 32
-    press(tab.job)
-    manifest = read_json(tmp_path / "pruned" / "heapr_manifest.json")
-    assert manifest["healing"][0]["tokens"] == 0
 
 
 def test_unchanged_weights_need_no_text(

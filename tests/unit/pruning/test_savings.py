@@ -17,7 +17,6 @@ from heapr_lab.pruning.savings import (
     savings_of,
     summed_scores,
 )
-from heapr_lab.pruning.selection import select
 
 # One layer of two experts of two atoms, gated, in 4 dimensions: 12 parameters and 24
 # operations an atom; a token goes to one expert.
@@ -95,18 +94,6 @@ def test_scores_of_what_goes_are_added_up() -> None:
         alpha: summed_scores(table(), KEEP, "camera", alpha=alpha) for alpha in (0, 1)
     }
     assert camera == {0: pytest.approx(2), 1: pytest.approx(9)}
-    for alpha in (0.0, 1.0):
-        keep = select(
-            table(),
-            ratio=0.25,
-            scope="layer",
-            estimator="camera",
-            estimator_options={"alpha": alpha},
-        )
-        expected = table().score("camera", alpha=alpha).to_numpy()[~keep.rows].sum()
-        assert summed_scores(table(), keep, "camera", alpha=alpha) == (
-            pytest.approx(expected)
-        )
 
 
 def test_scores_of_another_model_s_mask_are_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_model
-from wrappers import WRAPPERS, tiny_wrapper
+from wrappers import tiny_wrapper
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import describe, find_experts
@@ -56,7 +56,7 @@ def test_sizes_from_files_are_those_of_the_model(family: str, tmp_path: Path) ->
     check(sizes_of(shapes_in(read_headers(tmp_path)[0]), config), model)
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("kind", ["gemma4", "internvl", "kimi_k25", "qwen3_vl_moe"])
 def test_sizes_of_wrappers(kind: str) -> None:
     """Shapes have the names in the model; towers are outside of its decoder layers."""
     model: Any = tiny_wrapper(kind)

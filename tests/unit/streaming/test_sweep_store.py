@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_folder import write_model
 
-from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.errors import CacheError
 from heapr_lab.models.loading import load_model
 from heapr_lab.streaming import sweep_store
 from heapr_lab.streaming.stream import stream_of
@@ -109,16 +109,6 @@ def test_a_view_is_kept_as_it_is_seen(tmp_path: Path) -> None:
         stored = store.get("a")["x"]
         assert torch.equal(stored, view)
         assert not stored.requires_grad
-
-
-def test_there_has_to_be_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The room of the memory that is left, and 90 % of the disk."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1000))
-    store = SweepStore(tmp_path, budget=3 * EACH, durable=False)
-    store.put("a", group(1.0))
-    store.check_room(900 + 2 * EACH, what="the states")
-    with pytest.raises(SpecError, match=r"the states need 9\.65e-07 GB"):
-        store.check_room(901 + 2 * EACH, what="the states")
 
 
 def test_the_budget_is_half_of_what_is_free(
