@@ -216,7 +216,6 @@ def reproduce(
     ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    as_json: options.AsJson = False,
 ) -> None:
     """Make every figure and execute every notebook.
 
@@ -236,20 +235,7 @@ def reproduce(
         publish=publish,
         n_workers=n_workers,
     )
-    if not as_json:
-        typer.echo("\n".join(summary.lines()))
-        return
-    facts = {
-        "model": model,
-        "figures": str(summary.figures),
-        "files": [str(path) for path in summary.files],
-        "notebooks": [str(path) for path in summary.notebooks],
-        "skipped": summary.skipped,
-        "perplexity": summary.perplexity,
-        "claims": summary.claims.to_dict("records"),
-        "seconds": summary.seconds,
-    }
-    print_facts(facts, as_json=True)
+    typer.echo("\n".join(summary.lines()))
 
 
 @app.command(

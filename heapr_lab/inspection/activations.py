@@ -119,50 +119,6 @@ def atoms_of_token(
     return frame.head(n)
 
 
-def atoms_at_tokens(
-    model: nn.Module,
-    windows: CalibrationSet,
-    places: pd.DataFrame,
-    *,
-    layer: int,
-    n: int = 20,
-) -> pd.DataFrame:
-    """The atoms that add most to a layer's output at several tokens.
-
-    The share of an atom is that of `atoms_of_token`, 0 where the token is not routed to
-    its expert, and the mean over the tokens. One forward pass over their windows.
-
-    Args:
-        model: the dense model.
-        windows: the windows that the tokens are in.
-        places: columns window and position, a row for each token.
-        layer: index of a MoE layer.
-        n: number of atoms to return.
-
-    Returns:
-        Columns expert, atom, n_tokens (that are routed to its expert), share; largest
-        first. Empty if `places` is.
-
-    Raises:
-        SpecError: there is no such layer.
-    """
-    chosen, frames = _layer_of(model, layer), []
-    for window, group in places.groupby("window"):
-        observer = _AtTokens(group["position"].tolist())
-        with evaluating(model), observed([chosen], [observer]):
-            final_states(model, windows.ids[[window]])
-        frames += [_contributions(chosen, rows) for rows in observer.rows.values()]
-    columns = ["expert", "atom", "n_tokens", "share"]
-    if not frames:
-        return pd.DataFrame(columns=columns)
-    atoms = pd.concat(frames).groupby(["expert", "atom"])["share"]
-    frame = atoms.agg(n_tokens="count", share="sum").reset_index()
-    frame["share"] /= len(frames)
-    order = ["share", "expert", "atom"]
-    frame = frame.sort_values(order, ascending=[False, True, True], ignore_index=True)
-    return frame[columns].head(n)
-
-
 _Row = tuple[int, float, np.ndarray]
 """Expert, p, and h (I,) of a token in one of its experts."""
 

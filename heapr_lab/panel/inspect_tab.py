@@ -20,7 +20,6 @@ from heapr_lab.panel.evaluations import edit_of
 from heapr_lab.panel.jobs import Report, ResultJob, jobs_in, parts_of
 from heapr_lab.panel.looks import beside, failure, folded, one_of, status
 from heapr_lab.panel.passage_html import (
-    companions_html,
     contexts_html,
     continuations_html,
     left_out_html,
@@ -89,15 +88,13 @@ class InspectTab(ipw.VBox):
         session: it has the model, and the selection of the masked model.
         why: the section that attributes the change of the loss.
         losses: the last result of `passages.token_losses`; likewise `routes`, `atoms`,
-            `contexts`, `companions` (the atoms that fire there) and `continuations`
-            (dense, pruned).
+            `contexts` and `continuations` (dense, pruned).
     """
 
     losses: pd.DataFrame | None = None
     routes: pd.DataFrame | None = None
     atoms: pd.DataFrame | None = None
     contexts: pd.DataFrame | None = None
-    companions: pd.DataFrame | None = None
     continuations: tuple[pd.DataFrame, pd.DataFrame] | None = None
 
     def __init__(self, session: PruningSession) -> None:
@@ -178,8 +175,7 @@ class InspectTab(ipw.VBox):
             asked=self.session.settings,
             controls=self._boxes,
             of=lambda: said_by(*self._boxes),
-            tooltip="where in the calibration corpus the atom is most active, and what "
-            "else is there",
+            tooltip="where in the calibration corpus the atom is most active",
         )
 
     def _rows(self) -> list[ipw.Widget]:
@@ -293,11 +289,11 @@ class InspectTab(ipw.VBox):
         return left_out_html(passage.n_left_out, "end") + view
 
     def _contexts(self, report: Report, chosen: Chosen, *numbers: int) -> str:
-        from heapr_lab.inspection.activations import atoms_at_tokens, top_contexts
+        from heapr_lab.inspection.activations import top_contexts
 
         bench, (layer, expert, atom) = self._bench, numbers
         keep, pruned = self._pruned(chosen)
-        kept = keep.by_layer(layer)
+        is_kept = keep.by_layer(layer)[expert, atom]
         report(0, 1, "reading the corpus")
         windows = bench.calibration_set(self.session.calibration)
         self.contexts = top_contexts(
@@ -309,17 +305,12 @@ class InspectTab(ipw.VBox):
             atom=atom,
             progress=lambda done, n: report(done, n, f"window {done} of {n}"),
         )
-        self.companions = atoms_at_tokens(
-            bench.model, windows, self.contexts, layer=layer
-        )
         summary = (
             f"{_place_text(numbers).capitalize()}: "
-            f"{'kept' if kept[expert, atom] else 'pruned'}; masked model: {pruned}. "
+            f"{'kept' if is_kept else 'pruned'}; masked model: {pruned}. "
             f"Searched: {windows.n_sequences} windows of {windows.label}."
         )
-        return contexts_html(self.contexts, summary=summary) + companions_html(
-            self.companions, kept, layer=layer
-        )
+        return contexts_html(self.contexts, summary=summary)
 
     # --- what they work on --------------------------------------------------------
 

@@ -3,7 +3,6 @@
 Importing this needs no torch; `%heapr` does.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ from heapr_lab.errors import SpecError
 _MAGIC = "heapr"
 _INLINE = {None, "inline", "module://matplotlib_inline.backend_inline"}
 _USAGE = "%heapr lab, %heapr importance.parquet, or %heapr NAME of a table or workbench"
-_SESSION = re.compile(r"\s--session(?:\s|=|$)")
 
 
 def load(ipython: Any) -> None:
@@ -22,8 +20,7 @@ def load(ipython: Any) -> None:
         """Explore a model, a table of `heapr-lab score`, or a variable."""
         from heapr_lab.panel.panel import explore
 
-        name, session = parts_of(line)
-        return explore(source_of(name, ipython.user_ns), session=session)
+        return explore(source_of(line, ipython.user_ns))
 
     ipython.register_magic_function(explore_line, "line", _MAGIC)
     if getattr(ipython, "kernel", None) is not None and _undecided():
@@ -34,25 +31,6 @@ def load(ipython: Any) -> None:
 def unload(ipython: Any) -> None:
     """Remove `%heapr`; the way figures are shown does not change."""
     ipython.magics_manager.magics["line"].pop(_MAGIC, None)
-
-
-def parts_of(line: str) -> tuple[str, str | None]:
-    """The source in the argument of `%heapr`, and the file of a session, if any.
-
-    Raises:
-        SpecError: `--session` has no file.
-
-    Example:
-        >>> parts_of("lab --session 'my session.json'")
-        ('lab', 'my session.json')
-    """
-    name, *files = _SESSION.split(line, maxsplit=1)
-    if not files:
-        return name, None
-    file = files[0].strip().strip("'\"")
-    if not file:
-        raise SpecError("--session needs a file: %heapr lab --session session.json")
-    return name, file
 
 
 def source_of(line: str, variables: Mapping[str, Any]) -> Any:

@@ -265,7 +265,6 @@ def routing_html(
     return (
         f"{status(text)}{numbered(texts, position)}"
         f"{_experts_table(experts, kept)}{_atoms_table(atoms, kept)}"
-        f"{_layers_table(routes[routes['position'].eq(position)], keep)}"
     )
 
 
@@ -313,49 +312,7 @@ def _atoms_table(atoms: pd.DataFrame, kept: np.ndarray) -> str:
     return columns_html(caption, columns)
 
 
-def _layers_table(routes: pd.DataFrame, keep: KeepMask) -> str:
-    """The way of one token through all layers."""
-    layers, served, kept = [], [], []
-    for layer, experts in routes.groupby("layer"):
-        shares = keep.by_layer(int(layer))[experts["expert"]].mean(1)
-        each = zip(experts["expert"], experts["p"], shares, strict=True)
-        layers.append(layer)
-        texts = (f"{index} (p {p:.2f}, {share:.0%} kept)" for index, p, share in each)
-        served.append(", ".join(texts))
-        kept.append(_bar(experts["p"] @ shares / experts["p"].sum()))
-    columns = {
-        "layer": layers,
-        "experts that serve the token": served,
-        "share of their atoms kept": kept,
-    }
-    return columns_html("The token in all layers, weighted by the router", columns)
-
-
 # --- views: an atom ---------------------------------------------------------------
-
-
-def companions_html(atoms: pd.DataFrame, kept: np.ndarray, *, layer: int) -> str:
-    """The atoms that fire where one atom is most active; nothing if it never is.
-
-    Args:
-        atoms: as `activations.atoms_at_tokens` has them.
-        kept: whether each atom of the layer is kept, (experts, atoms).
-        layer: the layer that they are in.
-    """
-    if atoms.empty:
-        return ""
-    columns = {
-        "expert": atoms["expert"],
-        "atom": atoms["atom"],
-        "tokens in its expert": atoms["n_tokens"],
-        "mean share of all": numbers(atoms["share"], ".1%"),
-        "mask": map(_kept, kept[atoms["expert"], atoms["atom"]]),
-    }
-    caption = (
-        f"The {len(atoms)} atoms of layer {layer} that add most to its output at these "
-        "tokens"
-    )
-    return columns_html(caption, columns)
 
 
 def contexts_html(contexts: pd.DataFrame, *, summary: str) -> str:

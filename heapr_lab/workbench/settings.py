@@ -3,7 +3,6 @@
 Without torch.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -150,25 +149,6 @@ class Setting:
             **({"own_text": calibration.own_text} if calibration.own_text else {}),
             **_others(selection),
         }
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; `from_dict` reads it."""
-        return {
-            "selection": self.selection.to_dict(),
-            "calibration": self.calibration.to_dict(),
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """The setting that `to_dict` wrote.
-
-        Raises:
-            SpecError: a field is missing, unknown or invalid.
-        """
-        return cls(
-            Selection.from_dict(plain["selection"]),
-            Calibration.from_dict(plain["calibration"]),
-        )
 
     def _repr_html_(self) -> str:
         facts = {

@@ -23,7 +23,6 @@ from text_models import (
 
 from heapr_lab.errors import SpecError
 from heapr_lab.inspection.activations import (
-    atoms_at_tokens,
     atoms_of_token,
     routing,
     top_contexts,
@@ -291,30 +290,6 @@ def test_top_contexts(
     for row in rows.itertuples():
         around = IDS[row.window, max(0, row.position - 3) : row.position + 4]
         assert row.before + row.token + row.after == tokenizer.decode(around)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_atoms_at_tokens(family: str) -> None:
-    """The mean over the tokens of what a loop over all atoms finds, largest first."""
-    model = model_of(family)
-    layer = find_experts(model)[0].layer
-    places = pd.DataFrame({"window": [3, 0, 3, 4], "position": [10, 2, 4, 0]})
-    every = atoms_by_hand(model, IDS).query("layer == @layer")
-    size = (every["p"] * every["h"]).abs() * every["w_down_norm"]
-    every["share"] = size / size.groupby(every["place"]).transform("sum")
-    rows = every[every["place"].isin(11 * places["window"] + places["position"])]
-    atoms = rows.groupby(["expert", "atom"])["share"]
-    expected = pd.DataFrame({"n_tokens": atoms.count(), "share": atoms.sum() / 4})
-
-    table = atoms_at_tokens(model, WINDOWS, places, layer=layer, n=10**6)
-
-    assert table["share"].is_monotonic_decreasing
-    assert table["share"].sum() == pytest.approx(1)
-    table = table.set_index(["expert", "atom"]).sort_index()
-    pd.testing.assert_frame_equal(table, expected, check_dtype=False, rtol=1e-6)
-    some = atoms_at_tokens(model, WINDOWS, places, layer=layer, n=3)
-    assert some["share"].tolist() == table["share"].nlargest(3).tolist()
-    assert atoms_at_tokens(model, WINDOWS, places[:0], layer=layer).empty
 
 
 def test_of_equal_activations_the_first(

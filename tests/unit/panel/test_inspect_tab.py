@@ -116,15 +116,9 @@ def test_tab_shows_contexts(tab: InspectTab, bench: Workbench) -> None:
     assert boxes == (best["layer"], best["expert"], best["atom"])
     press(tab.show_contexts)
     rows = cells(tab.show_contexts.value)
-    assert len(rows) == len(tab.contexts) + len(tab.companions)
+    assert len(rows) == len(tab.contexts) > 0
     places = tab.contexts[["window", "position"]].astype(str).agg(":".join, axis=1)
-    assert [row[2] for row in rows[: len(places)]] == places.tolist()
-    companions = tab.companions.set_index(["expert", "atom"])
-    assert companions.loc[(boxes[1], boxes[2]), "n_tokens"] == len(tab.contexts) > 0
-    kept = keep.by_layer(boxes[0])
-    for row in rows[len(places) :]:
-        is_kept = kept[int(row[0]), int(row[1])]
-        assert row[-1] == ("✓ kept" if is_kept else "✗ pruned")
+    assert [row[2] for row in rows] == places.tolist()
     windows = bench.calibration_set(tab.session.calibration).ids
     for row in tab.contexts.itertuples():
         token = bench.tokenizer.decode(windows[row.window, row.position])

@@ -9,7 +9,6 @@ import matplotlib as mpl
 import pandas as pd
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from random_tables import small_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel import magic
@@ -72,15 +71,3 @@ def test_the_magic_takes_a_variable_or_a_name() -> None:
     assert magic.source_of('"my table.parquet"', variables) == "my table.parquet"
     with pytest.raises(SpecError, match=r"needs an argument.*%heapr lab"):
         magic.source_of("  ", variables)
-    assert magic.parts_of("a --sessions") == ("a --sessions", None)
-    with pytest.raises(SpecError, match="needs a file"):
-        magic.parts_of("lab --session")
-
-
-def test_the_magic_explores_what_it_is_given() -> None:
-    """`%heapr table` is the panel of that table."""
-    shell = InteractiveShell()
-    shell.user_ns["table"] = small_table()
-    shell.run_line_magic("load_ext", "heapr_lab")
-    panel = shell.run_line_magic("heapr", "table")
-    assert type(panel).__name__ == "Explorer"
