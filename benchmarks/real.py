@@ -94,7 +94,6 @@ OTHERS = (
     "frequency",
     *COMPENSATED,
     "heapr-expert",
-    "tenp-like",
     "svd",
 )
 BOUNDARY = 0.75
@@ -155,7 +154,7 @@ def states(model: str) -> Iterator[State]:
             yield pruned(method=method, ratio=ratio)
     for method in OTHERS:
         # With one expert in a layer, all of its tokens are that expert's.
-        if many or method not in (*OF_EXPERTS, "tenp-like", "svd", "heapr_total"):
+        if many or method not in (*OF_EXPERTS, "svd", "heapr_total"):
             yield pruned(method=method, ratio=RATIOS[0])
     for method, text in itertools.product(REPEATED, OTHER_TEXT if many else ()):
         yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
@@ -435,7 +434,8 @@ def write(by_state: dict[State, Results], folder: Path, seed: int) -> None:
         with replacing(folder / f"real_{name}.parquet") as temporary:
             frame.to_parquet(temporary, compression="zstd")
     details = {
-        "calibration": f"{N_CALIBRATION} windows of {SEQ_LEN} tokens",
+        "calibration": f"{N_CALIBRATION} windows of {SEQ_LEN} tokens, or as many as "
+        "are named",
         "test windows": f"{SEQ_LEN} tokens each",
         "seed of the items": seed,
         "dtype": "float32",

@@ -26,7 +26,7 @@ GROUP = "heapr_lab.methods"
 """The entry-point group of plug-ins; each entry is a `Method`."""
 OURS = (
     *("heapr", "heapr-l", "heapr-expert", "magnitude", "random", "compress"),
-    *("intdim-e", "intdim-l", "intdim-g", "camera-p", "tenp-like", "frequency", "ean"),
+    *("intdim-e", "intdim-l", "intdim-g", "camera-p", "frequency", "ean"),
     *("reap", "man", "msan", "naee", "mone", "evoesap", "moe-i2-like", "hc-smoe"),
     *("mc-smoe", "sub-moe-like", "ream", "random-groups", "svd", "d2-moe"),
     *("moe-svd-like", "moe-pruner"),

@@ -22,12 +22,10 @@ from heapr_lab.methods.mone import MONE
 from heapr_lab.methods.naee import NAEE
 from heapr_lab.methods.ream import REAM
 from heapr_lab.methods.sub_moe import SUB_MOE
-from heapr_lab.methods.tenp import TENP
 
 _OURS = (
     *ATOMS,
     CAMERA,
-    TENP,
     *EXPERTS,
     NAEE,
     MONE,

@@ -23,7 +23,6 @@ from oracles.token_by_token import matrices
 from text_models import atoms_by_hand
 from torch import nn
 
-from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import experts, naee
 from heapr_lab.methods.collectors import Measurements, expert_output
@@ -292,49 +291,3 @@ def test_intdim_by_loops(family: str) -> None:
             members = {k: s for k, s in scores.items() if k[:scope] == group}
             expected |= lowest(members, int(0.3 * len(members)))
         assert removed(fitted(name, model, 0.3)) == expected
-
-
-# --- TENP -------------------------------------------------------------------------
-
-
-def tenp_by_hand(
-    model: nn.Module,
-) -> tuple[dict[tuple[int, int], float], dict[Key, float]]:
-    """Scores of experts and of atoms, from each atom's own output vector."""
-    experts: dict[tuple[int, int], float] = {}
-    atoms: dict[Key, float] = {}
-    for key, tokens in routed(model).items():
-        lengths, experts[key] = [], 0.0
-        for t in tokens:
-            turned = 1 - float(t.x @ t.E / t.x.norm() / t.E.norm())
-            experts[key] += float(t.p * t.E.norm()) * turned
-            lengths.append([float(column @ t.E / t.E.norm()) for column in t.e])
-        for atom, length in enumerate(np.mean(lengths, axis=0)):
-            atoms[*key, atom] = float(length)
-    return experts, atoms
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "nemotron_h"])
-def test_tenp_by_loops(family: str) -> None:
-    """Two of six experts of the first layer are whole, three of the second."""
-    model = tiny_model(family, **SIX)
-    experts, atoms = tenp_by_hand(model)
-    compression = fitted("tenp-like", model, 0.3, whole=0.6)  # 5 of 12 experts
-    first, second = (layer.layer for layer in find_experts(model))
-    expected: set[Key] = set()
-    for layer, number in ((first, 2), (second, 3)):
-        order = sorted(range(6), key=lambda e, k=layer: experts[k, e])
-        for expert in order[: 6 - number]:
-            scores = {k: s for k, s in atoms.items() if k[:2] == (layer, expert)}
-            expected |= lowest(scores, 4)
-    assert removed(compression) == expected  # 0.3 · 96 atoms of 7 experts: 4 of each
-    assert min(atoms.values()) < 0 or family == "deepseek_v2"  # scores have signs
-
-
-def test_enp_keeps_no_expert_whole() -> None:
-    """With whole=0 every expert loses as many atoms; a wrong share is refused."""
-    model = tiny_model("qwen3_moe")
-    kept = fitted("tenp-like", model, 0.5, whole=0.0).keep.arrays
-    assert {int(n) for mask in kept.values() for n in mask.sum(1)} == {4}
-    with pytest.raises(SpecError, match=r"whole is 1\.0, expected a share"):
-        fitted("tenp-like", model, 0.5, whole=1.0)

@@ -48,7 +48,7 @@ STEPS: dict[str, float] = {
     "low rank": 6,  # a rank of one of three matrices of each expert
     "weights": 12,  # a weight of each row of 16 or, in W_down, of 8
     **dict.fromkeys(("heapr-expert", "mc-smoe", "evoesap"), 8),
-    **dict.fromkeys(("intdim-e", "tenp-like"), 12),  # one of each expert
+    "intdim-e": 12,  # one of each expert
     "moe-i2-like": 1,  # a singular value of each layer
 }
 """What kinds of methods, and some of them, remove at a time: atoms, of 96 in all."""
