@@ -307,3 +307,12 @@ def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
     for path in site.rglob("*.css"):
         text = path.read_text("utf-8")
         assert re.search(r"@import|url\([\"']?(https?:)?//", text) is None, path.name
+
+
+def test_every_variable_of_the_environment_is_described() -> None:
+    """All that the package reads are in one table, and no other of ours is."""
+    sources = (path.read_text() for path in (ROOT / "heapr_lab").rglob("*.py"))
+    read = {n for text in sources for n in re.findall(r'"(HEAPR_[A-Z0-9_]+)"', text)}
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    described = {*re.findall(r"^\| `(HEAPR_\w+)`", page, re.MULTILINE)}
+    assert described == read - {"HEAPR_HUB_UNREACHABLE"}  # set for our own processes
