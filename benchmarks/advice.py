@@ -52,7 +52,7 @@ def tables() -> dict[str, pd.DataFrame]:
 
 
 def _less_heapr(methods: Sequence[str]) -> pd.DataFrame:
-    """A row for each ratio and method: what it loses less HEAPr, on the same text.
+    """A row for each ratio and method: its loss minus HEAPr's, on the same text.
 
     On the pretrained MoE, with 95 % intervals.
     """
@@ -124,7 +124,7 @@ def _counts(
 def uses_table() -> pd.DataFrame:
     """What it gains to count the tokens of an expert, with 95 % intervals.
 
-    `heapr_total` less HEAPr where both remove as many atoms. Lab models are calibrated
+    `heapr_total` minus HEAPr where both remove as many atoms. Lab models are calibrated
     on the corpus that they are tested on.
     """
     rows = results_of("quality")

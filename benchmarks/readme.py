@@ -22,12 +22,12 @@ from heapr_lab.experiments.intervals import (
     DISAGREES,
     UNTESTED,
     VERDICTS,
-    Interval,
     accuracy_difference,
     state,
 )
 from heapr_lab.figures.files import table_markdown
 from heapr_lab.storage import paths
+from heapr_lab.tasks.paper_tasks import GUESSING
 
 MOST_ROWS = 10
 """The most rows of a table in sight."""
@@ -151,19 +151,20 @@ def kept_of_items(items: pd.DataFrame, removed: Mapping[float, float]) -> pd.Dat
         removed: by ratio, the share of the whole model that is removed.
     """
     kept = {share: _kept(items, ratio) for ratio, share in removed.items()}
-    rows = [{"removed": share} | vars(part) for share, part in kept.items() if part]
-    return pd.DataFrame(rows, columns=["removed", "value", "low", "high"])
+    rows = [{"removed": share} | part for share, part in kept.items() if part]
+    return pd.DataFrame(rows, columns=["removed", "value", "low", "high", "guessing"])
 
 
-def _kept(items: pd.DataFrame, ratio: float) -> Interval | None:
-    """The share of the accuracy on the items that the dense model and HEAPr share."""
+def _kept(items: pd.DataFrame, ratio: float) -> dict[str, float] | None:
+    """Shares of the accuracy on the items that the dense model and HEAPr share."""
     change = accuracy_difference(items, "heapr", "dense", ratio)
     if change is None:
         return None
     dense, pruned = (state(items, name, ratio) for name in ("dense", "heapr"))
     shared = dense.merge(pruned[["task", "item"]])
     whole = shared.groupby("task")["acc"].mean().mean()
-    return change.mapped(lambda x: 1 + x / whole)
+    kept = change.mapped(lambda x: 1 + x / whole)
+    return vars(kept) | {"guessing": GUESSING / whole}
 
 
 def _on_c4(frame: pd.DataFrame) -> pd.DataFrame:

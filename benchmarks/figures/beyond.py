@@ -11,7 +11,7 @@ _ACCURACIES = {
     "against not healed [points] ↑": "against_unhealed",
 }
 
-_SECONDS = "CPU time [s], less what earlier rows measured"
+_SECONDS = "CPU time [s], minus what earlier rows measured"
 """Scores and sums are charged to the first row that needs them."""
 
 

@@ -20,6 +20,7 @@ from heapr_lab.figures.style import (
     styled,
 )
 from heapr_lab.importance.estimators import PER_TOKEN
+from heapr_lab.tasks.paper_tasks import GUESSING
 from heapr_lab.text.calibration_spec import spread
 
 _NAMES = {
@@ -58,7 +59,7 @@ def real_table(rows: pd.DataFrame) -> pd.DataFrame:
         losses = with_error(rows, *names, form="{:.3f}")
         table[f"Δloss {corpus} ↓"] = losses.where(rows["method"].ne("dense"), "–")
     table["mean accuracy of seven ↑"] = with_error(rows, "accuracy", "accuracy_stderr")
-    table["less HEAPr's, item by item ↑"] = with_error(
+    table["minus HEAPr's, item by item ↑"] = with_error(
         rows, "against_heapr", "against_heapr_stderr"
     )
     for task in _measured(rows, "accuracy "):
@@ -92,7 +93,8 @@ def of_model(rows: pd.DataFrame) -> "pd.Series[bool]":
 def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Perplexity and mean accuracy of the pretrained MoE, in absolute numbers.
 
-    A row for the dense model and for each ratio, method by method.
+    A row for the dense model and for each ratio, method by method; the last one is of
+    guessing.
     """
     front = _front(rows)
     front = front.assign(method=front["method"].replace("heapr", "HEAPr"))
@@ -108,7 +110,8 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
         numbers = front[f"perplexity {corpus}"].map("{:.1f}".format)
         table[f"perplexity {corpus} ↓"] = numbers + _on_fewer(front, corpus)
     table["mean accuracy ↑"] = with_error(front, "accuracy", "accuracy_stderr")
-    return table
+    guessing = {"method": "guessing", "mean accuracy ↑": f"{GUESSING:.1%}"}
+    return pd.concat([table, pd.DataFrame([guessing])], ignore_index=True).fillna("–")
 
 
 def _front(rows: pd.DataFrame) -> pd.DataFrame:

@@ -60,7 +60,8 @@ class Evidence:
     """Columns method, ratio, and those of `task_items`."""
     kept: pd.DataFrame = field(default_factory=pd.DataFrame)
     """The share of the accuracy that is kept, by the share of the whole model that is
-    removed: columns removed, value, low, high."""
+    removed: columns removed, value, low, high, and guessing, the share that guessing
+    has."""
     savings: pd.DataFrame = field(default_factory=pd.DataFrame)
     """Columns ratio, granularity, flops_reduction."""
     bins: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -343,7 +344,8 @@ def _boundary(evidence: Evidence) -> Finding | None:
     most = evidence.kept["removed"].max()
     return Finding(
         kept.mapped(lambda x: x - least).verdict,
-        f"{kept.said('.0%')} of the accuracy at {at['removed']:.0%} of the model; "
+        f"{kept.said('.0%')} of the accuracy at {at['removed']:.0%} of the model "
+        f"(guessing: {at['guessing']:.0%}); "
         f"measured to {most:.0%}",
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import scipy  # its `stats` are imported when they are first used
 
+from heapr_lab.tasks.paper_tasks import CHOICES
 from heapr_lab.tasks.summary import MEAN, task_difference
 
 AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "undecided"
@@ -125,13 +126,16 @@ def kept_of_boundary(boundary: pd.DataFrame) -> pd.DataFrame:
     """The share of the accuracy that is kept, from `figures.boundary_data`.
 
     Returns:
-        Columns value, low, high; removed, the share of the whole model.
+        Columns value, low, high; removed, the share of the whole model; guessing, the
+        share of the dense model's accuracy that guessing has.
     """
     rows = boundary[boundary["source"].eq("ours") & boundary["metric"].eq("accuracy")]
     rows = rows[rows["ratio"].gt(0)]
     pairs = zip(rows["relative"], rows["relative_stderr"], strict=True)
     kept = pd.DataFrame([vars(of_error(*pair)) for pair in pairs])
-    return kept.assign(removed=rows["parameter_reduction"].to_numpy())
+    guessing = rows["relative"] / rows["value"] / CHOICES["continuation"]
+    removed = rows["parameter_reduction"].to_numpy()
+    return kept.assign(removed=removed, guessing=guessing.to_numpy())
 
 
 def verdict_of(verdicts: Iterable[str]) -> str:

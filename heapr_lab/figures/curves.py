@@ -27,10 +27,9 @@ from heapr_lab.figures.style import (
     show_percent,
 )
 from heapr_lab.pruning.savings import at_context
+from heapr_lab.tasks.paper_tasks import CHOICES
 
 METRICS = ("perplexity", "accuracy")
-_CHANCE = 0.25
-"""Accuracy of guessing on the continuation task."""
 
 OF_ATOMS = {"granularity": "atom", "structure": "ragged"}
 AS_THE_PAPER = OF_ATOMS | {"estimator": "heapr", "scope": "global"}
@@ -272,7 +271,7 @@ def _draw_chance(ax: Axes, rows: pd.DataFrame) -> None:
     first = rows[rows["source"].eq("ours")].iloc[0]
     dense = first["value"] / first["relative"]
     ax.axhline(
-        _CHANCE / dense,
+        1 / CHOICES["continuation"] / dense,
         color=REFERENCE_GREY,
         linestyle=":",
         linewidth=1.2,

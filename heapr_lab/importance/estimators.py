@@ -122,7 +122,7 @@ def _heapr_total(x: Inputs) -> _Scores:
 def _fisher(x: Inputs) -> _Scores:
     """½ · Σ(h · ∂ℓ/∂h)² / N.
 
-    The joint second moment, which is large if h and ∂ℓ/∂h are large at the same tokens.
+    It is large if h and ∂ℓ/∂h are large at the same tokens.
 
     Source: HEAPr, appendix A, equation 25, with each token's own G(x).
     """
@@ -202,7 +202,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
             ),
             Estimator(
                 "fisher",
-                "½ · mean (h · ∂ℓ/∂h)²: the joint second moment, per predicted token",
+                "½ · mean (h · ∂ℓ/∂h)²: the product squared, per predicted token",
                 _fisher,
                 unit=PER_TOKEN,
                 needs=("sum_hg2",),

@@ -21,6 +21,19 @@ PAPER_TASKS = {
 }
 """Names in the order of the paper's main table, with the split that the harness
 evaluates and its number of items."""
+CHOICES = {
+    "openbookqa": 4,
+    "arc_easy": 4,
+    "winogrande": 2,
+    "hellaswag": 4,
+    "arc_challenge": 4,
+    "piqa": 2,
+    "mathqa": 5,
+    "continuation": 4,
+}
+"""How many answers an item has, but for a few of ARC that have three or five."""
+GUESSING = sum(1 / CHOICES[task] for task in PAPER_TASKS) / len(PAPER_TASKS)
+"""The mean accuracy of guessing on the seven."""
 
 
 def available_tasks() -> list[str]:

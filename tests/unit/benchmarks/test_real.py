@@ -55,9 +55,10 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     )
     front = real.real_front_table(rows)
     default = "compress"
-    methods = ["dense", "HEAPr", default, "HEAPr", default]
+    methods = ["dense", "HEAPr", default, "HEAPr", default, "guessing"]
     assert front["method"].tolist() == methods
-    assert front["atoms removed"].tolist() == ["0%", "25%", "25%", "40%", "40%"]
+    assert front["atoms removed"].tolist() == ["0%", "25%", "25%", "40%", "40%", "–"]
+    assert front["mean accuracy ↑"].iloc[-1] == "31.4%"
     assert front["perplexity wikitext2 ↓"].tolist()[:2] == ["20.0", "45.0"]
     assert "16 / 16 / 16 windows" in real.measured_on(rows)
     dense = rows["method"].eq("dense")

@@ -174,6 +174,7 @@ def test_accuracy_counts_item_by_item() -> None:
     assert verdicts(items=items(right))[3] == "disagrees"
     kept = kept_of_items(items(right), {0.2: 0.1})
     assert kept["value"].tolist() == [0.5]
+    assert kept["guessing"].tolist() == pytest.approx([2.2 / 7])
     assert verdicts(kept=kept)[9] == "disagrees"
     # What is kept is of the items that both were asked.
     more = {("dense", 0.0): [1] * 40 + [0] * 40, ("heapr", 0.2): [1, 0] * 20}

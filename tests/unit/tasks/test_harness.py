@@ -1,7 +1,9 @@
 """The harness: continuation items, sources of tasks, packed contexts."""
 
+import itertools
 import os
 import re
+import statistics
 from copy import copy
 from pathlib import Path
 
@@ -13,9 +15,14 @@ from lm_eval.api.instance import Instance
 from tiny_folder import D_VOCAB
 
 from heapr_lab.errors import CorpusError, SpecError
-from heapr_lab.tasks.harness import continuation_items, continuation_task, run_tasks
+from heapr_lab.tasks.harness import (
+    continuation_items,
+    continuation_task,
+    load_tasks,
+    run_tasks,
+)
 from heapr_lab.tasks.harness_model import PackingHFLM, _row
-from heapr_lab.tasks.paper_tasks import PAPER_TASKS, check_defined
+from heapr_lab.tasks.paper_tasks import CHOICES, PAPER_TASKS, check_defined
 from heapr_lab.text.corpora import Corpus
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
@@ -231,6 +238,16 @@ def test_seven_tasks_run_from_local_items(tokenizer, tmp_path, monkeypatch):
     assert "acc" in set(frame.loc["piqa", "metric"])
     assert set(frame["n"]) == {2}
     assert frame.loc["mathqa", "source"].iloc[0] == "zero_shot/mathqa/test.parquet"
+
+
+@local_tasks
+def test_guessing_is_right_as_often_as_items_have_answers(tmp_path, monkeypatch):
+    """One of the choices of each of the first two hundred items of a task."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    for name, task in load_tasks(list(PAPER_TASKS))["tasks"].items():
+        documents = itertools.islice(task.eval_docs, 200)
+        chances = [1 / len(task.doc_to_choice(item)) for item in documents]
+        assert statistics.fmean(chances) == pytest.approx(1 / CHOICES[name], abs=0.002)
 
 
 @local_tasks
