@@ -28,12 +28,15 @@ def test_a_recipe_is_trained_and_described(
 
     monkeypatch.setattr(command.train, "train_bundled", train_bundled)
     monkeypatch.setattr(
-        command.card, "write_card", lambda *_, title: asked.append(title)
+        command.card,
+        "write_card",
+        lambda *_, recipe, title: asked.extend((recipe, title)),
     )
     monkeypatch.setattr(command.paths, "cache_dir", lambda: tmp_path)
     done = invoke("--recipe", "upcycled", "--seed", "5", "--out", "new", "--json")
     work = tmp_path / "lab_training-upcycled"
-    assert asked == [Path("new"), work, [5, 6], "The upcycled lab model"]
+    title = "The upcycled lab model"
+    assert asked == [Path("new"), work, [5, 6], "upcycled", title]
     facts = json.loads(done.stdout)
     assert facts["steps"] == sum(run.n_steps for run in UPCYCLED_RUNS)
     assert facts["last_batch_loss_nats"] == 2.5
