@@ -6,7 +6,6 @@ p · h_k · w_down_k to the output of its layer for a token.
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -111,24 +110,14 @@ def atoms_of_token(
             f"position is {position}, expected 0 to {len(passage.tokens) - 1}: the "
             f"text has {len(passage.tokens)} tokens"
         )
-    observer = _AtTokens([position])
+    observer = _AtToken(position)
     observe(model, passage, [chosen], [observer])
-    frame = _contributions(chosen, observer.rows[position])
+    frame = pd.concat([_atoms(chosen, *row) for row in observer.rows])
+    frame["contribution"] = (frame["p"] * frame["h"]).abs() * frame["w_down_norm"]
+    frame["share"] = frame["contribution"] / frame["contribution"].sum()
     order = ["contribution", "expert", "atom"]
     frame = frame.sort_values(order, ascending=[False, True, True], ignore_index=True)
     return frame.head(n)
-
-
-_Row = tuple[int, float, np.ndarray]
-"""Expert, p, and h (I,) of a token in one of its experts."""
-
-
-def _contributions(layer: ExpertsLayer, rows: Sequence[_Row]) -> pd.DataFrame:
-    """The atoms of all experts that one token is routed to, with their lengths."""
-    frame = pd.concat([_atoms(layer, *row) for row in rows])
-    frame["contribution"] = (frame["p"] * frame["h"]).abs() * frame["w_down_norm"]
-    frame["share"] = frame["contribution"] / frame["contribution"].sum()
-    return frame
 
 
 def _atoms(layer: ExpertsLayer, expert: int, p: float, h: np.ndarray) -> pd.DataFrame:
@@ -145,20 +134,21 @@ def _atoms(layer: ExpertsLayer, expert: int, p: float, h: np.ndarray) -> pd.Data
     )
 
 
-class _AtTokens:
-    """Records the activations of the experts that some tokens are routed to."""
+class _AtToken:
+    """Records the activations of the experts that a token is routed to."""
 
-    def __init__(self, positions: Sequence[int]) -> None:
-        self.rows: dict[int, list[_Row]] = {position: [] for position in positions}
+    def __init__(self, position: int) -> None:
+        self._position = position
+        self.rows: list[tuple[int, float, np.ndarray]] = []
+        """Expert, p, and h (I,) of the token in each of its experts."""
 
     def observe(
         self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
     ) -> None:
-        """Record the activations of the tokens in one call."""
+        """Record the activations of the token in one call."""
         experts = routed_experts(tokens)
-        for position, records in self.rows.items():
-            for row in (rows == position).nonzero()[:, 0].tolist():
-                records.append((int(experts[row]), float(p[row]), as_float64(h[row])))
+        for row in (rows == self._position).nonzero()[:, 0].tolist():
+            self.rows.append((int(experts[row]), float(p[row]), as_float64(h[row])))
 
 
 def top_contexts(

@@ -31,7 +31,13 @@ from heapr_lab.models.weights_hash import block_sums
 from heapr_lab.progress import Progress
 from heapr_lab.streaming.layerwise import swept_states
 from heapr_lab.streaming.shards import save_streamed
-from heapr_lab.streaming.stream import OUTSIDE, Stream, put_tensor, stream_of
+from heapr_lab.streaming.stream import (
+    OUTSIDE,
+    Stream,
+    part_of,
+    put_tensor,
+    stream_of,
+)
 from heapr_lab.streaming.sweep_store import budget_of
 from heapr_lab.streaming.training import StreamedTraining
 from heapr_lab.streaming.two_sweeps import streamed_pass, token_bytes
@@ -63,8 +69,7 @@ class OnDisk(Backend):
 
         The next layer that is read takes it from the module, not from the caller.
         """
-        with self.stream.lock:
-            self.stream.fill_part_of(module)
+        with self.stream.holding(part_of(module)):
             return getattr(module, name)
 
     def require_loaded(self, *, remedy: str) -> None:
@@ -235,9 +240,7 @@ class SlicedReader:
 
     def read(self, number: int, names: Collection[str]) -> None:
         """Give the model the tensors of a part, and drop those of the dense model."""
-        with self._source.lock:
-            if number != OUTSIDE:
-                self._source.fill(number)
+        with self._source.holding(None if number == OUTSIDE else number):
             for name, tensor in self._made(number, names).items():
                 put_tensor(self._model, name, tensor)
             if number != OUTSIDE:

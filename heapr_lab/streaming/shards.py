@@ -83,8 +83,7 @@ def index_of(folder: Path, names: list[str]) -> dict[str, Any]:
 def _stored(model: Any, stream: Stream, number: int) -> dict[str, torch.Tensor]:
     """The tensors of a part as they are written; those of no part with the last."""
     tied = model.all_tied_weights_keys
-    with stream.lock:
-        stream.fill(number)
+    with stream.holding(number):
         state = model.state_dict()
     wanted = [name for name in stream.parts[number].names if name not in tied]
     if number == max(stream.parts):

@@ -185,10 +185,17 @@ class Stream:
                 "or not all of its parts; download the checkpoint again"
             )
 
-    def fill_part_of(self, module: nn.Module) -> None:
-        """Have the weights of the part that `module` is in, if it is in one."""
-        if _PART in module.__dict__:
-            self.fill(module.__dict__[_PART])
+    @contextlib.contextmanager
+    def holding(self, number: int | None) -> Iterator[None]:
+        """The weights of a part are in memory here, and no other thread drops them.
+
+        Args:
+            number: as of `fill`; None reads nothing.
+        """
+        with self.lock:
+            if number is not None:
+                self.fill(number)
+            yield
 
     def drop(self) -> None:
         """Have the weights of no part in memory."""
@@ -248,8 +255,7 @@ class Stream:
             yield name, measure(tensor_of(self.model, name))
         for number, part in self.parts.items():
             for name in part.names:
-                with self.lock:
-                    self.fill(number)
+                with self.holding(number):
                     tensor = tensor_of(self.model, name)
                 yield name, measure(tensor)
 
@@ -344,8 +350,7 @@ def _forward(
     stream, (layer, embeds) = stream_of(module), _instead.get()
     assert stream is not None
     if layer is None or (embeds and module is stream.embeddings):
-        with stream.lock:
-            stream.fill(number)
+        with stream.holding(number):
             return type(module).forward(module, inputs, *args, **options)
     if module in stream.blocks:
         return layer(number, inputs, *args, **options)
@@ -362,6 +367,12 @@ def stream_of(module: nn.Module) -> Stream | None:
     """What reads the layers of a streamed model, or of a module of it; else None."""
     stream: Stream | None = module.__dict__.get(_STREAM)
     return stream
+
+
+def part_of(module: nn.Module) -> int | None:
+    """The number of the part that a module of a streamed model is in, if any."""
+    number: int | None = module.__dict__.get(_PART)
+    return number
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -37,7 +37,12 @@ from heapr_lab.errors import CorpusError, SpecError, whole_number
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress
 from heapr_lab.storage.hashing import digest
-from heapr_lab.tasks.paper_tasks import PAPER_TASKS, local_items, refuse_unknown
+from heapr_lab.tasks.paper_tasks import (
+    CHOICES,
+    PAPER_TASKS,
+    local_items,
+    refuse_unknown,
+)
 from heapr_lab.text.corpora import Corpus
 
 if TYPE_CHECKING:
@@ -51,7 +56,7 @@ _DEFINITIONS = {
 """Paths of the stock definitions that are not `<task>/<task>.yaml`."""
 N_CONTEXT_WORDS = 48
 N_CHOICE_WORDS = 12
-N_CHOICES = 4
+N_CHOICES = CHOICES["continuation"]
 
 _WORD = re.compile(r"\S+")
 
