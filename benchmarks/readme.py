@@ -52,6 +52,8 @@ def front_blocks(
     return {
         "real": as_block(real.real_front_table(measured["real"])),
         "measured_on": real.measured_on(measured["real"]),
+        # Of the states in front; others name their windows.
+        "calibrated_on": BENCHMARKS["real"].machine()["calibration"].partition(",")[0],
         "compared_on": real.compared_on(
             measured["real"], rows_beside("real", "windows")
         ),

@@ -150,6 +150,7 @@ class TestExecute:
         assert "NameError" in message
         assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
         assert paths["a"].read_bytes() == before
+        assert sorted(tmp_path.iterdir()) == sorted(paths.values())
         for name, text in {"b": "''", "d": "0"}.items():
             outputs = read_notebook(paths[name]).cells[1].outputs
             assert outputs[0].data["text/plain"] == text

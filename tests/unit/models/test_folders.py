@@ -158,6 +158,20 @@ def test_code_beside_a_known_type_is_not_run(foreign: Path, tmp_path: Path) -> N
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_pruned_checkpoint_loads_without_its_code(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names code for those without heapr_lab, which is not looked at here."""
+    model, _ = load_model(dense, device="cpu")
+    save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
+    code = tmp_path / "pruned" / "modeling_heapr.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{code.read_text()}")
+    monkeypatch.setattr("builtins.input", lambda *_text: "y")
+    loaded, _ = load_model(tmp_path / "pruned", device="cpu")
+    assert any(hasattr(m, "heapr_widths") for m in loaded.modules())
+    assert not (tmp_path / "ran").exists()
+
+
 # --- damage -----------------------------------------------------------------------
 
 DAMAGED_JSON = ("", "{", '{"a": ', "[]", "null", '"text"', "\0\1", "[" * 100_000)
