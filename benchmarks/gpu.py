@@ -418,7 +418,8 @@ def run_part(options: Any) -> None:
     run = Run(options.device, options.small)
     rows, details = Rows("gpu", options.out), {"options": _settings(options)}
     for row in measure(run, options.part):
-        rows.add([{"part": options.part} | row], machine(options.device) | details)
+        told = machine(options.device) | details
+        rows.add([{"part": options.part, "date": told["date"][:10]} | row], told)
 
 
 def run_all(options: Any) -> list[Row]:
