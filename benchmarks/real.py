@@ -5,7 +5,7 @@
 
 Two models: `smolmoe`, which was carved from a published one, and `smollm2`, the
 published weights as one expert a layer. Each method is fitted to the same 32 windows of
-512 tokens of WikiText-2 (two also to other draws, to more windows, and to C4), removes
+512 tokens of WikiText-2 (two also to other draws, to more text, and to C4), removes
 10, 20, 25, 40 or 50 % of the atoms (HEAPr 75 % as well), and is measured on windows
 spread evenly over the test splits of WikiText-2, PTB and C4, and on the same items of
 each task. `--windows 48` takes more, `--windows 0` the whole splits.
@@ -82,8 +82,8 @@ ESTIMATORS = ("fisher", "heapr_total")
 """Scores that are not methods of a paper."""
 MAIN = ("heapr", "compress", "fisher")
 """What is measured at every ratio."""
-NEAREST = ("heapr-l", "camera-p")
-"""What the paper compares with HEAPr at 20 and 40 %; all others at 25 % alone."""
+AT_EACH_RATIO = ("heapr-l", "camera-p", "d2-moe", "moe-i2-like", "moe-svd-like")
+"""What removes as much as HEAPr at 20 and 40 % too; all others at 25 % alone."""
 OTHERS = (
     "camera-p",
     "heapr-l",
@@ -113,8 +113,12 @@ OWN_SHARE = METHODS["best"].recipe.own_text
 WITH_OWN = f"{FITTED_TO} + {OWN_TEXT}"
 """As `heapr-lab prune` calibrates by default: self-generated windows are added."""
 OTHER_TEXT = ("c4", WITH_OWN)
-N_MORE = 4 * N_CALIBRATION
-MORE_TEXT = f"{FITTED_TO}, {N_MORE} windows"
+TEXTS = {
+    f"{FITTED_TO}, 128 windows": {"n_sequences": 128, "seq_len": SEQ_LEN},
+    f"{FITTED_TO}, 114 windows of 2048": {"n_sequences": 114, "seq_len": 2048},
+}
+"""More text. The paper takes 128 windows of 2048; the WikiText-2 here has 114."""
+MORE_TEXT, ALL_TEXT = TEXTS
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def states(model: str) -> Iterator[State]:
     many = model != ONE_EXPERT
     if many:
         yield pruned(method="heapr", ratio=BOUNDARY)
-        for ratio, method in itertools.product(RATIOS[1:3], NEAREST):
+        for ratio, method in itertools.product(RATIOS[1:3], AT_EACH_RATIO):
             yield pruned(method=method, ratio=ratio)
     for method in OTHERS:
         # With one expert in a layer, all of its tokens are that expert's.
@@ -160,6 +164,8 @@ def states(model: str) -> Iterator[State]:
         yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
     for method, ratio in itertools.product(REPEATED, RATIOS[:3] if many else ()):
         yield pruned(method=method, ratio=ratio, fitted_to=MORE_TEXT)
+    if many:
+        yield pruned(method="heapr", ratio=RATIOS[2], fitted_to=ALL_TEXT)
     of_experts = ((RATIOS[0], ()), (EXPERT_RATIO, ("heapr", *OF_EXPERTS, *BEYOND)))
     for ratio, names in of_experts if many else ():
         for method in (*names, *rivals()):
@@ -204,18 +210,14 @@ class Pruner:
 
     def windows(self, state: State) -> CalibrationSet:
         """The calibration windows of a state."""
-        drawn: dict[str, Any] = {"seq_len": SEQ_LEN, "seed": state.seed}
-        windows = load_calibration(
-            state.fitted_to if state.fitted_to in CORPORA else FITTED_TO,
-            self.tokenizer,
-            n_sequences=N_MORE if state.fitted_to == MORE_TEXT else N_CALIBRATION,
-            **drawn,
-        )
+        text: dict[str, Any] = {"n_sequences": N_CALIBRATION, "seq_len": SEQ_LEN}
+        text = TEXTS.get(state.fitted_to, text) | {"seed": state.seed}
+        corpus = state.fitted_to if state.fitted_to in CORPORA else FITTED_TO
+        windows = load_calibration(corpus, self.tokenizer, **text)
         if state.fitted_to != WITH_OWN:
             return windows
-        n_more = round(OWN_SHARE * N_CALIBRATION)
-        generated = own_text(self.model, self.tokenizer, n_sequences=n_more, **drawn)
-        return windows.joined(generated)
+        text["n_sequences"] = round(OWN_SHARE * N_CALIBRATION)
+        return windows.joined(own_text(self.model, self.tokenizer, **text))
 
     def pruned(
         self, state: State
