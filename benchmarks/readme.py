@@ -52,10 +52,11 @@ def front_blocks(
     return {
         "real": as_block(real.real_front_table(measured["real"])),
         "measured_on": real.measured_on(measured["real"]),
-        # Of the states in front; others name their windows.
-        "calibrated_on": BENCHMARKS["real"].machine()["calibration"].partition(",")[0],
+        "calibrated_on": real.FRONT_TEXT.partition(", ")[2],
         "compared_on": real.compared_on(
-            measured["real"], rows_beside("real", "windows")
+            measured["real"],
+            rows_beside("real", "windows"),
+            BENCHMARKS["real"].machine()["calibration"].partition(",")[0],
         ),
         "cost": "\n" + "".join(f"* {line}\n" for line in costs),
         "claims": as_block(claims_table(lab, measured)),
