@@ -46,13 +46,6 @@ LATENT = {
     "v_head_dim": 8,
     "head_dim": 4,
 }
-_LATENT_ATTENTION = LATENT | {
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_hidden_layers": 3,
-}
 _GROUPED = {
     "n_group": 1,
     "topk_group": 1,
@@ -60,6 +53,7 @@ _GROUPED = {
     "first_k_dense_replace": 1,
     "num_hidden_layers": 3,
 }
+_LATENT_ATTENTION = LATENT | _GROUPED
 LINEAR_ATTENTION = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -256,6 +250,8 @@ REPRESENTATIVES = (
 )
 """A family for each trait that code depends on; all are only in the four oracles:
 `test_families`, `test_surgery`, `test_checkpoints`, `test_streaming`, and on a GPU."""
+HANDING = ("deepseek_v4", "glm_moe_dsa", "hy_v4")
+"""Their layers get the ids, or what the layer before attended to, beside states."""
 
 
 def config_of(model_type: str, **settings: Any) -> Any:

@@ -22,7 +22,7 @@ from heapr_lab.text.calibration import CalibrationSet
 
 IDS = tiny_ids(n_sequences=6, seq_len=10)
 WINDOWS = CalibrationSet.from_ids(IDS)
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2")
+FAMILIES = ("mixtral", "deepseek_v2")
 SIX = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 IN_SINGLE = {"rtol": 1e-5, "atol": 1e-6}

@@ -4,6 +4,7 @@ import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["heapr_lab.workbench.workbench"])
@@ -23,17 +24,18 @@ for code in sys.argv[1:]:
 """
 
 
+def says(*words: str, **options: Any) -> str:
+    """What a Python of its own prints, which has to succeed."""
+    done = subprocess.run(
+        [sys.executable, *words], check=False, capture_output=True, text=True, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
 def run_each(*codes: str, cwd: Path | None = None) -> str:
     """What pieces of code print, each run in a process of its own.
 
     These have imported torch and what it needs, but nothing of transformers.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _EACH, *codes],
-        cwd=cwd,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return says("-c", _EACH, *codes, cwd=cwd)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from families import tiny_model
 from keeps import random_keep, widths_keep
@@ -80,3 +81,15 @@ def write_text(path: Path, *, n_texts: int = 12) -> Path:
     ]
     path.write_text("\n\n".join(texts), encoding="utf-8")
     return path
+
+
+def write_piqa(folder: Path, n_items: int, *, changed: int | None = None) -> None:
+    """Items of PIQA, of which one may be another."""
+    columns = ["goal", "sol1", "sol2", "label"]
+    rows = [(f"goal {i}", f"way {i * i}", f"{i} ways", i % 2) for i in range(n_items)]
+    frame = pd.DataFrame(rows, columns=columns)
+    if changed is not None:
+        frame.loc[changed, "sol1"] = "something else altogether"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "validation"):
+        frame.to_parquet(folder / f"{split}.parquet")

@@ -105,14 +105,13 @@ def write_wheel(folder: Path, model: Path, *, compressed: bool = True) -> Path:
     return path
 
 
-def pinned(path: Path, model: Path) -> Wheel:
-    """The pin that says that `path` is the wanted wheel of `model`."""
+def pinned(path: Path) -> Wheel:
+    """The pin that says that `path` is the wanted wheel."""
     return Wheel(
         project="tiny-llm",
         version="0.1",
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         n_bytes=path.stat().st_size,
         member=MEMBER,
-        member_bytes=model.stat().st_size,
         variable="HEAPR_SMOLLM2_WHEEL",
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import SpecError, one_of
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ def widths_for(
     """
     if engine is None:
         return structure or "ragged", multiple
-    if engine not in ENGINES:
-        raise SpecError(f"there is no engine {engine!r}, expected {', '.join(ENGINES)}")
-    row = ENGINES[engine]
+    row = ENGINES[one_of(engine, ENGINES, name="engine")]
     if structure not in (None, row.structure):
         raise SpecError(
             f"{engine} takes the structure {row.structure} ({row.why}), and "

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heapr_lab.errors import SpecError
-from heapr_lab.models.dtypes import check_dtype
+from heapr_lab.errors import SpecError, one_of
+from heapr_lab.models.dtypes import DTYPES
 from heapr_lab.models.named import check_there, dense_of, hub_id
 from heapr_lab.streaming.sizes import size_of
 
@@ -50,8 +50,7 @@ def model_name(name: str) -> str:
 
 def dtype_name(name: str) -> str:
     """A type that models can be run in."""
-    check_dtype(name)
-    return name
+    return str(one_of(name, DTYPES, name="dtype"))
 
 
 def device_name(name: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, HeaprLabError, whole_number
+from heapr_lab.errors import whole_number
 from heapr_lab.importance.measured import (
     check_coverage,
     provenance_of,
@@ -27,7 +27,7 @@ from heapr_lab.importance.resuming import Ranks, SavedSums
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, describe, find_experts
-from heapr_lab.models.hooks import Probe, probed
+from heapr_lab.models.hooks import Probe, check_gradients, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
 from heapr_lab.models.memory import halving_batches, starting_batch_size
@@ -239,18 +239,9 @@ class _Pass:
         """
         probe = self.probes[number]
         start, stop = self.first + windows.start, self.first + windows.stop
+        finite = torch.isfinite(probe.moments.atoms["sum_hg2"]).all()
         where = f"windows {start} to {stop - 1}"
-        if probe.backwards != 1:
-            raise CoverageError(
-                f"layer {number} took part {probe.backwards} times in the pass "
-                f"over {where}, expected once; this model does not run each "
-                "experts module once per forward"
-            )
-        if not torch.isfinite(probe.moments.atoms["sum_hg2"]).all():
-            raise HeaprLabError(
-                f"non-finite gradients in layer {number} on {where}: use bfloat16 "
-                "or float32 weights, or check these windows"
-            )
+        check_gradients(number, probe.backwards, finite=bool(finite), where=where)
         probe.backwards = 0
 
     def _check_weights(self) -> None:

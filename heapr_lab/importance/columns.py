@@ -53,6 +53,21 @@ _TYPES = {"layer": np.int16, "expert": np.int16, "atom": np.int32}
 _PIECE = 2**16
 
 
+def atom_keys(layer: int, n_experts: int, d_inter: int) -> dict[str, np.ndarray]:
+    """The columns `KEYS` of a layer, with a row for each atom."""
+    return {
+        "layer": np.full(n_experts * d_inter, layer, np.int16),
+        "expert": np.repeat(np.arange(n_experts, dtype=np.int16), d_inter),
+        "atom": np.tile(np.arange(d_inter, dtype=np.int32), n_experts),
+    }
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The names of what differs in two records, in words."""
+    names = sorted({*one, *other})
+    return ", ".join(name for name in names if one.get(name) != other.get(name))
+
+
 def is_outdated(names: Collection[str], spec: Mapping[str, Any] | None) -> bool:
     """Whether an earlier version computed the scores of elimination in another way."""
     settings = (spec or {}).get(ELIMINATION) or {}

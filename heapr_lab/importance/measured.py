@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from heapr_lab.errors import CoverageError
+from heapr_lab.importance.columns import atom_keys
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.moments import EXPERT_SUMS, LayerMoments
@@ -39,15 +40,10 @@ def rows_of(
     real = np.float64 if exact else np.float32
     parts = []
     for layer in layers:
-        n_experts, d_inter = layer.n_experts, layer.d_inter
-        columns: dict[str, np.ndarray] = {
-            "layer": np.full(n_experts * d_inter, layer.layer, np.int16),
-            "expert": np.repeat(np.arange(n_experts, dtype=np.int16), d_inter),
-            "atom": np.tile(np.arange(d_inter, dtype=np.int32), n_experts),
-        }
+        columns = atom_keys(layer.layer, layer.n_experts, layer.d_inter)
         sums = moments[layer.layer]
         for name in EXPERT_SUMS:
-            values = np.repeat(sums.experts[name].cpu().numpy(), d_inter)
+            values = np.repeat(sums.experts[name].cpu().numpy(), layer.d_inter)
             columns[name] = values.astype(np.int64 if name == "tokens" else real)
         atoms = sums.atoms | dict(norms[layer.layer])
         for name, tensor in atoms.items():

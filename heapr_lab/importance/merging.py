@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.columns import KEYS, MAXIMA, NORMS, SUMS
+from heapr_lab.importance.columns import KEYS, MAXIMA, NORMS, SUMS, differing
 from heapr_lab.storage.hashing import digest
 
 # Two devices sum a squared norm in different orders; other weights differ by more.
@@ -116,10 +116,9 @@ def _check_architecture(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> N
         raise SpecError("cannot merge: only one of the tables has N in its metadata")
     if ours.get("architecture") != theirs.get("architecture"):
         a, b = ours.get("architecture") or {}, theirs.get("architecture") or {}
-        names = [n for n in sorted({*a, *b}) if a.get(n) != b.get(n)]
         raise SpecError(
             "cannot merge tables of different architectures: they differ in "
-            f"{', '.join(names)}"
+            f"{differing(a, b)}"
         )
 
 

@@ -32,12 +32,12 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
+from heapr_lab.errors import SpecError
 from heapr_lab.inspection.passages import as_float64, routed_experts
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
-from heapr_lab.models.hooks import masked, observed
+from heapr_lab.models.hooks import check_gradients, masked, observed
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
 from heapr_lab.models.modes import differentiating
 from heapr_lab.progress import Progress, no_report
@@ -241,17 +241,7 @@ class _Observer:
             CoverageError: it did not, or more than once.
             HeaprLabError: its gradients are not finite.
         """
-        if self._backwards != 1:
-            raise CoverageError(
-                f"layer {number} took part {self._backwards} times in a backward pass, "
-                "expected once; this model does not run each experts module once per "
-                "forward"
-            )
-        if not self._finite:
-            raise HeaprLabError(
-                f"non-finite gradients in layer {number}: use bfloat16 or float32 "
-                "weights, or check the text"
-            )
+        check_gradients(number, self._backwards, finite=self._finite, where="the text")
 
     def observe(
         self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]

@@ -20,7 +20,7 @@ import pandas as pd
 import scipy  # its `stats` are imported when they are first used
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.columns import KEYS
+from heapr_lab.importance.columns import atom_keys, differing
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -213,11 +213,9 @@ def rank_points(a: ScoredMask, b: ScoredMask, *, most: int = 20_000) -> pd.DataF
 def _places(keep: KeepMask) -> pd.DataFrame:
     """Layer, expert and atom of every row of a mask."""
     parts = [
-        np.vstack([np.full(shape, layer)[None], np.indices(shape)]).reshape(3, -1)
-        for layer, shape in keep.shapes().items()
+        pd.DataFrame(atom_keys(layer, *shape)) for layer, shape in keep.shapes().items()
     ]
-    columns = np.concatenate(parts, axis=1)
-    return pd.DataFrame(dict(zip(KEYS, columns, strict=True)))
+    return pd.concat(parts, ignore_index=True)
 
 
 # --- checks -----------------------------------------------------------------------
@@ -252,9 +250,8 @@ def _check_scored(a: ScoredMask, b: ScoredMask) -> None:
                 f"expected ({mask.keep.n_atoms},): one for each atom of the mask"
             )
     if a.model is not None and b.model is not None and dict(a.model) != dict(b.model):
-        names = sorted({*a.model, *b.model})
-        differ = [name for name in names if a.model.get(name) != b.model.get(name)]
         raise SpecError(
             f"the scores of {a.label} and {b.label} were measured on different models, "
-            f"expected one: they differ in {', '.join(differ)}; measure both on one"
+            f"expected one: they differ in {differing(a.model, b.model)}; measure both "
+            "on one"
         )

@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import nn
-from transformers import StoppingCriteria
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -24,6 +23,7 @@ from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
+from heapr_lab.refinement.own_text import Steps
 from heapr_lab.text.tokenization import tokenise
 
 _UNFINISHED = "\ufffd"
@@ -220,25 +220,9 @@ def _generated(
         repetition_penalty=1.0,
         use_cache=True,
         pad_token_id=0,  # never used: there is one text
-        stopping_criteria=[_Counter(progress, n_tokens)],
+        stopping_criteria=[Steps(lambda n, _: progress(n, n_tokens), ids.shape[1])],
     )
     return [int(token) for token in sequences[0]]
-
-
-class _Counter(StoppingCriteria):
-    """Never stops; reports the number of generated tokens."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self.progress, self.done, self.total = progress, 0, total
-
-    def __call__(
-        self, input_ids: torch.Tensor, scores: Any, **_kwargs: Any
-    ) -> torch.Tensor:
-        """False for each sequence."""
-        del scores
-        self.done += 1
-        self.progress(self.done, self.total)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 # --- shared by traces -------------------------------------------------------------

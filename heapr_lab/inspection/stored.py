@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
-from heapr_lab.errors import CacheError
 from heapr_lab.evaluation.perplexity import (
     Perplexity,
     evaluate_perplexity,
@@ -23,10 +22,9 @@ from heapr_lab.evaluation.perplexity import (
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
 from heapr_lab.progress import Progress, no_report
-from heapr_lab.storage.cache import cache_path, lock
+from heapr_lab.storage.cache import cache_path, check_same_key, lock
 from heapr_lab.storage.disk import writable
-from heapr_lab.storage.files import read_frame, remedy, write_frame
-from heapr_lab.storage.hashing import canonical_json
+from heapr_lab.storage.files import read_frame, write_frame
 from heapr_lab.text.calibration import CalibrationSet
 
 _SCHEMA = 1
@@ -149,9 +147,5 @@ def _read(path: Path, key: Mapping[str, Any]) -> pd.DataFrame | None:
     if not path.exists():
         return None
     rows, stored = read_frame(path)
-    if canonical_json(stored) != canonical_json(dict(key)):
-        raise CacheError(
-            f"{path} was made for another key, found {canonical_json(stored)}, "
-            f"expected {canonical_json(dict(key))}; {remedy(path)}"
-        )
+    check_same_key(path, stored, key)
     return rows

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
+from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
-from heapr_lab.models.hooks import observed
+from heapr_lab.models.hooks import check_gradients, observed
 from heapr_lab.models.identity import weights_state
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
 from heapr_lab.models.modes import differentiating, evaluating
@@ -348,16 +348,10 @@ def _taken(layer: ExpertsLayer, weight: nn.Parameter) -> torch.Tensor:
         HeaprLabError: it is not finite.
     """
     gradient, weight.grad = weight.grad, None
-    if gradient is None:
-        raise CoverageError(
-            f"layer {layer.layer} took no part in the pass over a window; this model "
-            "does not run each experts module once per forward"
-        )
-    if not torch.isfinite(gradient).all():
-        raise HeaprLabError(
-            f"non-finite gradients in layer {layer.layer}: use bfloat16 or float32 "
-            "weights, or check the calibration windows"
-        )
+    times = int(gradient is not None)
+    finite = gradient is None or bool(torch.isfinite(gradient).all())
+    check_gradients(layer.layer, times, finite=finite, where="a window")
+    assert gradient is not None
     return layer.oriented(gradient)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.errors import SpecError, one_of, whole_number
 from heapr_lab.methods.collectors import Collector, Measurements
 from heapr_lab.methods.composing import LOADED, Compositions
 from heapr_lab.methods.compression import (
@@ -56,16 +56,13 @@ class Request:
     """The model, the calibration windows, and what is measured with them."""
     progress: Progress | None = None
 
-    def choice(self, name: str, values: Iterable[str]) -> str:
+    def choice(self, name: str, values: Collection[str]) -> str:
         """The value of an option that has only some.
 
         Raises:
             SpecError: it is another one.
         """
-        value: str = self.options[name]
-        if value not in values:
-            raise SpecError(f"{name} is {value!r}, expected one of {', '.join(values)}")
-        return value
+        return str(one_of(self.options[name], values, name=name))
 
     @property
     def made(self) -> Made:
@@ -152,11 +149,7 @@ class Method:
                 f"method {self.name!r} has an option {taken[0]}, which is an argument "
                 "of every method: give it another name"
             )
-        if self.compresses not in KINDS:
-            raise SpecError(
-                f"method {self.name!r} compresses {self.compresses!r}, expected one of "
-                f"{', '.join(KINDS)}"
-            )
+        one_of(self.compresses, KINDS, name=f"what method {self.name!r} compresses")
 
     def fit(
         self,

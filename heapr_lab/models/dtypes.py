@@ -6,6 +6,8 @@ from typing import Any
 from heapr_lab.errors import SpecError
 
 NAMES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("auto", *NAMES)
+"""The types that a model can be run in, and what chooses one."""
 """Types in which everything in this package can be computed."""
 FP8, MXFP4, NVFP4 = DEQUANTISED = "fp8", "mxfp4", "nvfp4"
 """Formats of quantised weights that are dequantised when they are read."""
@@ -21,19 +23,6 @@ FP4_LAYOUTS: dict[str, dict[str, str]] = {
 }
 """Formats by the names of their layouts, by what writes them; that of transformers for
 NVFP4 is not known."""
-
-
-def check_dtype(name: str) -> None:
-    """Make sure that models can be run in a type, or in that which `auto` chooses.
-
-    Raises:
-        SpecError: they cannot.
-    """
-    if name not in ("auto", *NAMES):
-        raise SpecError(
-            f"dtype is {name!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or "
-            "'float64'"
-        )
 
 
 def format_of(settings: Mapping[str, Any]) -> str:

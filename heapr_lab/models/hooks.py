@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from heapr_lab.errors import CoverageError, HeaprLabError
 from heapr_lab.models.all_experts import all_experts, most_are_active
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import (
@@ -54,6 +55,31 @@ class Edit:
     def new_down(self) -> torch.Tensor | None:
         """The replacement itself, read if it is on disk."""
         return self.down() if callable(self.down) else self.down
+
+
+def check_gradients(layer: int, times: int, *, finite: bool, where: str) -> None:
+    """Check what the probe of a layer has seen of one backward pass.
+
+    Args:
+        layer: its number.
+        times: how often it took part.
+        finite: whether its gradients are finite.
+        where: the text of the pass, in words.
+
+    Raises:
+        CoverageError: it did not take part once.
+        HeaprLabError: its gradients are not finite.
+    """
+    if times != 1:
+        raise CoverageError(
+            f"layer {layer} took part {times} times in the pass over {where}, expected "
+            "once; this model does not run each experts module once per forward"
+        )
+    if not finite:
+        raise HeaprLabError(
+            f"non-finite gradients in layer {layer} on {where}: use bfloat16 or "
+            "float32 weights, or check the text"
+        )
 
 
 _NONE: Mapping[int, Any] = MappingProxyType({})

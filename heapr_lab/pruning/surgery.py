@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
+from heapr_lab.importance.columns import differing
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import NewModule, backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -157,13 +158,10 @@ def check_table(
     if recorded is None:
         return
     identity = identity or model_identity(model)
-    differ = [
-        n for n in sorted({*identity, *recorded}) if recorded.get(n) != identity.get(n)
-    ]
-    if differ:
+    if differ := differing(identity, recorded):
         raise SpecError(
             f"the table was measured on another model: it differs in "
-            f"{', '.join(differ)}; collect the statistics of this model"
+            f"{differ}; collect the statistics of this model"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import SpecError, one_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 
@@ -38,10 +38,7 @@ class WeightRecipe:
     """Windows to heal on before a checkpoint is written: 0 for none, or at least 4."""
 
     def __post_init__(self) -> None:
-        if self.weights not in WEIGHTS:
-            raise SpecError(
-                f"weights are {self.weights!r}, expected one of {', '.join(WEIGHTS)}"
-            )
+        one_of(self.weights, WEIGHTS, name="weights")
         if not self.own_text >= 0:
             raise SpecError(f"own_text is {self.own_text}, expected at least 0")
         if self.heal < 0 or 0 < self.heal < _TO_HEAL:
@@ -141,6 +138,4 @@ def find_method(name: str) -> Method:
     Raises:
         SpecError: there is none of that name.
     """
-    if name not in METHODS:
-        raise SpecError(f"method {name!r}: expected one of {', '.join(METHODS)}")
-    return METHODS[name]
+    return METHODS[one_of(name, METHODS, name="method")]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, SpecError
+from heapr_lab.errors import CoverageError, SpecError, one_of
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
@@ -142,8 +142,7 @@ def sizes_of(layer: ExpertsLayer, span: str) -> tuple[int, int]:
     Raises:
         SpecError: there is no such span.
     """
-    if span not in SPANS:
-        raise SpecError(f"span is {span!r}, expected one of {', '.join(SPANS)}")
+    one_of(span, SPANS, name="span")
     if span == "expert":
         return layer.n_experts, layer.d_inter
     return 1, layer.n_experts * layer.d_inter

@@ -97,7 +97,7 @@ def _openings(model: Any, tokenizer: Any, n: int, seed: int) -> torch.Tensor:
 # --- continuations ----------------------------------------------------------------
 
 
-class _Steps(StoppingCriteria):
+class Steps(StoppingCriteria):
     """Reports each new token, and stops nothing."""
 
     def __init__(self, report: Progress, n_prompt: int) -> None:
@@ -176,7 +176,7 @@ def continuations(
             sequences = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                stopping_criteria=StoppingCriteriaList([_Steps(parts, ids.shape[1])]),
+                stopping_criteria=StoppingCriteriaList([Steps(parts, ids.shape[1])]),
             )
             rows.append(sequences[:, ids.shape[1] :].cpu())
             parts(len(ids) * n_new, 0)

@@ -201,6 +201,15 @@ def _check_key(path: Path, key: Mapping[str, Any]) -> None:
             f"{key_path} is truncated or is not JSON, expected what {path.name} was "
             "made for; move both away or delete them, and they will be made again"
         ) from error
+    check_same_key(path, stored, key)
+
+
+def check_same_key(path: Path, stored: Any, key: Mapping[str, Any]) -> None:
+    """Check that a file of the cache was made for a key.
+
+    Raises:
+        CacheError: it was made for another one.
+    """
     if canonical_json(stored) != canonical_json(dict(key)):
         raise CacheError(
             f"{path} was made for another key, found {canonical_json(stored)}, "

@@ -16,8 +16,8 @@ import psutil
 from huggingface_hub import snapshot_download
 
 from heapr_lab import hub, registry
-from heapr_lab.errors import LayoutError, SpecError, whole_number
-from heapr_lab.models.dtypes import check_dtype, check_format, format_of
+from heapr_lab.errors import LayoutError, SpecError, one_of, whole_number
+from heapr_lab.models.dtypes import DTYPES, check_format, format_of
 from heapr_lab.models.named import dense_of, folder_of, hub_id, what_is_expected
 from heapr_lab.models.safetensors_headers import (
     INDEX,
@@ -126,7 +126,7 @@ def plan(
         LayoutError: it has no routed experts, cannot be built, or cannot be opened as a
             MoE.
     """
-    check_dtype(dtype)
+    one_of(dtype, DTYPES, name="dtype")
     length = whole_number(seq_len, name="seq_len", least=2)
     n_tokens = length * whole_number(n_sequences, name="n_sequences")
     gpus = _free_on_gpus()

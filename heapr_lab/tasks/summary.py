@@ -14,7 +14,7 @@ import math
 
 import pandas as pd
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import SpecError, one_of
 
 METRICS = ("acc", "acc_norm", "p_right")
 MEAN = "mean"
@@ -73,8 +73,7 @@ def _values(items: pd.DataFrame, metric: str) -> pd.DataFrame:
     Raises:
         SpecError: there is no such metric.
     """
-    if metric not in METRICS:
-        raise SpecError(f"there is no metric {metric!r}, expected {', '.join(METRICS)}")
+    one_of(metric, METRICS, name="metric")
     missing = items[metric].isna()
     return items[_ITEM].assign(
         metric=missing.map({True: "acc", False: metric}),

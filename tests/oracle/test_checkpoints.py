@@ -39,7 +39,6 @@ from heapr_lab.models.folders import read_weights
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.storage import paths
 
@@ -83,7 +82,8 @@ def saved(
     ("family", "structure"),
     [
         *((family, "ragged") for family in FAMILIES),
-        *((f, s) for f in LAYOUTS for s in STRUCTURES if s != "ragged"),
+        *((family, "uniform") for family in LAYOUTS),
+        *(("qwen3_moe", structure) for structure in ("aligned", "per_layer")),
     ],
 )
 def test_what_is_loaded_is_the_masked_model(

@@ -55,8 +55,13 @@ def test_the_scores_of_mone(kind: str) -> None:
         assert moments[layer].scores(kind)[expert] == pytest.approx(score)
 
 
-@pytest.mark.parametrize("kind", ["product", "variance", "routing"])
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "product") for family in (*FAMILIES, "gpt_oss", "nemotron_h")),
+        *(("mixtral", kind) for kind in ("variance", "routing")),
+    ],
+)
 def test_mone_by_a_loop(family: str, kind: str) -> None:
     """The experts of the lowest scores are p times the mean of what they put out."""
     model = tiny_model(family, **SIX)
@@ -96,7 +101,7 @@ def test_mone_may_replace_every_expert_of_a_layer() -> None:
     assert pruned.achieved_ratio == 0.75
     assert fitted("mone", model, 0.99, scope="global").achieved_ratio == 7 / 8
     assert pruned.savings(model).routed_flops[1] < pruned.savings(model).routed_flops[0]
-    with pytest.raises(SpecError, match="expected one of layer, global"):
+    with pytest.raises(SpecError, match="must be one of 'layer', 'global'"):
         fitted("mone", model, 0.5, scope="model")
 
 
@@ -168,7 +173,7 @@ def test_what_moe_pruner_refuses() -> None:
     model = tiny_model("mixtral")
     with pytest.raises(SpecError, match=r"give ratio 0\.5"):
         fitted("moe-pruner", model, 0.25, pattern="2:4")
-    with pytest.raises(SpecError, match="expected one of unstructured"):
+    with pytest.raises(SpecError, match="must be one of 'unstructured'"):
         fitted("moe-pruner", model, 0.5, pattern="1:2")
     odd = tiny_model("mixtral", intermediate_size=6)
     with pytest.raises(SpecError, match="multiple of 4 weights, found 6"):

@@ -233,9 +233,7 @@ def test_statistics_are_of_the_loss_of_the_layer(tmp_path, family):
     assert table.metadata["N"] == ids.numel() - 2 * len(ids)
 
 
-@pytest.mark.parametrize(
-    "family", ["deepseek_v3", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe"]
-)
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_moe"])
 def test_a_uniform_checkpoint_has_it_as_narrow_as_all_others(tmp_path, family):
     """It keeps its atoms of the highest scores; it computes what zeroed columns do."""
     source = source_of(tmp_path / "source", family)
@@ -302,9 +300,7 @@ def fused(tensors: dict[str, torch.Tensor], layer: str) -> dict[str, torch.Tenso
     return together
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_5_moe_text", "deepseek_v3 in FP8", "qwen3_5_moe in FP8"]
-)
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "deepseek_v3 in FP8"])
 def test_fused_experts_are_sliced_as_single_ones(tmp_path, family):
     """They keep the same atoms, whichever form they are stored in."""
     family, _, in_blocks = family.partition(" in ")
@@ -579,8 +575,9 @@ def test_half_of_it_is_refused_before_anything_is_done(tmp_path, lost, structure
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("how", ["memory", "files"])
-@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+@pytest.mark.parametrize(
+    ("structure", "how"), [("ragged", "memory"), ("uniform", "files")]
+)
 def test_in_fp8(tmp_path, structure, how):
     """Kept, it is dequantised; pruned, it is in FP8 as all others are."""
     sizes = {"dtype": torch.bfloat16, "moe_intermediate_size": 24}
@@ -726,7 +723,7 @@ def test_of_another_form_it_is_left_out(tmp_path, caplog, monkeypatch, family):
 
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
-@pytest.mark.parametrize("family", COUNTS)
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 def test_without_text_it_is_kept_or_left_out(tmp_path, family, structure):
     """It is kept bit for bit, or gone; configuration and card say which.
 

@@ -33,14 +33,10 @@ DENSE, WIDTH = 24, 16
 """Atoms of a routed expert, before and after."""
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 COUNTED = {
-    "deepseek": "n_shared_experts",
-    "deepseek_v2": "n_shared_experts",
     "deepseek_v3": "n_shared_experts",
-    "glm4_moe": "n_shared_experts",
-    "dots1": "n_shared_experts",
     "ernie4_5_moe": "moe_num_shared_experts",
 }
-"""Families that count shared experts in widths of a routed one: name of the count."""
+"""Both names of the count of shared experts in widths of a routed one, by a family."""
 
 
 def model_of(family: str, *, n_shared: int = 1, dtype: Any = torch.float32) -> Any:

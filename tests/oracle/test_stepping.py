@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import REPRESENTATIVES, tiny_ids, tiny_model
+from families import HANDING, REPRESENTATIVES, tiny_ids, tiny_model
 from oracles.features import all_grams
 
 from heapr_lab.errors import LayoutError
@@ -16,8 +16,6 @@ from heapr_lab.text.calibration import CalibrationSet
 
 pytestmark = pytest.mark.oracle
 
-HANDING = ("deepseek_v4", "glm_moe_dsa", "hy_v4")
-"""Their layers get the ids, or what the layer before attended to, beside states."""
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
 
 

@@ -1,13 +1,11 @@
 """The plan of the house: imports point downward, and tables need no torch."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from house import PACKAGE, TOP, WINGS, imported_modules
-from processes import run_each
+from processes import run_each, says
 
 MOST_AT_THE_TOP = 8
 
@@ -141,14 +139,7 @@ def test_imports_without_torch() -> None:
     The command line needs no pandas either, and tasks no lm_eval until they are run.
     """
     modules = [f"heapr_lab.{name}" for name in WITHOUT_TORCH] + ["benchmarks.readme"]
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORT_ALL, *modules],
-        cwd=PACKAGE.parent,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    says("-c", _IMPORT_ALL, *modules, cwd=PACKAGE.parent)
 
 
 def test_any_module_of_formats_comes_first() -> None:

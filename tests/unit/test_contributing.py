@@ -2,12 +2,11 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fences import fence
+from processes import says
 
 import heapr_lab
 from heapr_lab.storage import paths
@@ -50,16 +49,8 @@ def edited(tmp_path: Path) -> Path:
 def test_a_new_estimator_is_a_formula_and_a_row(edited: Path) -> None:
     """The package so edited selects by it and draws what it selected."""
     code = fence(PAGE, "python use") + CHECK
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=edited,
-        env={"PYTHONPATH": str(edited), "MPLBACKEND": "Agg", "HOME": str(edited)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("KeepMask(")
+    env = {"PYTHONPATH": str(edited), "MPLBACKEND": "Agg", "HOME": str(edited)}
+    assert says("-c", code, cwd=edited, env=env).startswith("KeepMask(")
     assert (edited / "energy.png").stat().st_size > 5_000
 
 

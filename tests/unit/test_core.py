@@ -81,10 +81,7 @@ def test_the_lines_of_the_readme_run_alone(tmp_path: Path) -> None:
     assert "save_pruned" in saving
     core = (*TOP, *CORE)
     wider = (*core, "checkpoints", "streaming")
-    alone = [
-        f"THERE = {there!r}\n{ALONE}{code}"
-        for there, code in ((core, measuring), (wider, lines))
-    ]
-    printed = run_each(*alone, cwd=tmp_path)
-    assert printed.count("Perplexity(") == 2 * lines.count("print(")
+    alone = f"THERE = {core!r}\n{ALONE}{measuring}\nTHERE = {wider!r}\n{saving}"
+    printed = run_each(alone, cwd=tmp_path)
+    assert printed.count("Perplexity(") == lines.count("print(")
     assert (tmp_path / "smaller" / "config.json").exists()

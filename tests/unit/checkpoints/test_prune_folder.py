@@ -1,8 +1,6 @@
 """A folder is pruned a layer at a time: its files are those of the pruned model."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep, widths_keep
+from processes import says
 from safetensors.torch import load_file, save_file
 from stored_tensors import (
     INDEX,
@@ -184,9 +183,7 @@ before = peak()
 prune_folder(folder / "source", keep, folder / "out")
 sys.stdout.write(str(peak() - before))
 """
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert float(process.stdout) < n_bytes / 2
+    assert float(says("-c", code, str(tmp_path))) < n_bytes / 2
 
 
 # --- interrupted ------------------------------------------------------------------

@@ -2,30 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from commands import run, text_of
+from processes import says
 
 from heapr_lab.importance.table import ImportanceTable
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-
-
-def torchrun(
-    *arguments: object, cache: Path, n: int
-) -> subprocess.CompletedProcess[str]:
-    """The command line in `n` processes, with a cache of their own."""
-    command = [*TORCHRUN, f"--nproc-per-node={n}", "-m", "heapr_lab", *arguments]
-    return subprocess.run(
-        [str(part) for part in command],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"HEAPR_CACHE_DIR": str(cache)},
-    )
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def test_the_table_is_that_of_one_process(folder: Path, tmp_path: Path) -> None:
@@ -33,9 +17,9 @@ def test_the_table_is_that_of_one_process(folder: Path, tmp_path: Path) -> None:
     args = ("--dtype", "float64", "--n-sequences", "5", "--device", "cpu", "--json")
     command = ("score", folder / "moe", *text_of(folder), *args)
     out = ("--out", tmp_path / "table.parquet")
-    done = torchrun(*command, *out, cache=tmp_path / "cache", n=2)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    ranks = [*TORCHRUN, "-m", "heapr_lab", *map(str, (*command, *out))]
+    env = os.environ | {"HEAPR_CACHE_DIR": str(tmp_path / "cache")}
+    facts = json.loads(says(*ranks, timeout=300, env=env))
     assert ImportanceTable.read(out[1]).metadata["spec_hash"] == facts["spec_hash"]
     kept = [path.name for path in (tmp_path / "cache" / "importance").glob("*.parquet")]
     assert kept == [f"{facts['spec_hash'][:16]}.parquet"]

@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from commands import invoke, one_line, run
+from processes import says
 from tiny_folder import write_model
 
 from heapr_lab.cli.app import app
@@ -81,7 +80,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prune", "lab", "--ratio", "25"), "write 0.25 or 25% if you mean that"),
     (("prune", "lab", "--ratio", "much"), "much"),
     (("prune", "lab"), "--ratio"),
-    ((*RATIO, "--method", "magic"), "expected one of best, paper"),
+    ((*RATIO, "--method", "magic"), "method must be one of 'best', 'paper', "),
     ((*RATIO, "--structure", "round"), "round"),
     ((*RATIO, "--of", "bytes"), "bytes"),
     ((*RATIO, "--estimator", "guess"), "guess"),
@@ -107,7 +106,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*SCORE, "--corpus", "0.5*pydocs + typo"), "cannot read the mixture"),
     ((*SCORE, "--corpus", "absent.txt"), "does not exist"),
     ((*SCORE, "--corpus", "pydocs:no_such_package"), "not installed"),
-    ((*SCORE, "--dtype", ""), "dtype is '', expected 'auto', 'float32'"),
+    ((*SCORE, "--dtype", ""), "dtype must be one of 'auto', 'float32', "),
     ((*SCORE, "--seed", str(-(2**63) - 1)), "seed must be a whole number from -"),
     (("score", "lab", "--n-sequences", "0"), "--n-sequences"),
     (("evaluate", "lab", "--corpora", ""), "nothing to measure"),
@@ -190,12 +189,8 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
         "    assert done.stderr.count('\\n') == 1 or not ours, case\n"
         "    assert [words, part] in later or not heavy & sys.modules.keys(), case\n"
     )
-    command = [sys.executable, "-c", code, json.dumps([WRONG, LATER])]
-    process = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={k: v for k, v in os.environ.items() if k != "HEAPR_TASKS_DIR"},
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
+    env = {k: v for k, v in os.environ.items() if k != "HEAPR_TASKS_DIR"}
+    says("-c", code, json.dumps([WRONG, LATER]), cwd=tmp_path, env=env)
     assert sorted(tmp_path.iterdir()) == before
 
 

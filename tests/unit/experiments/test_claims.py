@@ -2,6 +2,7 @@
 
 import pandas as pd
 import pytest
+from figure_rows import bins_frame
 
 from benchmarks.index import results_of
 from benchmarks.readme import claims_table, kept_of_items
@@ -35,20 +36,8 @@ def items(states: dict[tuple[str, float], list[int]]) -> pd.DataFrame:
 
 def bins(slope: float) -> pd.DataFrame:
     """Ten tenths whose loss is the score times `slope`, in both orders."""
-    return bins_data(
-        pd.DataFrame(
-            {
-                "order": order,
-                "bin": index,
-                "score_sum": index + 1.0,
-                "delta_nll": slope * (index + 1.0),
-                "estimator": "heapr",
-                "dataset": "text",
-            }
-            for order in ("index", "score")
-            for index in range(10)
-        )
-    )
+    rows = bins_frame()
+    return bins_data(rows.assign(delta_nll=slope * rows["score_sum"], dataset="text"))
 
 
 def shares(last: float) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from figure_rows import ROUTED_SHARE, evaluation, lines_of
+from figure_rows import ROUTED_SHARE, evaluation, evaluation_rows, lines_of, saving_rows
 
 from heapr_lab import figures
 from heapr_lab.errors import SpecError
@@ -49,11 +49,9 @@ def test_calibration_size_is_mean_and_spread_over_seeds() -> None:
     assert ax.get_ylabel() == "perplexity ↓"
 
 
-def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
-    results: pd.DataFrame, savings: pd.DataFrame
-) -> None:
+def test_boundary_places_the_paper_on_the_axis_of_the_whole_model() -> None:
     """0.4 and 0.9 of the whole model are 0.4 / 0.75 and 0.9 / 0.75 of our atoms."""
-    data = figures.boundary_data(results, savings)
+    data = figures.boundary_data(evaluation_rows(), saving_rows())
     paper = data[data["source"].eq("paper") & data["metric"].eq("accuracy")]
     assert list(paper["ratio"]) == pytest.approx([0.4 / 0.75, 0.9 / 0.75])
     assert list(paper["parameter_reduction"]) == pytest.approx([0.4, 0.9])
@@ -75,11 +73,9 @@ def test_boundary_places_the_paper_on_the_axis_of_the_whole_model(
     assert ax.get_ylabel() == "FLOPs saved [%] ↑"
 
 
-def test_boundary_curves_are_the_evaluation_rows(
-    results: pd.DataFrame, savings: pd.DataFrame
-) -> None:
+def test_boundary_curves_are_the_evaluation_rows() -> None:
     """Perplexity is absolute on a log axis, accuracy is relative to the dense model."""
-    data = figures.boundary_data(results, savings)
+    data = figures.boundary_data(evaluation_rows(), saving_rows())
     ax = figures.plot_boundary(data, quantity="perplexity")
     # 20 · (1 + 0.1 · ratio)
     expected = [[0, 20], [0.2, 20.4], [0.5, 21]]
@@ -93,11 +89,9 @@ def test_boundary_curves_are_the_evaluation_rows(
     assert len(figures.figure_boundary(data).axes) == 3
 
 
-def test_granularity_compares_atoms_with_experts(
-    results: pd.DataFrame, savings: pd.DataFrame
-) -> None:
+def test_granularity_compares_atoms_with_experts() -> None:
     """Each granularity has its own curve, and the paper's points their own marker."""
-    data = figures.granularity_data(results, savings)
+    data = figures.granularity_data(evaluation_rows(), saving_rows())
     ax = figures.plot_comparison(data, metric="perplexity", dataset="wikitext2")
     drawn = lines_of(ax)
     assert drawn["atomic experts"][-1] == pytest.approx([0.5, 1.05])
@@ -119,9 +113,9 @@ def test_granularity_compares_atoms_with_experts(
     assert flops.get_title(loc="left") == f"whole model\n{CONTEXT}"
 
 
-def test_scope_compares_global_with_layer_wise(results: pd.DataFrame) -> None:
+def test_scope_compares_global_with_layer_wise() -> None:
     """Curves are named by scope; the paper's are Qwen1.5-MoE's accuracies kept."""
-    data = figures.scope_data(results)
+    data = figures.scope_data(evaluation_rows())
     drawn = lines_of(
         figures.plot_comparison(data, metric="accuracy", dataset="continuation")
     )
@@ -135,10 +129,9 @@ def test_scope_compares_global_with_layer_wise(results: pd.DataFrame) -> None:
     assert paper.loc[("global", 0.25), "relative"] == pytest.approx(pruned / dense)
 
 
-def test_a_frame_that_has_too_few_or_too_many_rows_is_refused(
-    results: pd.DataFrame,
-) -> None:
+def test_a_frame_that_has_too_few_or_too_many_rows_is_refused() -> None:
     """Values are relative to the dense model's, and two seeds are ambiguous."""
+    results = evaluation_rows()
     with pytest.raises(SpecError, match=r"'continuation', 'accuracy'"):
         figures.main_data(results[results["estimator"].ne("dense")])
     two = pd.concat([results, results.assign(seed=1, value=results["value"] * 1.01)])

@@ -2,12 +2,11 @@
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 from figure_rows import keep_of
+from processes import says
 
 from heapr_lab import figures
 from heapr_lab.figures.files import format_column, table_markdown
@@ -57,8 +56,7 @@ def test_bytes_do_not_depend_on_the_machine(tmp_path: Path) -> None:
         folder = tmp_path / seed
         folder.mkdir()
         env = {"PYTHONHASHSEED": seed, "MPLCONFIGDIR": str(folder / "configuration")}
-        command = [sys.executable, "-c", _DRAW, str(folder), *of_system]
-        subprocess.run(command, check=True, cwd=folder, env=os.environ | env)
+        says("-c", _DRAW, str(folder), *of_system, cwd=folder, env=os.environ | env)
         folders.append(folder)
     for name in ("atomic.png", "atomic.pdf", "data/atomic.csv"):
         first, second = (folder / name for folder in folders)

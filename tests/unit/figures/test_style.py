@@ -2,8 +2,7 @@
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import pandas as pd
-from figure_rows import keep_of
+from figure_rows import evaluation_rows, keep_of, saving_rows
 from matplotlib.axes import Axes
 from matplotlib.text import Text
 
@@ -33,11 +32,10 @@ def test_estimators_look_different_from_each_other() -> None:
     assert figures.look("of my own") == figures.look("of my own")
 
 
-def test_type_is_readable_at_readme_width(
-    results: pd.DataFrame, savings: pd.DataFrame
-) -> None:
+def test_type_is_readable_at_readme_width() -> None:
     """Figures are 7 inches wide and no text is below 8 points."""
-    figure = figures.figure_boundary(figures.boundary_data(results, savings))
+    data = figures.boundary_data(evaluation_rows(), saving_rows())
+    figure = figures.figure_boundary(data)
     assert figure.get_size_inches()[0] == 7
     texts = figure.findobj(mpl.text.Text)
     assert min(text.get_fontsize() for text in texts if text.get_text()) >= 8

@@ -2,14 +2,15 @@
 
 import pandas as pd
 import pytest
+from figure_rows import evaluation_rows, saving_rows
 
 from heapr_lab import figures
 from heapr_lab.errors import SpecError
 
 
-def test_main_table_is_a_pivot_of_the_results(results: pd.DataFrame) -> None:
+def test_main_table_is_a_pivot_of_the_results() -> None:
     """Cells are the evaluation values; HEAPr is the global one, CAMERA layer-wise."""
-    data = figures.main_data(results)
+    data = figures.main_data(evaluation_rows())
     table = figures.main_table(data)
     assert list(table["method"]) == [
         "dense model",
@@ -33,8 +34,9 @@ def test_paper_tables_are_found_or_named() -> None:
         figures.paper_table("speed")
 
 
-def test_the_main_figure_has_few_estimators(results: pd.DataFrame) -> None:
+def test_the_main_figure_has_few_estimators() -> None:
     """Controls, which set the scale, are in the table alone."""
+    results = evaluation_rows()
     heapr = results[results["estimator"].eq("heapr")]
     more = [heapr.assign(estimator=name) for name in ("fisher", "magnitude", "random")]
     data = figures.main_data(pd.concat([results, *more]))
@@ -45,11 +47,9 @@ def test_the_main_figure_has_few_estimators(results: pd.DataFrame) -> None:
     assert not {"magnitude", "random"} & shown
 
 
-def test_the_summary_has_a_row_per_ratio(
-    results: pd.DataFrame, savings: pd.DataFrame
-) -> None:
+def test_the_summary_has_a_row_per_ratio() -> None:
     """Dense, 20 and 50 %, with what is saved; nothing is saved of the dense model."""
-    table = figures.summary_table(results, savings)
+    table = figures.summary_table(evaluation_rows(), saving_rows())
     assert table["ratio"].tolist() == [0.0, 0.2, 0.5]
     assert table["perplexity wikitext2"].tolist() == pytest.approx([20, 20.4, 21])
     saved = table["FLOPs saved at 256 tokens of context"].tolist()

@@ -1,12 +1,12 @@
 import importlib.util
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import one_line
+from processes import says
 from random_tables import small_table
 from tiny_folder import write_model
 
@@ -87,10 +87,7 @@ def test_a_page_waits_for_nothing_that_its_kernel_imports() -> None:
     """The server goes without numbers and widgets until its first kernel starts."""
     slow = {"IPython", "ipywidgets", "numpy", "pandas", "pyarrow", "torch"}
     code = SERVE.replace("{slow}", repr(slow))
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == ""
+    assert says("-c", code).strip() == ""
 
 
 def test_without_voila_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,7 @@ from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.glossary import GLOSSARY, TERMS, find_term
 from heapr_lab.pruning.options import CHOICES
 from heapr_lab.recipes.weights import WEIGHTS
-from heapr_lab.storage import paths
 
-DOCS = paths.project_dir() / "docs"
 ALL = [term for terms in GLOSSARY.values() for term in terms]
 
 
@@ -37,9 +35,3 @@ def test_the_page_has_every_term() -> None:
     text = pages.glossary_page()
     assert all(f"* **{term.name}**: {term.text}" in text for term in ALL)
     assert all(f"## {heading}\n" in text for heading in GLOSSARY)
-
-
-def test_the_pages_it_names_are_there() -> None:
-    """Each is a file of docs."""
-    named = {term.page for term in ALL if term.page}
-    assert [name for name in named if not (DOCS / name).is_file()] == []

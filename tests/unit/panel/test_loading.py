@@ -1,8 +1,6 @@
 """With its table in the cache, a model is shown before it is loaded."""
 
 import contextlib
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import ipywidgets as ipw
 import pytest
 from pressing import error_of, press
+from processes import says
 from tiny_folder import write_model, write_text
 
 from heapr_lab.errors import SpecError
@@ -78,11 +77,7 @@ def test_the_first_picture_needs_no_model(asked: dict[str, Any]) -> None:
     first, bench = opened(asked)
     assert bench.is_loaded  # there was no table
     code = OPEN.format(model=asked["source"], text=asked["corpora"][0], slow={*SLOW})
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    counts, slow = done.stdout.splitlines()
+    counts, slow = says("-c", code).splitlines()
     n_known, n_modules = map(int, counts.split())
     assert slow == ""
     assert n_known == 2  # parameters and bytes

@@ -1,14 +1,13 @@
 """`%load_ext heapr_lab`: a kernel shows figures, and `%heapr` opens the panel."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib as mpl
 import pandas as pd
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from processes import says
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel import magic
@@ -40,15 +39,8 @@ def test_a_kernel_shows_figures_unless_told_otherwise(
     backend: str, shown: bool, tmp_path: Path
 ) -> None:
     """Where nothing or inline was chosen a figure is a PNG; torch is not imported."""
-    env = {"IPYTHONDIR": str(tmp_path), "MPLBACKEND": backend}
-    process = subprocess.run(
-        [sys.executable, "-c", _KERNEL],
-        check=True,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-    )
-    assert process.stdout.split() == ["False", str(shown)]
+    env = os.environ | {"IPYTHONDIR": str(tmp_path), "MPLBACKEND": backend}
+    assert says("-c", _KERNEL, env=env).split() == ["False", str(shown)]
 
 
 def test_the_extension_adds_a_magic_and_takes_it_away() -> None:

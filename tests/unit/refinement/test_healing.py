@@ -82,7 +82,7 @@ def test_gradients_are_those_of_whole_logits(family: str) -> None:
         torch.testing.assert_close(gradients[name], expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "nemotron_h"])
 def test_experts_routers_and_norms_learn(family: str) -> None:
     """The held-out loss falls; all else of both models is untouched."""
     dense = tiny_model(family, dtype=torch.float32)

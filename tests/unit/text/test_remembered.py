@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from tiny_folder import write_model, write_text
+from tiny_folder import write_model, write_piqa, write_text
 
 from heapr_lab.tasks.harness import items_fingerprint
 from heapr_lab.text import corpora
@@ -113,30 +113,12 @@ def test_a_tokenizer_with_more_tokens_gives_other_windows(bench: Workbench) -> N
 # --- items ------------------------------------------------------------------------
 
 
-def write_piqa(folder: Path, *, changed: int | None = None) -> None:
-    """Twelve items of PIQA, of which one may be another."""
-    rows = [
-        {
-            "goal": f"goal {i}",
-            "sol1": f"way {i} one",
-            "sol2": f"way {i}",
-            "label": i % 2,
-        }
-        for i in range(12)
-    ]
-    if changed is not None:
-        rows[changed]["sol1"] = "something else altogether"
-    folder.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "validation"):
-        pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
-
-
 def test_accuracy_is_of_the_items_as_they_are(
     bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another $HEAPR_TASKS_DIR, or another item in it, is another result."""
     for name, changed in (("one", None), ("two", 3)):
-        write_piqa(tmp_path / name / "piqa", changed=changed)
+        write_piqa(tmp_path / name / "piqa", 12, changed=changed)
     done: list[tuple[int, int]] = []
 
     def asked(folder: str) -> int:
@@ -149,7 +131,7 @@ def test_accuracy_is_of_the_items_as_they_are(
     assert asked("one") == 0  # from the cache
     assert asked("two") > 0
     assert asked("one") == 0
-    write_piqa(tmp_path / "one" / "piqa", changed=5)
+    write_piqa(tmp_path / "one" / "piqa", 12, changed=5)
     assert asked("one") > 0
 
 
@@ -161,7 +143,7 @@ def test_items_of_the_hub_are_known_by_what_is_asked(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     prints = {}
     for name, changed in (("one", None), ("again", None), ("two", 3), ("late", 9)):
-        write_piqa(tmp_path / name / "baber" / "piqa", changed=changed)
+        write_piqa(tmp_path / name / "baber" / "piqa", 12, changed=changed)
         monkeypatch.chdir(tmp_path / name)
         prints[name] = items_fingerprint("piqa", limit=8)
     assert prints["one"] == prints["again"] == prints["late"] != prints["two"]

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from keeps import random_keep
-from tiny_folder import write_model
+from tiny_folder import write_model, write_piqa
 
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.pruning.masks import KeepMask
@@ -24,17 +23,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path / "tasks"))
-    rows = [
-        {
-            "goal": f"goal {i}",
-            "sol1": f"way {i * i}",
-            "sol2": f"{i} ways",
-            "label": i % 2,
-        }
-        for i in range(N_ITEMS)
-    ]
-    (tmp_path / "tasks" / "piqa").mkdir(parents=True)
-    pd.DataFrame(rows).to_parquet(tmp_path / "tasks" / "piqa" / "validation.parquet")
+    write_piqa(tmp_path / "tasks" / "piqa", N_ITEMS)
     write_model(tmp_path / "moe")
     return open_workbench(str(tmp_path / "moe"), profile="small", dtype="float32")
 

@@ -15,13 +15,23 @@ from heapr_lab.pretrained.carved import Layout
 _IDS = torch.randint(D_VOCAB, (4, 40), generator=torch.Generator().manual_seed(3))
 
 
-def test_every_neuron_has_one_place() -> None:
-    """The order of a layer is a permutation of its neurons."""
-    layout = Layout.named("s4e5x4k3")
-    for carving in carve(dense_model(), _IDS, layout):
+def test_a_carving_of_a_dense_model() -> None:
+    """Each neuron has one place, the same each time, and the model is as before.
+
+    Experts taken at random would have the share of energy that is active.
+    """
+    dense, layout = dense_model(), Layout.named("s4e5x4k3")
+    before = weights_of(dense)
+    one, two = (carve(dense, _IDS, layout) for _ in range(2))
+    for carving, other in zip(one, two, strict=True):
         assert sorted(carving.order.tolist()) == list(range(layout.d_ff))
         assert carving.router.shape == (5, 16)
         assert carving.bias.shape == (5,)
+        assert carving.captured > (4 + 3 * 4) / 24
+        assert torch.equal(carving.order, other.order)
+        assert torch.equal(carving.router, other.router)
+    torch.testing.assert_close(weights_of(dense), before, rtol=0, atol=0)
+    assert not any(module._forward_hooks for module in dense.modules())
 
 
 def test_more_active_experts_capture_more() -> None:
@@ -33,21 +43,6 @@ def test_more_active_experts_capture_more() -> None:
     ]
     assert captured[0] < captured[1] < captured[2]
     assert captured[2] == pytest.approx(1, abs=1e-5)
-
-
-def test_it_captures_more_than_a_random_division() -> None:
-    """Experts taken at random would have the share of energy that is active."""
-    for carving in carve(dense_model(), _IDS, Layout.named("s4e5x4k3")):
-        assert carving.captured > (4 + 3 * 4) / 24
-
-
-def test_the_model_is_as_before() -> None:
-    """Its weights and hooks are unchanged."""
-    dense = dense_model()
-    before = weights_of(dense)
-    carve(dense, _IDS, Layout.named("s4e5x4k3"))
-    torch.testing.assert_close(weights_of(dense), before, rtol=0, atol=0)
-    assert not any(module._forward_hooks for module in dense.modules())
 
 
 def test_a_layout_of_another_size_is_refused() -> None:
@@ -68,11 +63,3 @@ def test_places_are_kept_and_the_sum_is_near_the_largest() -> None:
 
     everything = set(itertools.permutations([0, 0, 1, 1, 1, 2, 2, 2]))
     assert total(tuple(assignment)) > 0.97 * max(map(total, everything))
-
-
-def test_the_same_seed_gives_the_same_carving() -> None:
-    """Order and router are equal, to the bit."""
-    one, two = (carve(dense_model(), _IDS, Layout.named("s4e5x4k3")) for _ in range(2))
-    for carving, other in zip(one, two, strict=True):
-        assert torch.equal(carving.order, other.order)
-        assert torch.equal(carving.router, other.router)
