@@ -39,7 +39,7 @@ ifneq ($(wildcard ../shared/data/zero_shot),)
 export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
 endif
 
-.PHONY: help install test lint types tests test-network engines test-engines reproduce publish lab docs clean
+.PHONY: help install test lint types tests browser-tests device-tests test-network engines test-engines reproduce publish lab docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -67,9 +67,14 @@ types: $(STAMP)
 
 tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (browser or gpu or slow or network or engine)"
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m browser tests/browser
-	HEAPR_GPU=second $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m gpu \
-		$$(grep -rl --include='*.py' 'mark\.gpu' tests)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync browser-tests device-tests
+
+# A browser waits for its pages half of the time: one process more, and another job.
+browser-tests: $(STAMP)
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist loadgroup -m browser tests/browser
+
+device-tests: $(STAMP)
+	HEAPR_GPU=second $(BIN)/python -m pytest -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests)
 
 test-network: $(STAMP) ## tests that fetch published weights
 	$(BIN)/python -m pytest -m network $$(grep -rl --include='*.py' 'mark\.network' tests)
