@@ -19,7 +19,7 @@ from playwright.sync_api import (
     sync_playwright,
 )
 
-TIMEOUT = 90_000
+TIMEOUT = 180_000
 """Milliseconds for a kernel to import torch, on a busy machine."""
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
