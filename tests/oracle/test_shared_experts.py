@@ -101,7 +101,7 @@ def test_no_zero_atoms_where_the_width_divides() -> None:
 
     The example of docs/checkpoints.md is DeepSeekMoE-16B with 832 of 1,408 atoms.
     """
-    config = model_of("deepseek_v2").config
+    config = model_of("deepseek_v3").config
     for width in range(1, DENSE + 1):
         stock = stock_config(config, width)
         assert stock.n_zero == -DENSE % width < width

@@ -57,6 +57,8 @@ IN_SINGLE = {"rtol": 1e-4, "atol": 1e-5}
 """Routers compute a softmax in float32, whose sum depends on the order of experts."""
 
 Fitted = tuple[nn.Module, dict[str, Compression], dict[str, torch.Tensor]]
+ONE_FAMILY = pytest.mark.parametrize("fitted", ["deepseek_v2"], indirect=True)
+"""Of tests in which the other one would run the same code."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -131,6 +133,7 @@ def test_the_budget_is_exact(fitted: Fitted, ratio: float) -> None:
         assert reduction.savings(model).parameters == (architecture.n_parameters, after)
 
 
+@ONE_FAMILY
 def test_ratio_zero_changes_nothing(fitted: Fitted) -> None:
     """The logits are those of the dense model."""
     model, _, _ = fitted
@@ -140,6 +143,7 @@ def test_ratio_zero_changes_nothing(fitted: Fitted) -> None:
         torch.testing.assert_close(applied(compression, model), dense, **CLOSE)
 
 
+@ONE_FAMILY
 def test_the_same_seed_gives_the_same_result(fitted: Fitted) -> None:
     """Fitted again, with measurements of its own; another seed is another draw."""
     model, before, _ = fitted
@@ -172,6 +176,7 @@ def with_permuted_experts(model: nn.Module) -> nn.Module:
     return permuted
 
 
+@ONE_FAMILY
 def test_the_order_of_windows_does_not_matter(fitted: Fitted) -> None:
     """Except where windows are held out by their place."""
     model, before, _ = fitted
