@@ -4,11 +4,14 @@ A small model leaves cores idle, because its matrix products are too small to be
 divided. Steps that share only the cache can run in separate processes instead.
 """
 
+import collections
 import contextlib
 import functools
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -101,20 +104,45 @@ def run_steps(
 ) -> list[Any]:
     """Results of all steps, run here and by the executor, if there is one.
 
-    This process takes the next step that no other has begun. If a step fails, the
-    results of finished steps stay in the cache.
+    This process and each of the others take the next step whenever they are free. If a
+    step fails, the results of finished steps stay in the cache.
     """
-    futures = [executor.submit(_work, step) if executor else Future() for step in steps]
+    waiting = collections.deque(enumerate(steps))
+    outcomes: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
+
+    def serve() -> None:
+        """Have another process do the next of what waits, until there is none."""
+        with contextlib.suppress(IndexError):
+            while True:
+                place, step = waiting.popleft()
+                call = functools.partial(_there, executor, step)
+                outcomes.put((place, _called(call)))
+
+    for _ in range(getattr(executor, "_max_workers", 0)):
+        threading.Thread(target=serve, daemon=True).start()  # ends with the process
     results: dict[int, Any] = {}
     while len(results) < len(steps):
-        left = [place for place in range(len(steps)) if place not in results]
-        # What no other process has begun can be cancelled, and is done here.
-        free = (n for n in left if futures[n].done() or futures[n].cancel())
-        place = next(free, left[0])
-        here = futures[place].cancelled()
-        results[place] = steps[place](bench) if here else futures[place].result()
+        with contextlib.suppress(IndexError):
+            place, step = waiting.popleft()
+            outcomes.put((place, _called(functools.partial(step, bench))))
+        place, future = outcomes.get()
+        results[place] = future.result()
         progress(len(results), len(steps))
     return [results[place] for place in range(len(steps))]
+
+
+def _there(executor: Any, step: Step) -> Any:
+    """What a step comes to in another process."""
+    return executor.submit(_work, step).result()
+
+
+def _called(call: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:  # whoever asks for the result gets it
+        future.set_exception(error)
+    return future
 
 
 def _begin(open_bench: Callable[[], "Workbench"], threads: int) -> None:
