@@ -160,8 +160,8 @@ def compared_on(rows: pd.DataFrame, losses: pd.DataFrame, calibration: str) -> s
         for corpus, part in losses.groupby("corpus", sort=False)
     )
     return (
-        f"Comparisons on `smolmoe` are calibrated on {calibration} of WikiText-2, and "
-        "of the windows and items that both methods have: "
+        f"Comparisons on `smolmoe` are of methods calibrated on {calibration} of "
+        "WikiText-2, on the windows and items that both have: "
         f"{value_range(counts, 'd')} windows of 512 tokens, spread evenly over a test "
         f"split, and {value_range(states['items'], 'd')} items of a task. Where whole "
         f"splits were measured, so many of the 95 % intervals over {counts.min()} "

@@ -84,7 +84,7 @@ class Architecture:
 
     def atom_parameters(self, layer: int) -> int:
         """Parameters of one atom of `layer`."""
-        return self.layers[layer].atom_parameters
+        return self._shape(layer).atom_parameters
 
     def parameters(self, keep: Keep | None = None) -> int:
         """Parameters of the whole model after pruning (before, without `keep`)."""
@@ -173,6 +173,14 @@ class Architecture:
             ) from error
 
     # --- checks -----------------------------------------------------------------
+
+    def _shape(self, layer: int) -> LayerShape:
+        if layer not in self.layers:
+            raise SpecError(
+                f"layer {layer} has no routed experts; layers with routed experts: "
+                f"{', '.join(map(str, self.layers))}"
+            )
+        return self.layers[layer]
 
     def _check(self, keep: Keep) -> None:
         """Check that `keep` has the layers and shapes of this model.

@@ -498,7 +498,9 @@ def test_advice_about_files_that_are_shorter_or_gone(tmp_path: Path) -> None:
 
 def test_streams_of_another_kind_are_refused(tmp_path: Path) -> None:
     """Before anything is loaded."""
-    with pytest.raises(SpecError, match="stream must be one of True, False, 'auto', "):
+    with pytest.raises(
+        SpecError, match="must be one of True, False, 'auto', got 'yes'"
+    ):
         load_model(write_model(tmp_path), stream="yes")
 
 

@@ -106,7 +106,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*SCORE, "--corpus", "0.5*pydocs + typo"), "cannot read the mixture"),
     ((*SCORE, "--corpus", "absent.txt"), "does not exist"),
     ((*SCORE, "--corpus", "pydocs:no_such_package"), "not installed"),
-    ((*SCORE, "--dtype", ""), "dtype must be one of 'auto', 'float32', "),
+    ((*SCORE, "--dtype", ""), "'float16', 'float64', got ''"),
     ((*SCORE, "--seed", str(-(2**63) - 1)), "seed must be a whole number from -"),
     (("score", "lab", "--n-sequences", "0"), "--n-sequences"),
     (("evaluate", "lab", "--corpora", ""), "nothing to measure"),

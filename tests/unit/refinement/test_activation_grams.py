@@ -112,7 +112,7 @@ def test_too_little_to_sum(model: nn.Module) -> None:
     assert all_grams(model, two)[0].tokens.sum(1).tolist() == [18, 18]
     with pytest.raises(SpecError, match="1 windows, expected at least 2"):
         all_grams(model, CalibrationSet.from_ids(IDS[:1]))
-    with pytest.raises(SpecError, match="span must be one of 'expert', 'layer', got"):
+    with pytest.raises(SpecError, match="must be one of 'expert', 'layer', got 'row'"):
         all_grams(model, WINDOWS, span="row")
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
