@@ -6,7 +6,7 @@ Each configuration is a random model of the given widths; every method gets the 
 token ids in the same batches:
 
 - `plain`: forward and backward to the embedding's output, with transformers' default
-  experts implementation and no statistics: the lower bound.
+  experts implementation and no statistics.
 - `plain_eager`: the same with transformers' loop over experts.
 - `one_pass`: `collect_statistics`, including its table.
 - `two_stage`: the paper's Algorithm 1 (`two_stage.py`), including its scores.

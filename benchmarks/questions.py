@@ -9,15 +9,13 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from benchmarks import advice
-from benchmarks.figures import methods, quality, real
+from benchmarks import advice, sentences
+from benchmarks.figures import cost, methods, quality, real
 from benchmarks.index import BENCHMARKS, results_of
 from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.experiments import answers
 from heapr_lab.experiments.answers import listed, value_range
-from heapr_lab.figures.comparisons import DRAWN
 from heapr_lab.figures.files import table_markdown
-from heapr_lab.figures.style import look
 from heapr_lab.storage import paths
 
 _MIDDLE = 0.4
@@ -83,7 +81,7 @@ def _measured(question: Question) -> list[str]:
     if question.benchmark:
         row = BENCHMARKS[question.benchmark]
         told = row.measured_on(row.drawn(row.rows()))
-        return [f"Measured: {told}", f"`python benchmarks/{row.script}`"]
+        return [f"Measured: {told}", f"`python benchmarks/{row.script}{row.arguments}`"]
     if not question.measures:
         return ["`make publish`"]
     text = question.measures.format_map(_of_lab_model(question.stem))
@@ -165,25 +163,12 @@ def _gains(committed: Committed) -> str:
 def _best_methods(committed: Committed) -> str:
     data = committed.measured["methods"]
     ranks = methods.rankings_table(data)
-    return answers.methods(data, ranks, results_of("methods")).short
+    return sentences.methods(data, ranks, results_of("methods")).short
 
 
 def _scores(_committed: Committed) -> str:
-    rows = pd.read_csv(paths.figures_dir() / "data" / "8_methods.csv")
-    rows = rows[rows["source"].eq("ours") & rows["metric"].eq("perplexity")]
-    at = rows[rows["ratio"].sub(_MIDDLE).abs().lt(0.005)]
-    wide = at.pivot(index="dataset", columns="name", values="value")[list(DRAWN)]
-    lowest = wide.idxmin(axis="columns").map(lambda name: look(name).label)
-    text = listed(
-        f"*{name}* on {listed(corpora)}"
-        for name, corpora in lowest.groupby(lowest).groups.items()
-    )
-    more = wide["heapr"] / wide.min(axis="columns")
-    return (
-        f"Of the scores that are drawn, the one with the lowest perplexity where "
-        f"{_MIDDLE:.0%} is removed is {text}; HEAPr's is {value_range(more, '.2f')} "
-        "times as high. One pass gives the sums for all."
-    )
+    curves = pd.read_csv(paths.figures_dir() / "data" / "8_methods.csv")
+    return f"{answers.best_scores(curves, _MIDDLE)} One pass gives the sums for all."
 
 
 def _text(committed: Committed) -> str:
@@ -197,9 +182,12 @@ def _structures(committed: Committed) -> str:
     over = rows.dropna(subset="multiple").groupby("structure", sort=False)
     text = "; ".join(f"{name} {value_range(part['excess_nll'])}" for name, part in over)
     multiples = value_range(rows["multiple"].dropna(), "d")
+    removed = over["achieved_ratio"].max()
+    most = f"{removed.idxmax()} removes up to {removed.max():.0%} for it"
     return (
-        f"Where {_MIDDLE:.0%} is removed, ragged widths cost {ragged:.3f} nats per "
-        f"token; widths that are multiples of {multiples} cost more by: {text}."
+        f"Where {_MIDDLE:.0%} is asked for, ragged widths cost {ragged:.3f} nats per "
+        f"token. Compared with ragged widths of as many atoms, those that are "
+        f"multiples of {multiples} cost more by: {text}; {most}."
     )
 
 
@@ -222,15 +210,8 @@ def _number(text: str) -> float:
 
 
 def _costs(committed: Committed) -> str:
-    rows = committed.measured["cost"].groupby("method")["times_baseline"]
-    one, two = (
-        value_range(rows.get_group(name), ".2f") for name in ("one_pass", "two_stage")
-    )
-    return (
-        f"Collecting the sums takes {one} × the time of a forward and backward pass "
-        "without them, and Algorithm 1 of the paper, with a matrix for each expert, "
-        f"{two} ×. Both give the same scores."
-    )
+    said = cost.cost_said(committed.measured["cost"])
+    return f"{said}. Both give the same scores."
 
 
 def _of_claims(*numbers: int) -> Answer:

@@ -13,6 +13,7 @@ from heapr_lab.figures.style import add_legend, figure_of, own_axes, styled
 
 MIB = 2**20
 NOT_COMPARABLE = "paper, not comparable (other model, data and machine)"
+_BASELINE = "plain"
 _COLUMNS = [
     "source",
     "method",
@@ -34,26 +35,25 @@ LABELS = {
 }
 
 
-def cost_data(costs: pd.DataFrame, *, baseline: str = "plain") -> pd.DataFrame:
+def cost_data(costs: pd.DataFrame) -> pd.DataFrame:
     """Measured costs and the paper's, in seconds and bytes.
 
     Args:
         costs: rows of method, model, d_model, d_inter, n_experts, seconds, peak_bytes
             and state_bytes.
-        baseline: the method relative to whose time `times_baseline` is, per model.
 
     Returns:
-        The rows of `costs` with `source` "ours", then the paper's with `source`
-        "paper".
+        The rows of `costs` with `source` "ours" and `times_baseline`, relative to a
+        forward and backward pass of the model, then the paper's with `source` "paper".
 
     Raises:
         SpecError: the baseline was not measured on a model.
     """
-    base = costs[costs["method"].eq(baseline)].set_index("model")["seconds"]
+    base = costs[costs["method"].eq(_BASELINE)].set_index("model")["seconds"]
     missing = sorted(set(costs["model"]) - set(base.index))
     if missing:
         raise SpecError(
-            f"no row of baseline {baseline!r} for {missing}: found methods "
+            f"no row of baseline {_BASELINE!r} for {missing}: found methods "
             f"{sorted(set(costs['method']))}. Measure the baseline on them too."
         )
     times = costs["seconds"] / costs["model"].map(base)
@@ -69,6 +69,26 @@ def cost_data(costs: pd.DataFrame, *, baseline: str = "plain") -> pd.DataFrame:
         }
     )
     return pd.concat([ours, paper], ignore_index=True)[_COLUMNS]
+
+
+def cost_said(data: pd.DataFrame) -> str:
+    """What the scores cost beside plain passes and the paper's algorithm, in words.
+
+    Args:
+        data: from `cost_data`.
+    """
+    ours = data[data["source"].eq("ours")]
+    seconds = ours.pivot(index="model", columns="method", values="seconds")
+
+    def times(method: str, base: str) -> str:
+        return f"{value_range(seconds[method] / seconds[base], '.2f')} ×"
+
+    return (
+        f"Scoring takes {times('one_pass', _BASELINE)} the time of transformers' "
+        f"forward and backward pass, and {times('one_pass', 'plain_eager')} that of "
+        "the same loop over experts without the sums; the paper's Algorithm 1, with a "
+        f"matrix for each expert, takes {times('two_stage', _BASELINE)}"
+    )
 
 
 def cost_table(data: pd.DataFrame) -> pd.DataFrame:

@@ -15,18 +15,17 @@ from heapr_lab.experiments.intervals import (
     DISAGREES,
     UNDECIDED,
     UNTESTED,
-    accuracy_difference,
-    loss_difference,
-    state,
 )
+from heapr_lab.figures.comparisons import DRAWN
 from heapr_lab.figures.paper import paper_table
+from heapr_lab.figures.style import look
 from heapr_lab.pruning.savings import at_context
 
 _SAYS = {
-    AGREES: "agrees",
-    DISAGREES: "disagrees",
-    UNDECIDED: "cannot decide",
-    UNTESTED: "cannot test it",
+    AGREES: "{model} **agrees**",
+    DISAGREES: "{model} **disagrees**",
+    UNDECIDED: "{model} leaves it **undecided**",
+    UNTESTED: "It **cannot be tested** here",
 }
 
 
@@ -88,10 +87,8 @@ def listed(names: Iterable[object]) -> str:
 def claim_in_words(row: Mapping[Hashable, str], model: str) -> str:
     """A row of `claims.claims` in two sentences; the second begins with a model."""
     paper = f" ({row['paper']})" if row["paper"] else ""
-    return (
-        f"A claim of the paper: {row['claim']}{paper}. {model} "
-        f"**{_SAYS[row['verdict']]}**: {row['found']}."
-    )
+    verdict = _SAYS[row["verdict"]].format(model=model)
+    return f"The paper says: {row['claim']}{paper}. {verdict}: {row['found']}."
 
 
 # --- the notebooks ----------------------------------------------------------------
@@ -202,6 +199,45 @@ def other_text(losses: pd.DataFrame) -> str:
     )
 
 
+def best_scores(curves: pd.DataFrame, ratio: float) -> str:
+    """Which of the scores that are drawn has the lowest perplexity on each corpus.
+
+    Args:
+        curves: from `figures.main_data`.
+        ratio: the one that is removed.
+    """
+    rows = curves[curves["source"].eq("ours") & curves["metric"].eq("perplexity")]
+    rows = rows[rows["ratio"].sub(ratio).abs().lt(0.005) & rows["name"].isin(DRAWN)]
+    wide = rows.pivot(index="dataset", columns="name", values="value")
+    lowest = wide.idxmin(axis="columns").map(lambda name: look(name).label)
+    text = listed(
+        f"*{name}* on {listed(corpora)}"
+        for name, corpora in lowest.groupby(lowest).groups.items()
+    )
+    more = wide["heapr"] / wide.min(axis="columns")
+    return (
+        "Of the scores that are drawn, the one with the lowest perplexity where "
+        f"{ratio:.0%} is removed is {text}; HEAPr's is {value_range(more, '.2f')} "
+        "times as high."
+    )
+
+
+def one_scale(bins: pd.DataFrame) -> str:
+    """Whether the scores of early and late tenths of the model are in one unit.
+
+    Args:
+        bins: from `figures.bins_data`; tenths by index are tenths of the layers.
+    """
+    rows = bins[bins["order"].eq("index")].sort_values("bin")
+    times = rows["delta_nll"] / rows["score_sum"]
+    above = rows.loc[times.gt(1), "bin"]
+    which = f"tenths {listed(above + 1)} more" if len(above) else "none more"
+    return (
+        f"Ranked together, tenths from the first layers to the last cost "
+        f"{value_range(times, '.2f')} × the sum of their scores, {which} than that sum."
+    )
+
+
 def importance(
     scores: "pd.Series[float]", ranks: pd.DataFrame, facts: Mapping[str, object]
 ) -> Answer:
@@ -210,18 +246,16 @@ def importance(
     Args:
         scores: HEAPr's, of every atom.
         ranks: correlations of rankings, by estimator.
-        facts: `tokens` (predicted), `corpus`, `experts`, `unrouted` and `passes` (the
-            time of one pass ÷ that of a forward and backward pass, several models).
+        facts: `tokens` (predicted), `corpus`, `experts`, `unrouted` and `cost` (what
+            one pass takes, in words).
     """
     spread = scores.quantile(0.9) / scores.quantile(0.1)
     largest = scores.nlargest(max(1, len(scores) // 20)).sum() / scores.sum()
-    passes = pd.Series(facts["passes"])
     short = (
         f"One forward and backward pass over {facts['tokens']:,} predicted tokens of "
         f"{facts['corpus']} gives the sums of {len(scores):,} atomic experts, from "
         f"which every score is computed; {facts['unrouted']} of {facts['experts']} "
-        f"experts got no tokens. It takes {value_range(passes, '.2f')} × the time of "
-        "the same pass without the sums."
+        f"experts got no tokens. {facts['cost']}"
     )
     unlike = ranks["heapr"].drop("heapr")
     more = [
@@ -231,131 +265,6 @@ def importance(
         f"{unlike.max():.2f}), and {unlike.idxmin()} least ({unlike.min():.2f}).",
     ]
     return answer(short, more)
-
-
-def quality(
-    windows: pd.DataFrame, items: pd.DataFrame, default: str, corpus: str
-) -> Answer:
-    """What the default saves of HEAPr's loss on a pretrained model.
-
-    Args:
-        windows: the losses of its states, as `intervals.loss_difference` takes them.
-        items: their answers.
-        default: the method that is compared with "heapr".
-        corpus: the one that was calibrated on.
-    """
-    same = windows["corpus"].eq(corpus)
-    ratios = sorted({*windows.loc[windows["method"].eq(default), "ratio"]})
-    if not ratios:
-        return answer(f"{default} has not been measured on a pretrained model.")
-    text = "; ".join(
-        f"at {ratio:.0%} {_beside_heapr(windows[same], default, ratio)} on {corpus}, "
-        f"{_beside_heapr(windows[~same], default, ratio)} on other text "
-        f"({len(state(windows, default, ratio))} windows)"
-        for ratio in ratios
-    )
-    short = (
-        f"Δloss of {default} against that of HEAPr on the pretrained MoE, in nats per "
-        f"token, with 95 % intervals of the difference: {text}."
-    )
-    tasks = {r: accuracy_difference(items, default, "heapr", r) for r in ratios}
-    accuracies = "; ".join(
-        f"at {ratio:.0%} {gap.said('+.1%')} ({len(state(items, default, ratio))} items)"
-        for ratio, gap in tasks.items()
-        if gap
-    )
-    return answer(short, [f"Mean accuracy on the tasks minus HEAPr's: {accuracies}."])
-
-
-def _beside_heapr(windows: pd.DataFrame, method: str, ratio: float) -> str:
-    gaps = {
-        name: loss_difference(windows, name, "dense", ratio)
-        for name in (method, "heapr")
-    }
-    losses = {name: gap.value for name, gap in gaps.items() if gap is not None}
-    if len(losses) < 2:
-        return "not measured"
-    apart = loss_difference(windows, method, "heapr", ratio)
-    assert apart is not None
-    return (
-        f"{losses[method]:.2f} against {losses['heapr']:.2f} ({apart.low:+.2f} to "
-        f"{apart.high:+.2f})"
-    )
-
-
-def methods(
-    data: pd.DataFrame, rankings: pd.DataFrame, measured: pd.DataFrame
-) -> Answer:
-    """Which way to compress loses least, and where merging beats random atoms.
-
-    Args:
-        data: from `methods_data`: variant, group, ratio and pooled.
-        rankings: the paper's order beside ours.
-        measured: rows of every model.
-    """
-    ratio = 0.4 if 0.4 in set(data["ratio"]) else data["ratio"].median()
-    at = data[data["ratio"].eq(ratio)]
-    best = at.loc[at.groupby("group")["pooled"].idxmin()].sort_values("pooled")
-    text = "; ".join(
-        f"{row['group']} {row['variant']} {row['pooled']:.3f}"
-        for row in best.to_dict("records")
-    )
-    short = (
-        f"Best of each kind at {ratio:.0%}, Δloss in nats per token on the calibrated "
-        f"corpus, mean of {int(at['n_models'].max())} models: {text}."
-    )
-    same = rankings["same rank"].mean() if len(rankings) else 1.0
-    against = (
-        f"Only {same:.0%} of the paper's ranks are the same here; it quotes its rows "
-        "of other methods from other papers, with their calibration."
-        if same < 1
-        else ""
-    )
-    return answer(short, [_where_merging_wins(measured, ratio)], [against])
-
-
-def _where_merging_wins(measured: pd.DataFrame, ratio: float) -> str:
-    """On which models merging beats random atoms, and on which dropping beats it."""
-    rows = measured[measured["ratio"].eq(ratio)]
-    losses = rows.pivot_table(
-        index="model", columns="variant", values="delta_nll pydocs"
-    )
-    if not {"hc-smoe", "random"} <= {*losses.columns}:
-        return ""
-    losses = losses.dropna(subset=["hc-smoe", "random"])
-    wins = losses["hc-smoe"] < losses["random"]
-    sides = {"less": losses[wins], "more": losses[~wins]}
-    text = ", and ".join(
-        f"{word} on {_pairs(part)}" for word, part in sides.items() if len(part)
-    )
-    exceptions = losses.index[wins != losses.index.str.contains("upcycled")]
-    return (
-        f"Beside removing random atoms, merging (HC-SMoE) loses {text}. It averages "
-        "experts, so it should lose less where they began as copies of one (upcycled) "
-        "and more where they were trained from scratch. Exceptions: "
-        f"{listed(exceptions) if len(exceptions) else 'none'}.{_dropped(losses)}"
-    )
-
-
-def _dropped(losses: pd.DataFrame) -> str:
-    """On which models dropping as many experts loses less than merging them."""
-    drops = (
-        losses[losses["reap"] < losses["hc-smoe"]] if "reap" in losses else losses[:0]
-    )
-    if drops.empty:
-        return ""
-    return (
-        " Dropping as many experts (REAP) loses less than merging them on "
-        f"{len(drops)} of {len(losses)} models: {_pairs(drops, beside='reap')}. Where "
-        "that beats random atoms, merging may, too, without any gain of its own."
-    )
-
-
-def _pairs(losses: pd.DataFrame, beside: str = "random") -> str:
-    return listed(
-        f"the {model} ({row['hc-smoe']:.3f} against {row[beside]:.3f})"
-        for model, row in losses.iterrows()
-    )
 
 
 def own_model(

@@ -99,6 +99,18 @@ def interval_of(differences: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def mean_of(parts: Sequence[Interval]) -> Interval:
+    """The mean of independent estimates, each with a symmetric interval.
+
+    Example:
+        >>> mean_of([Interval(1.0, -2.0, 4.0), Interval(2.0, -2.0, 6.0)])
+        Interval(value=1.5, low=-1.0, high=4.0)
+    """
+    value = sum(part.value for part in parts) / len(parts)
+    half = math.hypot(*(part.high - part.value for part in parts)) / len(parts)
+    return Interval(value, value - half, value + half)
+
+
 def of_error(value: float, error: float) -> Interval:
     """The normal interval of an estimate with that standard error."""
     half = float(scipy.stats.norm.ppf((1 + _LEVEL) / 2) * error)
@@ -163,6 +175,8 @@ def loss_difference(
 ) -> Interval | None:
     """How much more one method loses than another, paired over windows.
 
+    Each corpus counts as much as any other, however many of its windows there are.
+
     Args:
         windows: columns method, ratio, corpus, window and nll [nats per token].
         method: the one that is expected to lose more.
@@ -177,7 +191,8 @@ def loss_difference(
     pairs = pd.merge(*sides, on=keys)
     if pairs.empty:
         return None
-    return interval_of((pairs["nll_x"] - pairs["nll_y"]).to_numpy())
+    gaps = (pairs["nll_x"] - pairs["nll_y"]).groupby(pairs["corpus"])
+    return mean_of([interval_of(part) for _, part in gaps])
 
 
 def loss_differences(

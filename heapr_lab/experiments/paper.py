@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 BOUNDARY_RATIOS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Ratios of the pruning boundary, including the paper's 25 and 50 %."""
 METHOD_RATIOS = (0.2, 0.4, 0.6)
+LOSS_RATIOS = (0.2, 0.25, 0.4, 0.6)
+"""The ratios of `window_losses`."""
 LAYER_RATIOS = (0.25, 0.5)
 """The ratios whose removed shares by layer the paper draws."""
 CALIBRATION_SIZES = (8, 16, 32, 64, 128)
@@ -130,7 +132,7 @@ def window_losses(bench: Workbench, corpora: Sequence[str]) -> pd.DataFrame:
     """
     masks: dict[tuple[str, float], KeepMask | None] = {("dense", 0.0): None}
     for name, fields in COMPARED.items():
-        for ratio in METHOD_RATIOS:
+        for ratio in LOSS_RATIOS:
             masks[name, ratio] = bench.keep(Setting(ratio, **fields))
     rows = [
         (window, *state, corpus, nll)

@@ -146,7 +146,7 @@ ATOMS = (
         "heapr-expert",
         "expert-level HEAPr: whole experts by the sum of their atoms' scores",
         _HEAPR,
-        "atoms",
+        "experts",
         _selecting(granularity="expert"),
         deviations=(
             *_ONE_PASS,

@@ -61,58 +61,6 @@ def test_more_text_and_other_text_are_told() -> None:
     assert "by +0.300 on a and +0.400 on b" in answers.other_text(losses(0.5))
 
 
-def windows(gaps: dict[str, float]) -> pd.DataFrame:
-    """Two windows of each method at 20 %, above those of `heapr`."""
-    rows = [
-        (method, 0.2, "a", window, 1.0 + window + gap)
-        for method, gap in gaps.items()
-        for window in (0, 1)
-    ]
-    return pd.DataFrame(rows, columns=["method", "ratio", "corpus", "window", "nll"])
-
-
-def test_merging_is_compared_with_random_atoms_and_dropping() -> None:
-    """On every model, and what does not follow from how alike experts are is said."""
-
-    def reply(fine: float, dropped: float = 0.1) -> str:
-        rows = [
-            {"model": model, "variant": name, "ratio": 0.4, "delta_nll pydocs": loss}
-            for model, merged in (("fine", fine), ("lab", 0.8), ("upcycled", 0.05))
-            for name, loss in (("hc-smoe", merged), ("random", 0.3), ("reap", dropped))
-        ]
-        return repr(answers.methods(data, rankings, pd.DataFrame(rows)))
-
-    data = pd.DataFrame(
-        {"variant": ["hc-smoe", "heapr"], "group": ["merging", "atoms"], "ratio": 0.4}
-    ).assign(pooled=[0.4, 0.06], n_models=2)
-    rankings = pd.DataFrame({"same rank": [True, False]})
-    text = reply(0.2)
-    assert text.startswith("Only 50% of the paper's ranks are the same here")
-    assert "atoms heapr 0.060; merging hc-smoe 0.400" in text
-    less = "less on the fine (0.200 against 0.300) and the upcycled (0.050 against"
-    assert less in text
-    assert "and more on the lab (0.800 against 0.300)" in text
-    assert "Exceptions: fine. Dropping" in text
-    assert "on 2 of 3 models: the fine (0.200 against 0.100) and the lab (0.8" in text
-    assert "Exceptions: none. Dropping" in reply(0.4)
-    assert "Dropping" not in reply(0.4, dropped=1.0)
-
-
-def test_the_default_stands_beside_heapr() -> None:
-    """Δloss of both on the calibrated corpus and elsewhere, paired."""
-    losses = pd.concat(
-        [
-            windows({"default": 0.3, "heapr": 0.4}),
-            windows({"dense": 0.0}).assign(ratio=0.0),
-        ]
-    )
-    text = repr(answers.quality(losses, pd.DataFrame(), "default", "a"))
-    assert "at 20% 0.30 against 0.40 (-0.10 to -0.10) on a" in text
-    assert "not measured on other text" in text
-    absent = answers.quality(losses, pd.DataFrame(), "another", "a")
-    assert absent.short == "another has not been measured on a pretrained model."
-
-
 def test_the_exported_ratio_is_within_the_limit_or_says_so() -> None:
     """Perplexity +5 % is within a rise of a tenth, +20 % is not."""
     relative = pd.DataFrame({"a": [1.05, 1.2], "b": [1.3, 2.0]}, index=[0.1, 0.2])
@@ -130,8 +78,15 @@ def test_importance_says_what_a_pass_measured() -> None:
     ranks = pd.DataFrame(
         {"heapr": [1.0, 0.9, 0.1]}, index=["heapr", "fisher", "random"]
     )
-    facts = {"tokens": 100, "corpus": "a", "experts": 4, "unrouted": 0, "passes": [1.0]}
+    facts = {
+        "tokens": 100,
+        "corpus": "a",
+        "experts": 4,
+        "unrouted": 0,
+        "cost": "Little.",
+    }
     text = repr(answers.importance(scores, ranks, facts))
     assert "over 100 predicted tokens of a gives the sums of 10 atomic experts" in text
     assert "has 18% of their sum" in text
+    assert "0 of 4 experts got no tokens. Little. The upper" in text
     assert "fisher ranks most like it (Spearman 0.90), and random least (0.10)" in text

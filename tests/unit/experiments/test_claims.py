@@ -85,6 +85,7 @@ def test_there_are_twelve_each_with_a_verdict() -> None:
     assert table["number"].tolist() == list(range(1, 13))
     assert table["verdict"].tolist() == ["agrees", *["cannot be tested here"] * 11]
     paper = table.set_index("number")["paper"]
+    assert "first in 14 of 14 perplexities" in paper[2]
     assert "8% at 20%" in paper[4]
     assert "59.5, 60.0, 60.7" in paper[5]
     assert "6.54 against 6.9 at 20%" in paper[7]
@@ -200,43 +201,52 @@ def test_an_answer_begins_with_what_is_refuted() -> None:
     evidence = Evidence("text", shares=shares(0.1), bins=bins(2.0))
     text = repr(answer_of(evidence, 8, 9, 11, also="More."))
     parts = (
-        "A claim of the paper: early layers lose most, the middle least, the last ones "
-        "more again (only drawn). This model **disagrees**: atoms removed at 25%: of "
-        "the first third",
-        "of the last layer 10 (10 to 10) points less. A claim",
+        "The paper says: early layers lose most, the middle least, the last ones more "
+        "again (only drawn). This model **disagrees**: at 25% the first third",
+        "than the middle, the last layer 10 (10 to 10) points less. The paper",
         "This model **agrees**: Spearman 1.00",
-        "the costliest tenth: 2.0 × its scores. A claim",
+        "the costliest tenth: 2.0 × its scores, the others 2.0 ×. The paper",
         "(93% of the accuracy at <0.4 of the model",
-        "This model **cannot test it**: not measured. More.",
+        "It **cannot be tested** here: not measured. More.",
     )
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert places[0] == 0
     equal = answer_of(Evidence("text"), 1).short
-    assert equal.startswith("A claim of the paper: two forward passes and one backward")
+    assert equal.startswith("The paper says: two forward passes and one backward")
     assert "per expert. This model **agrees**" in equal
 
 
 @pytest.mark.parametrize(
-    ("on_c4", "verdict"), [([1, 1], "undecided"), ([1, 0], "disagrees")]
+    ("loss", "on_c4", "verdict"),
+    [
+        (1.0, [1, 1], "undecided"),
+        (1.0, [1, 0], "disagrees"),
+        (2.0, [1, 1], "disagrees"),
+    ],
 )
-def test_a_corpus_matters_by_accuracy(on_c4: list[int], verdict: str) -> None:
-    """The paper speaks of accuracy: that it is unaffected can be refuted, not shown.
-
-    Losses over windows or draws are told, and do not decide.
-    """
-    losses = windows({("heapr", 0.25): 1.0, (tested.ON_C4, 0.25): 2.0})
+def test_a_corpus_matters_by_loss_or_accuracy(
+    loss: float, on_c4: list[int], verdict: str
+) -> None:
+    """That nothing is affected can be refuted by either, and not shown."""
+    losses = windows({("heapr", 0.25): 1.0, (tested.ON_C4, 0.25): loss})
     right = {("heapr", 0.25): [1] * 40, (tested.ON_C4, 0.25): on_c4 * 20}
     fields = {"windows": losses, "items": items(right)}
     assert verdicts(**fields)[10] == verdict
     text = claims(Evidence("text", **fields)).set_index("number")["found"][10]
     assert "accuracy +" in text
-    assert "-1.000 (-1.000 to -1.000) on text" in text
-    for unasked in ({"windows": losses}, {"draws": draws(2.0)}):
-        assert verdicts(**unasked)[10] == "undecided"
+    assert f"nats per token {1 - loss:+.3f} (" in text
+    unasked = {"windows": losses}
+    assert verdicts(**unasked)[10] == ("undecided" if loss == 1.0 else "disagrees")
+
+
+def test_a_corpus_matters_over_draws() -> None:
+    """The interval is over draws of the calibration windows."""
+    assert verdicts(draws=draws(2.0))[10] == "disagrees"
+    assert verdicts(draws=draws(1.01))[10] == "undecided"
+    same = draws(1.01)
     answers = draws(2.0).assign(metric="accuracy", dataset="continuation")
-    both = pd.concat([draws(2.0), answers])
-    assert verdicts(draws=both)[10] == "disagrees"
+    assert verdicts(draws=pd.concat([same, answers]))[10] == "disagrees"
 
 
 @pytest.fixture
@@ -278,6 +288,11 @@ def test_rivals_lose_more_on_every_window(naee: float, verdict: str) -> None:
     """One model, on which two rivals were measured at one ratio."""
     losses = {("heapr", 0.25): 1.01, ("naee", 0.25): naee, ("hc-smoe", 0.25): 2.0}
     assert verdicts(windows=windows(losses))[2] == verdict
+    right = items({state: [1, 0] * 20 for state in losses})
+    text = claims(Evidence("text", windows(losses), right)).set_index("number")
+    found = text["found"][2]
+    assert "the closest of 2 comparisons of losses: naee at 25% loses" in found
+    assert "HEAPr's accuracy is higher in 0 of 2, lower in 0" in found
     del losses["hc-smoe", 0.25]  # no more than undecided without it
     least = "undecided" if verdict == "agrees" else verdict
     assert verdicts(windows=windows(losses))[2] == least

@@ -8,6 +8,7 @@ import pytest
 from heapr_lab.experiments.intervals import (
     accuracy_difference,
     interval_of,
+    loss_difference,
     of_error,
 )
 
@@ -25,6 +26,25 @@ def test_an_error_gives_the_normal_interval() -> None:
     """1.96 standard errors on either side."""
     interval = of_error(1.0, 0.5)
     assert (interval.low, interval.high) == pytest.approx((0.02, 1.98), abs=1e-3)
+
+
+def test_every_corpus_counts_as_much() -> None:
+    """Two windows of one and four of another: the mean of both means."""
+    gaps = {"few": [1.0, 3.0], "many": [0.0, 1.0, 0.0, 1.0]}
+    rows = [
+        (method, 0.2, corpus, window, gap * (method == "a"))
+        for corpus, values in gaps.items()
+        for window, gap in enumerate(values)
+        for method in ("a", "b")
+    ]
+    columns = ["method", "ratio", "corpus", "window", "nll"]
+    difference = loss_difference(pd.DataFrame(rows, columns=columns), "a", "b", 0.2)
+    assert difference is not None
+    assert difference.value == pytest.approx((2.0 + 0.5) / 2)
+    halves = [interval_of(values).high - 2.0 for values in (gaps["few"],)]
+    halves.append(interval_of(gaps["many"]).high - 0.5)
+    half = math.hypot(*halves) / 2
+    assert difference.high - difference.value == pytest.approx(half)
 
 
 def test_items_are_paired() -> None:

@@ -1,0 +1,67 @@
+"""What is said of benchmarks is what their numbers say."""
+
+import pandas as pd
+
+from benchmarks import sentences
+
+
+def windows(gaps: dict[str, float]) -> pd.DataFrame:
+    """Two windows of each method at 20 %, above those of `heapr`."""
+    rows = [
+        (method, 0.2, "a", window, 1.0 + window + gap)
+        for method, gap in gaps.items()
+        for window in (0, 1)
+    ]
+    return pd.DataFrame(rows, columns=["method", "ratio", "corpus", "window", "nll"])
+
+
+def test_merging_is_compared_with_random_atoms_and_dropping() -> None:
+    """On every model, and what does not follow from how alike experts are is said."""
+
+    def reply(fine: float, dropped: float = 0.1) -> str:
+        rows = [
+            {"model": model, "variant": name, "ratio": 0.4, "delta_nll pydocs": loss}
+            for model, merged in (("fine", fine), ("lab", 0.8), ("upcycled", 0.05))
+            for name, loss in (("hc-smoe", merged), ("random", 0.3), ("reap", dropped))
+        ]
+        measured = pd.DataFrame(rows)
+        return repr(sentences.methods(data, rankings, measured, claim="Claim."))
+
+    data = pd.DataFrame(
+        {
+            "variant": ["hc-smoe", "heapr", "moe-pruner"],
+            "group": ["merging", "atoms", "weights"],
+            "ratio": 0.4,
+        }
+    ).assign(pooled=[0.4, 0.06, 0.01], other=[0.1, 0.2, 0.3], n_models=2)
+    rankings = pd.DataFrame({"method": ["heapr", "naee"], "same rank": [True, False]})
+    text = reply(0.2)
+    assert text.startswith("Claim. At 40%, heapr loses least of what makes matrices")
+    assert "corpus, and hc-smoe on the other corpora. Best" in text
+    assert "weights moe-pruner 0.010; atoms heapr 0.060; merging hc-smoe 0.400" in text
+    assert "single weights to zero (moe-pruner) saves no operations" in text
+    assert "in 1 of 1 of its comparisons, the other methods in 0 of 1" in text
+    less = "less on the fine (0.200 against 0.300) and the upcycled (0.050 against"
+    assert less in text
+    assert "and more on the lab (0.800 against 0.300)" in text
+    assert "Exceptions: fine. Dropping" in text
+    assert "on 2 of 3 models: the fine (0.200 against 0.100) and the lab (0.8" in text
+    assert "Exceptions: none. Dropping" in reply(0.4)
+    assert "Dropping" not in reply(0.4, dropped=1.0)
+
+
+def test_the_default_stands_beside_heapr() -> None:
+    """Δloss of both on the calibrated corpus and elsewhere, paired."""
+    losses = pd.concat(
+        [
+            windows({"default": 0.3, "heapr": 0.4}),
+            windows({"dense": 0.0}).assign(ratio=0.0),
+        ]
+    )
+    text = repr(sentences.quality(losses, pd.DataFrame(), "default", "a"))
+    assert "default avoids 25% on a of the Δloss that HEAPr has, where 20% of" in text
+    assert "at 20% 0.30 against 0.40 (-0.10 to -0.10) on a" in text
+    assert "other text" not in text
+    assert "HEAPr's: not measured." in text
+    absent = sentences.quality(losses, pd.DataFrame(), "another", "a")
+    assert absent.short == "another has not been measured on a pretrained model."
