@@ -95,7 +95,7 @@ AsJson = Annotated[bool, _output("--json", help="Print one JSON object.")]
 Profile = Annotated[
     str | None,
     _text(
-        help="Amount of text: small, lab or paper [default: the model's].",
+        help="Amount of text: small, lab, pretrained or paper [default: the model's].",
         callback=profile_name,
     ),
 ]

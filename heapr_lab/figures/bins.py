@@ -9,6 +9,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from heapr_lab.figures.curves import matching, require_one_row
 from heapr_lab.figures.style import (
     LABELS,
+    REFERENCE_LINE,
     add_legend,
     figure_of,
     look,
@@ -79,9 +80,9 @@ def spearman_interval(x: pd.Series, y: pd.Series) -> dict[str, float]:
 def plot_bins(data: pd.DataFrame, *, order: str, ax: Axes | None = None) -> Axes:
     """Measured against predicted loss change, one point per bin of 10 % of the atoms.
 
-    Each point is labelled with the number of its bin. The costliest bin also says how
-    many times its score it costs. Axes are logarithmic (linear around 0 where a
-    measured change is not positive).
+    Each point is labelled with the number of its bin; on the dashed line the loss is
+    the score. The costliest bin also says how many times its score it costs. Axes are
+    logarithmic (linear around 0 where a measured change is not positive).
 
     Args:
         data: from `bins_data`.
@@ -101,8 +102,10 @@ def plot_bins(data: pd.DataFrame, *, order: str, ax: Axes | None = None) -> Axes
         linestyle="none",
         marker=shown.marker,
         color=shown.color,
-        label=f"10 % of the atomic experts, by {shown.label}",
+        label=f"a tenth of the atomic experts, by {shown.label}; 0 is the first",
     )
+    ends = [rows["score_sum"].min(), rows["score_sum"].max()]
+    ax.plot(ends, ends, label="as much as its score", **REFERENCE_LINE)
     _use_log_axes(ax, rows)
     first = rows.iloc[0]
     note = (

@@ -112,6 +112,9 @@ def relative_to_dense(results: pd.DataFrame) -> pd.DataFrame:
     divisor = base.reindex(keys).to_numpy()
     rows["relative"] = rows["value"].to_numpy() / divisor
     rows["relative_stderr"] = rows["stderr"].to_numpy() / divisor
+    rows["relative_stderr"] = rows["relative_stderr"].mask(
+        rows["estimator"].eq("dense"), 0.0
+    )
     rows["ratio"] = rows["achieved_ratio"]
     return rows
 
@@ -263,7 +266,9 @@ def name_models(ax: Axes, points: pd.DataFrame, *, column: str) -> None:
         column: "value" or "relative".
     """
     for row in points.to_dict("records"):
-        name_points(ax, {short_name(row["model"]): (row["ratio"], row[column])})
+        tasks = ", 7 tasks" if row["metric"] == "accuracy" else ""
+        name = f"{short_name(row['model'])}{tasks}"
+        name_points(ax, {name: (row["ratio"], row[column])})
 
 
 def _draw_chance(ax: Axes, rows: pd.DataFrame) -> None:

@@ -45,7 +45,7 @@ LABELS = {
     "relative accuracy": "accuracy kept [% of dense] ↑",
     "flops_reduction": "FLOPs saved [%] ↑",
     "delta_nll": f"measured Δloss [{PER_TOKEN}]",
-    "n_sequences": "calibration [sequences]",
+    "n_sequences": "calibration [windows]",
 }
 """Axis label of each quantity: name, unit, and an arrow towards the better end."""
 
@@ -275,6 +275,8 @@ def _free_cell(figure: Figure) -> Bbox | None:
 def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
     """Write the name of each point beside it, over no point of a line and no name.
 
+    Nor is it written over a level line.
+
     Args:
         ax: where everything else is drawn already, with its scales.
         names: coordinates of each name's point.
@@ -286,6 +288,8 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
     marks = ax.transData.transform(np.vstack([np.empty((0, 2)), *points]))
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in marks]
     taken += [text.get_window_extent() for text in ax.texts]
+    level = [x for x in ax.get_lines() if x.get_transform() == ax.get_yaxis_transform()]
+    taken += [line.get_window_extent().padded(2) for line in level]
     for name, point in names.items():
         for x, y, align, vertical in _SIDES:
             text = ax.annotate(
@@ -308,6 +312,19 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
         else:
             ax.add_artist(text)
         taken.append(box)
+
+
+def name_line(ax: Axes, shown: Look, end: tuple[float, float]) -> None:
+    """Write the name of a curve right of its end, in its colour."""
+    ax.annotate(
+        shown.label,
+        end,
+        xytext=(_BESIDE, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        color=shown.color,
+    )
 
 
 def add_legend(ax: Axes) -> None:

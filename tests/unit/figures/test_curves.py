@@ -45,7 +45,7 @@ def test_calibration_size_is_mean_and_spread_over_seeds() -> None:
     assert drawn == pytest.approx(rows[["n_sequences", "value"]].to_numpy())
     bar = ax.containers[0].lines[2][0].get_segments()[0]
     assert bar[1, 1] - bar[0, 1] == pytest.approx(2 * rows["spread"].iloc[0])
-    assert ax.get_xlabel() == "calibration [sequences]"
+    assert ax.get_xlabel() == "calibration [windows]"
     assert ax.get_ylabel() == "perplexity ↓"
 
 
