@@ -7,12 +7,8 @@ import pandas as pd
 
 from benchmarks.figures import real
 from benchmarks.index import BENCHMARKS, results_of, rows_beside
-from heapr_lab.experiments.intervals import (
-    accuracy_difference,
-    loss_difference,
-    of_error,
-    state,
-)
+from heapr_lab.experiments.answers import listed
+from heapr_lab.experiments.intervals import loss_difference, of_error, state
 
 COUNTED = ("compress", "fisher + compensation", "elimination + compensation")
 """`compress`, and the two that it chooses from besides HEAPr's own mask."""
@@ -34,6 +30,7 @@ _OF_EXPERTS = (
     "sub-moe-like",
     "mc-smoe",
 )
+_ACCURACY = "mean accuracy of seven ↑"
 _MIXTURE = "0.5*pydocs + 0.5*wikitext2"
 
 
@@ -49,6 +46,40 @@ def tables() -> dict[str, pd.DataFrame]:
         "text": text_table(quality),
         "more_text": more_text_table(),
     }
+
+
+def sentences() -> dict[str, str]:
+    """What the tables of the pretrained MoE come to, by the name of its block."""
+    return {"accuracy_said": _accuracy_said(), "experts_said": _experts_said()}
+
+
+def _accuracy_said() -> str:
+    gaps = default_table()[_ACCURACY]
+    undecided = gaps.map(_contains_zero)
+    return (
+        f"In {undecided.sum()} of {len(gaps)} rows the interval of the accuracy "
+        "contains zero: there the lower loss has not been shown to help on tasks."
+    )
+
+
+def _experts_said() -> str:
+    """Which methods of whole experts lose less than atoms, and on which text."""
+    table = _less_heapr(_OF_EXPERTS)
+    table = table[table["removed"].eq(table["removed"].iloc[0])].set_index("method")
+    less = {
+        text: listed(names) if len(names) else "none"
+        for text in real.TEXTS
+        for gaps in [table[real.loss_on(text)]]
+        for names in [gaps.index[~gaps.map(_contains_zero) & gaps.str.startswith("-")]]
+    }
+    texts = "; ".join(f"on {text}, {names}" for text, names in less.items())
+    return f"Which lose less than atoms there, by their intervals: {texts}."
+
+
+def _contains_zero(said: str) -> bool:
+    """Whether the interval of a difference, as it is told, has both signs."""
+    low, high = said.partition("(")[2].split(" to ")
+    return low[0] != high[0]
 
 
 def default_table() -> pd.DataFrame:
@@ -110,15 +141,8 @@ def _apart(
     windows: pd.DataFrame, items: pd.DataFrame, pair: tuple[str, str], ratio: float
 ) -> dict[str, str]:
     """What the first of two methods loses less the second, and on how much text."""
-    mask = windows["corpus"].eq(real.FITTED_TO)
-    parts = {"WikiText-2": windows[mask], "PTB and C4": windows[~mask]}
-    row = {}
-    for name, part in parts.items():
-        gap = loss_difference(part, *pair, ratio)
-        row[f"Δloss, {name} [nats per token] ↓"] = gap.said() if gap else "–"
-    right = accuracy_difference(items, *pair, ratio)
-    row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
-    return row | _counts(windows, items, pair, ratio)
+    gaps = real.apart(windows, items, pair, ratio)
+    return gaps | _counts(windows, items, pair, ratio)
 
 
 def _counts(

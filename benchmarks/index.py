@@ -26,7 +26,7 @@ from benchmarks.figures import (
     streaming,
     structures,
 )
-from heapr_lab.experiments.answers import value_range
+from heapr_lab.experiments.answers import listed, value_range
 from heapr_lab.storage import paths
 from heapr_lab.workbench.settings import PROFILES
 
@@ -47,6 +47,8 @@ class Benchmark:
     """The script in `benchmarks/` that measures it."""
     title: str
     """Heading of its section in `benchmarks/README.md`."""
+    arguments: str = ""
+    """What the script is given."""
     table: Reshape = _as_measured
     """Makes the table for readers from the rows of `data`."""
     data: Reshape = _as_measured
@@ -87,16 +89,18 @@ class Benchmark:
         before = {"seq_len": PROFILES["lab"].seq_len, "test_windows": "the first"}
         fields = before | machine
         counted = [_SAID[key].format_map(fields) for key in _SAID if key in machine]
+        device = f"{machine['device']} with {machine['n_cpus']} CPUs"
+        if "device" in rows:
+            device = listed(dict.fromkeys(rows["device"].dropna()))
         where = (
-            f"{machine['date'][:10]}, {machine['device']} with {machine['n_cpus']} "
-            f"CPUs, torch {machine['versions']['torch']}"
+            f"{machine['date'][:10]}, {device}, torch {machine['versions']['torch']}"
         )
         return "; ".join(filter(None, [*_of_rows(rows), *counted, *tested, where]))
 
 
 _SAID = {
-    "n_windows": "{n_windows} calibration windows of {seq_len} tokens",
     "calibration": "calibrated on {calibration}",
+    "n_windows": "{n_windows} calibration windows of {seq_len} tokens",
     "n_test": "{n_test} test windows of {seq_len} tokens of a corpus ({test_windows})",
     "n_items": "{n_items} items of a task",
     "n_threads": "threads: {n_threads}",
@@ -124,10 +128,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "real",
                 "real.py",
                 "What pruning costs pretrained models",
+                arguments=" --windows 0 --items 400",
                 table=real.real_table,
                 figure=real.figure_real,
                 stem="17_real",
-                drawn=real.first_states,
+                drawn=real.front_states,
                 tested_on=real.tested_on,
             ),
             Benchmark("tasks", "tasks.py", "What the seven tasks cost, item by item"),

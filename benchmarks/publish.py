@@ -49,7 +49,13 @@ def main() -> None:
     front = readme.front_blocks(claims, data)
     readme.fill_blocks(paths.project_dir() / "README.md", front)
     advised = {name: readme.as_block(table) for name, table in advice.tables().items()}
-    readme.fill_blocks(paths.project_dir() / "docs" / "when_not.md", advised)
+    readme.fill_blocks(
+        paths.project_dir() / "docs" / "when_not.md", advised | advice.sentences()
+    )
+    table = readme.folded(readme.main_table())
+    readme.fill_blocks(
+        paths.project_dir() / "docs" / "comparing.md", {"main_table": table}
+    )
     answers = questions.blocks(questions.Committed(summary, claims, data))
     readme.fill_blocks(paths.figures_dir() / "README.md", answers)
     page = paths.project_dir() / "benchmarks" / "README.md"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.figures import real
-from benchmarks.figures.cost import gpu_runs
+from benchmarks.figures.cost import cost_said, gpu_runs
 from benchmarks.index import BENCHMARKS, Benchmark, results_of, rows_beside
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments.answers import value_range
@@ -65,16 +65,10 @@ def front_blocks(
 
 def _cost(rows: pd.DataFrame) -> str:
     """What the scores cost beside the paper's algorithm."""
-    times = {
-        method: rows.loc[rows["method"].eq(method), "times_baseline"]
-        for method in ("one_pass", "two_stage")
-    }
-    one, two = (value_range(t, ".2f") for t in times.values())
-    machine = BENCHMARKS["cost"].machine()
+    machine, n_models = BENCHMARKS["cost"].machine(), rows["d_model"].nunique()
     return (
-        f"Scoring takes {one} × the time of a forward and backward pass; the paper's "
-        f"Algorithm 1 takes {two} × ({len(times['one_pass'])} random models, "
-        f"{machine['n_threads']} thread of an {machine['device']})."
+        f"{cost_said(rows)} ({n_models} random models, {machine['n_threads']} thread "
+        f"of an {machine['device']})."
     )
 
 
@@ -194,8 +188,10 @@ def claims_table(
     lab = _filled(lab, others.set_index("number"))
     texts = real_claims["claim"] + " (the paper: " + real_claims["paper"] + ")"
     texts = texts.str.removesuffix(" (the paper: )")
+    cells = _cells(real_claims), _cells(lab)
+    cells = cells[0], cells[1].where(cells[0].ne(cells[1]), "the same")
     table = pd.DataFrame(
-        {"the paper": texts, _REAL: _cells(real_claims), _LAB: _cells(lab)}
+        {"the paper": texts} | dict(zip((_REAL, _LAB), cells, strict=True))
     )
     places = pd.DataFrame([real_claims["verdict"], lab["verdict"]]).map(VERDICTS.index)
     return table.loc[places.min().sort_values(kind="stable").index]
@@ -210,6 +206,12 @@ def _filled(table: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
 def _cells(table: pd.DataFrame) -> "pd.Series[str]":
     verdicts = table["verdict"].replace({DISAGREES: f"**{DISAGREES}**"})
     return verdicts + ": " + table["found"]
+
+
+def main_table() -> pd.DataFrame:
+    """The paper's main table on the pretrained MoE, for docs/comparing.md."""
+    windows, items = (rows_beside("real", part) for part in ("windows", "items"))
+    return real.main_table(results_of("real"), windows, items)
 
 
 # --- benchmarks/README.md ---------------------------------------------------------

@@ -7,8 +7,6 @@ _LOOKS = {
     "heapr + compensation": Look("#56B4E9", "h", "HEAPr, compensated"),
     "elimination + compensation": Look("#222222", "*", "elimination, compensated"),
     "compress": Look("#D55E00", "o", "compress"),
-    "heapr-l": Look("#E69F00", "v", "HEAPr-L (layer-wise)"),
-    "camera-p": Look("#CC79A7", "D", "CAMERA-P"),
     "ragged": Look("#888888", "", "ragged (a width for each expert)"),
     "aligned": Look("#0072B2", "o", "aligned"),
     "per_layer": Look("#E69F00", "^", "one width for each layer"),
@@ -17,10 +15,10 @@ _LOOKS = {
     "int8": Look("#0072B2", "s", "experts in int8"),
     "int4": Look("#D55E00", "^", "experts in int4"),
     "plain": Look("#999999", "o", "forward + backward"),
-    "plain_eager": Look("#CCCCCC", "o", "the same, eager experts"),
+    "plain_eager": Look("#CCCCCC", "o", "forward + backward, loop over experts"),
     "one_pass": Look("#0072B2", "s", "one pass"),
     "two_stage": Look("#D55E00", "^", "Algorithm 1, two stages"),
-    "published": Look("#CC79A7", "D", "the same as published"),
+    "published": Look("#CC79A7", "D", "Algorithm 1, as published"),
 }
 
 

@@ -134,6 +134,7 @@ def figure_methods(data: pd.DataFrame) -> Figure:
         _use_log(ax, "x")
         ax.set_xlabel(label)
     axes[0].set_title(f"{rows['ratio'].max():.0%} removed: mean, and worst model (○)")
+    axes[1].set_title("time of fitting")
     axes[0].set_yticks(rows["place"], rows["variant"])
     axes[0].invert_yaxis()
     for tick, row in zip(axes[0].get_yticklabels(), rows.itertuples(), strict=True):

@@ -11,10 +11,18 @@ from matplotlib.figure import Figure
 
 from benchmarks.figures.looks import look
 from heapr_lab.experiments.answers import value_range
-from heapr_lab.experiments.intervals import interval_of
+from heapr_lab.experiments.claims import RIVALS
+from heapr_lab.experiments.intervals import (
+    accuracy_difference,
+    interval_of,
+    loss_difference,
+)
+from heapr_lab.figures import style
 from heapr_lab.figures.style import (
-    REFERENCE_GREY,
+    LABELS,
+    REFERENCE_LINE,
     figure_of,
+    name_line,
     own_axes,
     show_percent,
     styled,
@@ -38,10 +46,10 @@ FITTED_TO = "wikitext2"
 FRONT_RATIOS = (0.2, 0.25, 0.4)
 FRONT_TEXT = f"{FITTED_TO}, 128 windows"
 """The ratios of the table in README.md, and what its methods are calibrated on."""
-_DRAWN = ("heapr", "fisher", "heapr-l", "camera-p")
-"""What is drawn besides the default."""
-_APART = 0.004
-"""The distance between error bars at one ratio."""
+_BESIDES = ("heapr-l", "camera-p", "reap", *RIVALS)
+"""What `main_table` has besides HEAPr and the default."""
+TEXTS = ("WikiText-2", "PTB and C4")
+"""The corpus that is calibrated on, and the others."""
 
 
 def real_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -86,6 +94,14 @@ def first_states(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[of_model(rows) & rows["fitted_to"].eq(FITTED_TO)]
 
 
+def front_states(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of README.md's table: HEAPr, the default, and the dense model."""
+    table = rows[of_model(rows)]
+    shown = table["method"].isin([DEFAULT, "heapr"]) & table["ratio"].isin(FRONT_RATIOS)
+    shown &= table["fitted_to"].eq(FRONT_TEXT)
+    return table[shown | table["method"].eq("dense")]
+
+
 def of_model(rows: pd.DataFrame) -> "pd.Series[bool]":
     """Which rows are of the pretrained MoE and the first draw of calibration text."""
     return rows["model"].eq(MODEL) & rows["seed"].eq(0)
@@ -97,7 +113,7 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
     A row for the dense model and for each ratio, method by method; the last one is of
     guessing.
     """
-    front = _front(rows)
+    front = front_states(rows)
     front = front.assign(method=front["method"].replace("heapr", "HEAPr"))
     front = front.sort_values(["ratio", "method"], key=_in_order, ignore_index=True)
     table = pd.DataFrame(
@@ -115,13 +131,6 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([table, pd.DataFrame([guessing])], ignore_index=True).fillna("–")
 
 
-def _front(rows: pd.DataFrame) -> pd.DataFrame:
-    table = rows[of_model(rows)]
-    shown = table["method"].isin([DEFAULT, "heapr"]) & table["ratio"].isin(FRONT_RATIOS)
-    shown &= table["fitted_to"].eq(FRONT_TEXT)
-    return table[shown | table["method"].eq("dense")]
-
-
 def _on_fewer(rows: pd.DataFrame, corpus: str) -> "pd.Series[str]":
     """In brackets, the dense model's perplexity where there are fewer windows."""
     change = np.exp(rows[f"delta_nll {corpus}"])
@@ -136,7 +145,7 @@ def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
 
 def measured_on(rows: pd.DataFrame) -> str:
     """What the numbers of `real_front_table` are of, in a sentence."""
-    front = _front(rows)
+    front = front_states(rows)
     text = f"Perplexity of {_windows(front)} of 512 tokens; {_items(front)}; ± is one "
     text += "standard error."
     if front["windows"].nunique() == 1:
@@ -163,9 +172,9 @@ def compared_on(rows: pd.DataFrame, losses: pd.DataFrame, calibration: str) -> s
         f"Comparisons on `smolmoe` are of methods calibrated on {calibration} of "
         "WikiText-2, on the windows and items that both have: "
         f"{value_range(counts, 'd')} windows of 512 tokens, spread evenly over a test "
-        f"split, and {value_range(states['items'], 'd')} items of a task. Where whole "
-        f"splits were measured, so many of the 95 % intervals over {counts.min()} "
-        f"windows contain the difference over all: {shares}."
+        f"split, and {value_range(states['items'], 'd')} items of a task. Of the pairs "
+        f"of states measured on whole splits, the 95 % interval over {counts.min()} "
+        f"windows contains the difference over all in {shares}."
     )
 
 
@@ -191,16 +200,19 @@ def share_covered(losses: pd.DataFrame, n: int) -> float:
 
 
 def tested_on(rows: pd.DataFrame) -> str:
-    """Windows and items: where states are compared, and all that each model has."""
+    """Calibration, windows and items: where states are compared, and of each model."""
+    texts = rows.loc[rows["method"].ne("dense"), "fitted_to"]
+    text = f"here {texts.iloc[0]}" if texts.nunique() == 1 else ""
     fewest = rows["windows"].str.split(", ").explode().astype(int).min()
+    shared = rows["windows"].nunique() > 1 and (
+        f"Δloss on {fewest} windows of 512 tokens, spread over each corpus, the same "
+        "for all"
+    )
     models = "; ".join(
-        f"{model}: perplexity on {_windows(part)}, {_items(part)}"
+        f"{model}: perplexity on {_windows(part)} of 512 tokens, {_items(part)}"
         for model, part in rows.groupby("model")
     )
-    return (
-        f"Δloss on {fewest} windows of 512 tokens, spread over each corpus, the same "
-        f"for all; {models}"
-    )
+    return "; ".join(filter(None, [text, shared, models]))
 
 
 def _windows(rows: pd.DataFrame) -> str:
@@ -216,9 +228,78 @@ def _items(rows: pd.DataFrame) -> str:
     return f"the paper's seven tasks, {items} items each, {how}"
 
 
+# --- the paper's main table -------------------------------------------------------
+
+
+def main_table(
+    rows: pd.DataFrame, windows: pd.DataFrame, items: pd.DataFrame
+) -> pd.DataFrame:
+    """The paper's main table on the pretrained MoE, of whole splits alone.
+
+    The method with the lowest perplexity first at each ratio. Differences to HEAPr at
+    the same ratio are paired, with 95 % intervals.
+
+    Args:
+        rows: of `benchmarks/real.py`.
+        windows: the losses beside them.
+        items: the answers beside them.
+    """
+    states = first_states(rows)
+    dense = states[states["method"].eq("dense")].iloc[0]
+    whole = states["windows"].eq(dense["windows"]) & states["items"].eq(dense["items"])
+    named = states["method"].isin(["dense", "heapr", DEFAULT, *_BESIDES])
+    corpora = _measured(states, "perplexity ")
+    states = states[whole & named].sort_values(["ratio", f"perplexity {corpora[0]}"])
+    windows, items = first_states(windows), first_states(items)
+    return pd.DataFrame(
+        {"atoms removed": f"{row['ratio']:.1%}", "method": row["method"]}
+        | {f"{name} ↓": f"{row[f'perplexity {name}']:.1f}" for name in corpora}
+        | {
+            "mean accuracy ↑": f"{row['accuracy']:.1%} ± {row['accuracy_stderr']:.1%}",
+            **minus_heapr(windows, items, row["method"], row["ratio"]),
+        }
+        for row in states.to_dict("records")
+    )
+
+
+def minus_heapr(
+    windows: pd.DataFrame, items: pd.DataFrame, method: str, ratio: float
+) -> dict[str, str]:
+    """`apart` from HEAPr; dashes for itself and the dense model."""
+    gaps = apart(windows, items, (method, "heapr"), ratio)
+    if method in ("dense", "heapr"):
+        gaps = dict.fromkeys(gaps, "–")
+    return {f"minus HEAPr's: {name}": text for name, text in gaps.items()}
+
+
+def apart(
+    windows: pd.DataFrame, items: pd.DataFrame, pair: tuple[str, str], ratio: float
+) -> dict[str, str]:
+    """What the first of two methods loses and answers more than the second.
+
+    With 95 % intervals, paired over the windows and items of both.
+    """
+    fitted = windows["corpus"].eq(FITTED_TO)
+    row = {}
+    for name, part in zip(TEXTS, (windows[fitted], windows[~fitted]), strict=True):
+        gap = loss_difference(part, *pair, ratio)
+        row[loss_on(name)] = gap.said() if gap else "–"
+    right = accuracy_difference(items, *pair, ratio)
+    row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
+    return row
+
+
+def loss_on(text: str) -> str:
+    """The column of `apart` that has the losses on one of `TEXTS`."""
+    return f"Δloss, {text} [{PER_TOKEN}] ↓"
+
+
+# --- the figure -------------------------------------------------------------------
+
+
 @styled
 def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes:
-    """What the states of one model lose on one corpus, or of the mean accuracy.
+    """What the states of README.md's table lose on a corpus, or of the mean accuracy.
 
     Args:
         data: rows of `benchmarks/real.py`.
@@ -226,28 +307,28 @@ def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes
         ax: where to draw.
     """
     ax = own_axes(ax)
-    states = first_states(data)
-    value = "against_dense" if shown == "accuracy" else f"shared_delta_nll {shown}"
+    states = front_states(data)
+    value = "against_dense" if shown == "accuracy" else f"delta_nll {shown}"
     error = value.replace("delta_nll", "delta_nll_stderr")
     error = "against_dense_stderr" if shown == "accuracy" else error
-    ax.axhline(0.0, color=REFERENCE_GREY, linewidth=0.8)
-    for place, name in enumerate((DEFAULT, *_DRAWN)):
-        rows = states[states["method"].eq(name)].sort_values("ratio")
-        drawn = look(name)
+    ax.axhline(0.0, **REFERENCE_LINE)
+    for name in ("heapr", DEFAULT):
+        rows = states[states["method"].isin([name, "dense"])].sort_values("ratio")
         ax.errorbar(
-            rows["ratio"] + (place - 2) * _APART,
-            rows[value],
-            yerr=1.96 * rows[error],
-            label=drawn.label,
-            color=drawn.color,
-            marker=drawn.marker,
-            capsize=2,
+            rows["ratio"],
+            rows[value].fillna(0.0),
+            yerr=1.96 * rows[error].fillna(0.0),
+            **look(name).keywords() | {"label": None},
         )
-    ax.set_xlabel("atomic experts removed [%]")
-    loss = f"Δloss, {shown} [{PER_TOKEN}] ↓"
-    ax.set_ylabel("mean accuracy minus dense ↑" if shown == "accuracy" else loss)
-    ax.set_title(MODEL)
+        name_line(ax, look(name), (rows["ratio"].iloc[-1], rows[value].iloc[-1]))
+    ax.set_xlabel(LABELS["ratio"])
+    loss = f"Δloss [{PER_TOKEN}] ↓"
+    ax.set_ylabel("minus dense [points] ↑" if shown == "accuracy" else loss)
+    tasks = "mean accuracy of seven tasks"
+    ax.set_title(tasks if shown == "accuracy" else style.look(shown).label)
     show_percent(ax.xaxis)
+    if shown == "accuracy":
+        show_percent(ax.yaxis)
     return ax
 
 

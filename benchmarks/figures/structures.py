@@ -7,7 +7,7 @@ from matplotlib.ticker import ScalarFormatter
 
 from benchmarks.figures.looks import look
 from heapr_lab.figures.style import (
-    REFERENCE_GREY,
+    REFERENCE_LINE,
     figure_by,
     own_axes,
     styled,
@@ -49,7 +49,7 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for name, rows in data.groupby("structure", sort=False):
         style = look(str(name))
         if name == RAGGED:
-            ax.axhline(0.0, color=REFERENCE_GREY, linestyle="--", label=style.label)
+            ax.axhline(0.0, label=style.label, **REFERENCE_LINE)
             continue
         ordered = rows.sort_values("multiple")
         multiples = ordered["multiple"].astype(int)
@@ -65,9 +65,9 @@ def plot_structures(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @styled
 def figure_structures(data: pd.DataFrame) -> Figure:
-    """One panel for each ratio."""
+    """One panel for each ratio that is asked for; a structure may remove more."""
     return figure_by(
-        data, "ratio", plot_structures, title=lambda ratio: f"{100 * ratio:g} % removed"
+        data, "ratio", plot_structures, title=lambda ratio: f"{ratio:.0%} asked for"
     )
 
 

@@ -23,6 +23,7 @@ from heapr_lab.storage import paths
 README = paths.project_dir() / "README.md"
 INSIDE = paths.project_dir() / "heapr_lab" / "README.md"
 ADVICE = paths.project_dir() / "docs" / "when_not.md"
+COMPARING = ADVICE.with_name("comparing.md")
 ANSWERS = paths.figures_dir() / "README.md"
 RESULTS = paths.project_dir() / "benchmarks" / "README.md"
 MOST_LINES = 110
@@ -120,7 +121,10 @@ def test_no_figure_is_left_out() -> None:
 def test_the_advice_is_made_of_the_committed_results() -> None:
     """Every table of docs/when_not.md."""
     made = {name: readme.as_block(table) for name, table in advice.tables().items()}
+    made |= advice.sentences()
     assert updated(ADVICE, made) == made
+    table = {"main_table": readme.folded(readme.main_table())}
+    assert updated(COMPARING, table)["main_table"] == table["main_table"]
 
 
 def test_only_the_named_block_is_filled(tmp_path: Path) -> None:

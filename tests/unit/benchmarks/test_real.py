@@ -65,16 +65,49 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     assert perplexities.tolist()[:2] == ["20.0", "45.0 (dense 22.5)"]
 
 
-def test_the_figure_has_at_most_five_series_with_intervals() -> None:
+def test_the_figure_has_both_methods_named_at_their_ends() -> None:
     """A panel for each corpus and one for accuracy, bars of 1.96 standard errors."""
-    rows = pd.DataFrame([_row("dense", 0.0), _row("heapr", 0.25), _row("x", 0.25)])
+    text = {"fitted_to": real.FRONT_TEXT}
+    pruned = [_row("heapr", 0.25, **text), _row("compress", 0.25, **text)]
+    rows = pd.DataFrame([_row("dense", 0.0), *pruned, _row("heapr", 0.4)])
     rows = rows.assign(against_dense=-0.02, against_dense_stderr=0.01)
+    rows[[f"delta_nll_stderr {name}" for name in ("wikitext2", "ptb")]] = 0.025
     figure = real.figure_real(rows)
-    assert [ax.get_title(loc="left") for ax in figure.axes] == 3 * ["smolmoe"]
-    (bars, *others) = [c for c in figure.axes[0].containers if len(c[0].get_xdata())]
-    assert others == []
-    ((_, low), (_, high)) = bars[2][0].get_segments()[0]
+    titles = ["WikiText-2", "PTB", "mean accuracy of seven tasks"]
+    assert [ax.get_title(loc="left") for ax in figure.axes] == titles
+    for ax in figure.axes:
+        assert [text.get_text() for text in ax.texts] == ["HEAPr", "compress"]
+    bars = figure.axes[0].containers[0]
+    ((x, low), (_, high)) = bars[2][0].get_segments()[-1]
+    assert x == 0.25
     assert (low, high) == pytest.approx((0.25 - 0.049, 0.25 + 0.049))
+
+
+def test_the_main_table_is_of_whole_splits() -> None:
+    """Lowest perplexity first; a state with fewer windows is left out."""
+    whole = {"windows": "2, 2, 2", "items": 2}
+    states = ("dense", 0.0), ("heapr", 0.2), ("naee", 0.2), ("d2-moe", 0.2)
+    rows = pd.DataFrame([_row(*state, **whole) for state in states])
+    rows.loc[rows["method"].eq("naee"), "perplexity wikitext2"] = 1.0
+    rows.loc[rows["method"].eq("d2-moe"), "windows"] = "1, 1, 1"
+    keys = {"model": "smolmoe", "fitted_to": "wikitext2", "seed": 0}
+    windows, items = (
+        pd.DataFrame(
+            keys | {"method": method, "ratio": ratio, of: one, number: 0} | values
+            for method, ratio in states
+            for one in ones
+        )
+        for of, ones, number, values in (
+            ("corpus", ("wikitext2", "ptb"), "window", {}),
+            ("task", ("t",), "item", {"acc": 1.0, "acc_norm": 1.0, "p_right": 1.0}),
+        )
+    )
+    windows["nll"] = windows["method"].map({"heapr": 1.5, "naee": 1.0}).fillna(2.0)
+    table = real.main_table(rows, windows, items)
+    assert table["method"].tolist() == ["dense", "naee", "heapr"]
+    gaps = table.filter(like="minus HEAPr's")
+    assert gaps.iloc[[0, 2]].eq("–").all(axis=None)
+    assert gaps.iloc[1].iloc[0].startswith("-0.500 (")
 
 
 def test_each_model_says_its_windows_and_items() -> None:
@@ -82,8 +115,8 @@ def test_each_model_says_its_windows_and_items() -> None:
     whole = {"windows": "595, 206, 54", "items": 400}
     rows = [_row("dense", 0.0, **whole), _row("heapr", 0.25)]
     told = real.tested_on(pd.DataFrame([*rows, _row("dense", 0.0, model="smollm2")]))
-    assert told.startswith("Δloss on 16 windows of 512 tokens, spread over each")
-    assert "smollm2: perplexity on 16 / 16 / 16 windows" in told
+    assert told.startswith("here wikitext2; Δloss on 16 windows of 512 tokens, spread")
+    assert "smollm2: perplexity on 16 / 16 / 16 windows of 512 tokens" in told
     assert "smolmoe: perplexity on 16 to 595 / 16 to 206 / 16 to 54 windows" in told
     assert "100 items each, the same for all" in told
     assert "100 to 400 items each, each set contained in the larger ones" in told
