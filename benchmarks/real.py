@@ -42,13 +42,16 @@ from benchmarks.machine import machine as this_machine
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.evaluation.paired import paired_difference
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.experiments.paper import methods_of_table1
-from heapr_lab.inspection.stored import stored_perplexity
+from heapr_lab.inspection.stored import State as ModelState
+from heapr_lab.inspection.stored import cached_rows
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.models.experts import describe
 from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.loading import load_model
 from heapr_lab.pretrained import smollm2, smolmoe
+from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
@@ -73,6 +76,8 @@ logger = logging.getLogger("real")
 SEQ_LEN, N_CALIBRATION = 512, 32
 CORPORA = ("wikitext2", "ptb", "c4")
 N_SHARED = 16
+TOKENS_AT_ONCE = 8192
+"""Tokens of the windows that an interrupt loses at most."""
 """Test windows of each corpus that every state has, for comparisons of them all."""
 WINDOWS = (N_SHARED, 3 * N_SHARED, 0)
 """How many may be asked for, 0 for all: each of these sets holds the one before."""
@@ -349,10 +354,36 @@ def window_losses(model: Any, tokenizer: Any, n_windows: int) -> pd.DataFrame:
     for corpus in CORPORA:
         every = load_windows(corpus, tokenizer, seq_len=SEQ_LEN).ids
         places = spread(len(every), n_windows or len(every))
-        losses = stored_perplexity(model, every[places]).windows
+        losses = stored_losses(model, every[places])
         rows = {"corpus": corpus, "window": places, "nll": losses}
         frames.append(pd.DataFrame(rows))
     return pd.concat(frames, ignore_index=True)
+
+
+def stored_losses(
+    model: Any, ids: Any, *, progress: Progress | None = None
+) -> list[float]:
+    """The mean NLL of each window; what was measured of this state is not run again.
+
+    Shapes: ids (n_windows, seq_len).
+    """
+    windows = CalibrationSet.from_ids(ids)
+
+    def compute(missing: list[int]) -> pd.DataFrame:
+        losses = evaluate_perplexity(model, windows.ids[missing]).windows
+        return pd.DataFrame({"nll": losses}, index=missing)
+
+    state = ModelState(model)
+    rows = cached_rows(
+        "window_losses",
+        state.key({"windows": windows.fingerprint}),
+        range(windows.n_sequences),
+        state.checked(compute),
+        at_once=state.at_once(max(1, TOKENS_AT_ONCE // windows.seq_len)),
+        progress=progress,
+    )
+    losses: list[float] = rows["nll"].tolist()
+    return losses
 
 
 def difference(

@@ -1,5 +1,6 @@
 """The command line, called in this process on tiny models."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ def run(*arguments: object) -> str:
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output
     return str(result.stdout)
+
+
+def said(*arguments: object) -> dict[str, Any]:
+    """What a command says as JSON."""
+    return dict(json.loads(run(*arguments, "--json")))
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """What the manifest of a checkpoint says."""
+    return dict(json.loads((folder / "heapr_manifest.json").read_text()))
 
 
 def refused(*arguments: object) -> str:

@@ -98,15 +98,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 8,
     },
     "kimi_k25": {
-        "text_config": LATENT
-        | {
-            "model_type": "deepseek_v3",
-            "num_hidden_layers": 2,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "n_shared_experts": 1,
-        }
+        "text_config": FAMILIES["deepseek_v3"]
+        | {"model_type": "deepseek_v3", "num_hidden_layers": 2}
     },
     "internvl": {"text_config": {"model_type": "qwen3_moe"}},
     "aria": {},

@@ -6,7 +6,6 @@ another, is read from the cache: all rows of a key are in one file, which is wri
 again whenever some are added, so that an interrupted measurement goes on where it was.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,15 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
-from heapr_lab.evaluation.perplexity import (
-    Perplexity,
-    evaluate_perplexity,
-    exp_nll,
-)
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.cache import cache_path, check_same_key, lock
 from heapr_lab.storage.disk import writable
 from heapr_lab.storage.files import read_frame, write_frame
-from heapr_lab.text.calibration import CalibrationSet
 
 _SCHEMA = 1
 """Increased whenever results change for the same input."""
-_TOKENS_AT_ONCE = 8192
-"""Tokens of the windows that an interrupt loses at most."""
-
 
 Compute = Callable[[list[int]], pd.DataFrame]
 """Makes the rows of these numbers."""
@@ -62,38 +52,6 @@ class State:
     def at_once(self, n: int) -> int:
         """Rows to compute before a file is written: n, or more for layers on disk."""
         return backend_of(self.model).at_once(self.model, n)
-
-
-def stored_perplexity(
-    model: nn.Module, ids: Any, *, progress: Progress | None = None
-) -> Perplexity:
-    """The perplexity of `model` on `ids`; windows measured once are not run again.
-
-    Shapes: ids (n_windows, seq_len).
-
-    Args:
-        model: a causal language model of transformers; active masks apply.
-        ids: token ids in non-overlapping windows: a tensor, an array or lists.
-        progress: called with (windows done, windows in all).
-    """
-    windows = CalibrationSet.from_ids(ids)
-
-    def compute(missing: list[int]) -> pd.DataFrame:
-        losses = evaluate_perplexity(model, windows.ids[missing]).windows
-        return pd.DataFrame({"nll": losses}, index=missing)
-
-    state = State(model)
-    rows = cached_rows(
-        "window_losses",
-        state.key({"windows": windows.fingerprint}),
-        range(windows.n_sequences),
-        state.checked(compute),
-        at_once=state.at_once(max(1, _TOKENS_AT_ONCE // windows.seq_len)),
-        progress=progress,
-    )
-    losses = rows["nll"].tolist()
-    nll = math.fsum(losses) / len(losses)
-    return Perplexity(exp_nll(nll), nll, windows.n_predicted, tuple(losses))
 
 
 # --- rows in files ----------------------------------------------------------------

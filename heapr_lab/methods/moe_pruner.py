@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.collectors import Collector
+from heapr_lab.methods.collectors import Collector, activations
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition, Savings
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
-from heapr_lab.models.hooks import observed
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
 PATTERNS = {"unstructured": None, "2:4": (2, 4), "4:8": (4, 8)}
@@ -60,39 +59,24 @@ class SparseWeights(ExpertComposition):
         return Savings((dense.n_parameters, after), (size, size), (flops, flops))
 
 
-class _Squares:
-    """Σ (p · x)² over routed tokens, for each entry of the inputs x and h."""
-
-    def __init__(self, layer: ExpertsLayer, inputs: torch.Tensor) -> None:
-        self._inputs = inputs
-        none = inputs.new_zeros(layer.n_experts, 1, dtype=torch.float64)
-        self.x = none.repeat(1, layer.d_expert)
-        self.h = none.repeat(1, layer.d_inter)
-
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
-        """Add one call; h (n, I) is sorted by expert."""
-        x, weights = self._inputs[rows], p.double().square()
-        for sums, values in ((self.x, x), (self.h, h)):
-            pairs = zip(values.split(tokens), weights.split(tokens), strict=True)
-            for expert, (inputs, weight) in enumerate(pairs):
-                sums[expert] += weight @ inputs.double().square()
-
-
 def _squares_of_layer(
     _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Σ (p · x)² (E, D) and Σ (p · h)² (E, I)."""
-    total = [torch.zeros(())] * 2
-    for part in calls.batches():
-        seen = _Squares(layer, part.hidden_states)
-        with observed([layer], [seen]):
-            layer.module(part.hidden_states, part.top_k_index, part.top_k_weights)
-        total = [
-            old + new.cpu() for old, new in zip(total, (seen.x, seen.h), strict=True)
-        ]
-    return total[0], total[1]
+    rows = [_squares(layer, calls, expert) for expert in range(layer.n_experts)]
+    x, h = (torch.stack(column) for column in zip(*rows, strict=True))
+    return x, h
+
+
+def _squares(
+    layer: ExpertsLayer, calls: ExpertCalls, expert: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of one expert over the tokens routed to it: (D,) and (I,)."""
+    x, p = calls.routed(expert)
+    weight = p.double().square()
+    inputs = x, activations(layer, expert, x)
+    of_x, of_h = ((weight @ values.double().square()).cpu() for values in inputs)
+    return of_x, of_h
 
 
 WEIGHTED_INPUTS = Collector("weighted inputs", _squares_of_layer)

@@ -10,7 +10,6 @@ import pandas as pd
 
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.progress import Parts, Progress, StartPart, TimeLeft, time_left_text
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
 from heapr_lab.workbench.settings import CONTINUATION
@@ -50,7 +49,8 @@ class Part:
 
     def measured(self, made: "PruningResult | None", clock: "Clock") -> dict[str, Any]:
         """Columns of `PruningSession.points` for a pruned model, or the dense one."""
-        keep, down_projs = edit_of(made)
+        keep = None if made is None else made.keep
+        down_projs = None if made is None else made.down_projs
         if self.windows is None:
             progress = clock.share_of(self.n_windows)
             score = self.bench.task_accuracy(
@@ -84,14 +84,6 @@ def measured_of(
         measured = part.measured(made, clock)
         yield {"dataset": part.dataset, "seconds": clock.seconds, **measured}
         clock.end(part.n_windows)
-
-
-def edit_of(made: "PruningResult | None") -> tuple[KeepMask | None, Any]:
-    """The mask and the new W_down; None where the model is dense, or only masked."""
-    if made is None:
-        return None, None
-    compensation = made.compensation
-    return made.keep, None if compensation is None else compensation.down_projs
 
 
 def seconds_of_scoring(table: ImportanceTable, profile: "Profile") -> float | None:

@@ -16,7 +16,6 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.controls import NumberBox, said_by
-from heapr_lab.panel.evaluations import edit_of
 from heapr_lab.panel.jobs import Report, ResultJob, jobs_in, parts_of
 from heapr_lab.panel.looks import beside, failure, folded, one_of, status
 from heapr_lab.panel.passage_html import (
@@ -331,9 +330,7 @@ class InspectTab(ipw.VBox):
     def _made(self, chosen: Chosen, report: Report) -> tuple[KeepMask, Any, str]:
         """The mask, the new W_down, if any, and both as text."""
         made = self.session.made(*chosen, part=parts_of(report))
-        keep, down_projs = edit_of(made)
-        assert keep is not None  # which only the dense model has not
-        return keep, down_projs, _said(keep, chosen)
+        return made.keep, made.down_projs, _said(made.keep, chosen)
 
     def _masked(self, chosen: Chosen, text: str) -> "tuple[Passage, KeepMask, str]":
         """The tokens of a text, the mask of a selection, and both as text."""

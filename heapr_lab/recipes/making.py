@@ -1,12 +1,13 @@
 """Make the weights of a pruned model, as a recipe says."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from heapr_lab.checkpoints.save import structure_of
 from heapr_lab.checkpoints.stored_type import stored_dtype
@@ -46,6 +47,11 @@ class PruningResult:
     compensation: Compensation | None = None
     report: pd.DataFrame | None = None
     """The report of `compress`, if it chose."""
+
+    @property
+    def down_projs(self) -> Mapping[int, torch.Tensor] | None:
+        """The compensated W_down by layer; None where the atoms are only masked."""
+        return None if self.compensation is None else self.compensation.down_projs
 
     @property
     def differs(self) -> bool:
@@ -166,8 +172,7 @@ def pruned_model(
 ) -> tuple[Any, dict[str, Any]]:
     """The pruned copy of the model of `bench`, and the facts on its weights."""
     compensation, windows = made.compensation, made.windows
-    down_projs = None if compensation is None else compensation.down_projs
-    pruned: Any = prune(bench.model, made.keep, down_projs=down_projs)
+    pruned: Any = prune(bench.model, made.keep, down_projs=made.down_projs)
     facts: dict[str, Any] = {}
     if compensation is not None:
         assert windows is not None

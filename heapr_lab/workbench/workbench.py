@@ -428,7 +428,6 @@ class Workbench:
         setting: Setting | None,
         corpora: Sequence[str],
         *,
-        accuracy: bool = True,
         keep: KeepMask | None = None,
     ) -> pd.DataFrame:
         """Tidy results of one setting, or of the dense model where it is None.
@@ -439,7 +438,6 @@ class Workbench:
         Args:
             setting: the setting to evaluate.
             corpora: corpora on whose test splits perplexity is measured.
-            accuracy: whether the continuation task is run too.
             keep: the mask, if it is not the one that `setting` selects.
         """
         if keep is None and setting is not None:
@@ -449,9 +447,8 @@ class Workbench:
             result = self.perplexity(keep, self.test_windows(corpus))
             rows.append((corpus, "perplexity", result.value, math.nan))
             rows.append((corpus, "nll", result.nll, math.nan))
-        if accuracy:
-            score = self.task_accuracy(keep, CONTINUATION)
-            rows.append((CONTINUATION, "accuracy", score["value"], score["stderr"]))
+        score = self.task_accuracy(keep, CONTINUATION)
+        rows.append((CONTINUATION, "accuracy", score["value"], score["stderr"]))
         frame = pd.DataFrame(rows, columns=["dataset", "metric", "value", "stderr"])
         return frame.assign(**self.columns(setting, keep))
 

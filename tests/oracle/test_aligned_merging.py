@@ -34,8 +34,6 @@ from heapr_lab.methods import mc_smoe, ream
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 FOUR_ATOMS = SIX | dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 4)
 
 

@@ -18,7 +18,6 @@ from heapr_lab.models.likelihood import token_nll
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
 
-pytestmark = pytest.mark.oracle
 FAMILIES = ["qwen2_moe", "mixtral", "deepseek_v2", "gpt_oss", "nemotron_h", "kolibri1"]
 CLOSE = {"rtol": 1e-7, "atol": 1e-10}
 

@@ -42,8 +42,6 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.storage import paths
 
-pytestmark = pytest.mark.oracle
-
 IDS = tiny_ids()
 LAYOUTS = (
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss", "glm4_moe",

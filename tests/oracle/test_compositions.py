@@ -18,8 +18,6 @@ from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 
-pytestmark = pytest.mark.oracle
-
 IDS = tiny_ids()
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 IN_SINGLE = {"rtol": 1e-6, "atol": 1e-6}

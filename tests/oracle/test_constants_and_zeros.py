@@ -15,9 +15,6 @@ from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.mone import OUTPUT_MOMENTS
 from heapr_lab.models.experts import find_experts
 
-pytestmark = pytest.mark.oracle
-
-
 # --- MoNE -------------------------------------------------------------------------
 
 

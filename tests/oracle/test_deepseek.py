@@ -25,8 +25,6 @@ from heapr_lab.models.loading import load_model
 from heapr_lab.pretrained.deepseek import DeepseekForCausalLM
 from heapr_lab.pruning.surgery import masking
 
-pytestmark = pytest.mark.oracle
-
 PUBLISHED = Path(__file__).parents[1] / "data/shapes/DeepSeekMoE-16B-Base"
 SIZES: dict[str, Any] = {
     "vocab_size": 300,

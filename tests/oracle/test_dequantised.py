@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, invoke, one_line, run
+from commands import TINY, invoke, manifest_of, one_line, run, said
 from families import tiny_ids, tiny_model
 from keeps import window_nll
 from quantised_folder import (
@@ -167,7 +167,7 @@ def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> N
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "heapr"
     assert config["dtype"] == "bfloat16"
-    manifest = json.loads((folder / "heapr_manifest.json").read_text())
+    manifest = manifest_of(folder)
     stored = format_in(kind)
     told = f"dequantised from {stored} to bfloat16"
     assert told in manifest["weights"]
@@ -193,7 +193,7 @@ def test_the_command_prunes_it(
     table, cpu = tmp_path / "table.parquet", ("--device", "cpu")
     base = "prune", packed, "--ratio", 0.5, *cpu
     run("score", packed, *cpu, *text, "--out", table)
-    facts = json.loads(run(*base, "--importance", table, "--json"))
+    facts = said(*base, "--importance", table)
     assert facts["bytes_after"] == 2 * facts["parameters_after"]
     options = "--importance", table, "--estimator", "heapr"
     run(*base, *options, "--out", tmp_path / "table")
@@ -202,7 +202,7 @@ def test_the_command_prunes_it(
     assert "dequantised when they are read from disk" in caplog.text
     assert "writes no text of its own" in result.stderr
     assert types_in(tmp_path / "best") == {torch.bfloat16}
-    manifest = json.loads((tmp_path / "best" / "heapr_manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "best")
     assert manifest["atoms_kept"] == manifest["atoms"] / 2
 
 

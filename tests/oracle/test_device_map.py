@@ -22,8 +22,6 @@ from heapr_lab.refinement.compensation import compensate
 from heapr_lab.refinement.compress import compress
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=10, seq_len=16))
 FAMILIES = ["qwen2_moe", "gpt_oss"]
 _SPLIT = {"model", "model.layers"}

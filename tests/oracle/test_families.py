@@ -10,8 +10,6 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 RELATIVE = 1e-9
 """float64 sums of some hundred terms; measured 1e-13 and below."""
 

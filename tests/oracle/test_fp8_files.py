@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, run
+from commands import TINY, manifest_of, said
 from families import tiny_model
 from keeps import full_keep, logits_of, widths_keep
 from quantised_folder import in_fp8, of_each_weight
@@ -121,7 +121,7 @@ def test_a_uniform_checkpoint_stays_in_fp8(
         each = of_each_weight(scale, wanted[name].shape, BLOCK)
         apart = (after[name].float() * each - wanted[name]).abs()
         assert (apart <= wanted[name].abs() / 15 + each / 1000).all(), name
-    manifest = json.loads((tmp_path / "out" / "heapr_manifest.json").read_text())
+    manifest = manifest_of(tmp_path / "out")
     assert "in FP8: those that changed are quantised again" in manifest["weights"]
 
 
@@ -240,14 +240,14 @@ def test_the_command_keeps_fp8(
     text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
     shape = "--ratio", 0.3, "--structure", "uniform", "--multiple", 8
     args = "prune", folders.fp8, *shape, "--method", "paper", "--device", "cpu", *text
-    told = json.loads(run(*args, "--json"))
+    told = said(*args)
     healed = "--heal", 16, "--dtype", "float32"
     for name, options in {"as it is": (), "healed": healed}.items():
         out = tmp_path / name
-        written = json.loads(run(*args, *options, "--out", out, "--json"))
+        written = said(*args, *options, "--out", out)
         assert settings(out) == settings(folders.fp8)
         kinds = [tensor.dtype for tensor in tensors_in(out).values()]
         assert kinds.count(torch.float8_e4m3fn) > 20
         assert told["bytes_after"] == pytest.approx(written["bytes_after"], rel=0.2)
-        manifest = json.loads((out / "heapr_manifest.json").read_text())
+        manifest = manifest_of(out)
         assert manifest["reloaded"].startswith("Δ nll = 0.0000 on")

@@ -35,8 +35,6 @@ from heapr_lab.refinement.compensation import (
 from heapr_lab.refinement.elimination import eliminate, layer_costs
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 FAMILIES = ("qwen2_moe", "gpt_oss", "nemotron_h", "deepseek_v2")
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
 HELD = torch.tensor([False, True, False, False] * 2)

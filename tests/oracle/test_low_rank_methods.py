@@ -25,8 +25,6 @@ from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 FAMILIES = ("deepseek_v2", "gpt_oss")
 DAMPING = 1e-6
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}

@@ -26,8 +26,6 @@ from heapr_lab.methods import merging, sub_moe
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 
-pytestmark = pytest.mark.oracle
-
 NAMES = ("hc-smoe", "mc-smoe", "sub-moe-like", "ream", "random-groups")
 
 

@@ -10,8 +10,6 @@ from methods_by_hand import IDS, SIX, WINDOWS
 from benchmarks import method_twins
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 
-pytestmark = pytest.mark.oracle
-
 
 def model_of(family: str) -> Any:
     """A tiny model of eight experts, of which one in eight is one."""

@@ -32,9 +32,6 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 
-pytestmark = pytest.mark.oracle
-
-
 # --- experts ----------------------------------------------------------------------
 
 

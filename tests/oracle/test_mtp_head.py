@@ -53,8 +53,6 @@ from heapr_lab.recipes.export import check_checkpoint
 from heapr_lab.storage.files import read_json
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 UNDER_MTP = {
     "enorm": "pre_fc_norm_embedding",
     "hnorm": "pre_fc_norm_hidden",
@@ -63,6 +61,7 @@ UNDER_MTP = {
 }
 """Names of what the layer has besides a decoder layer, where it is under `mtp.`."""
 LAST = "model.layers.3."
+TEXT = CalibrationSet.from_ids(tiny_ids())
 FAMILIES = {
     "deepseek_v3": LAST,
     "deepseek_v32": LAST,
@@ -239,12 +238,11 @@ def test_a_uniform_checkpoint_has_it_as_narrow_as_all_others(tmp_path, family):
     source = source_of(tmp_path / "source", family)
     model, layer = opened(source)
     keep = widths_keep(model, WIDTH, structure="uniform")
-    text = CalibrationSet.from_ids(tiny_ids())
-    out = prune_folder(source, keep, tmp_path / "out", calibration=text)
-    options = {"base": str(source), "calibration": text}
+    out = prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
+    options = {"base": str(source), "calibration": TEXT}
     same_tensors(out, save_pruned(prune(model, keep), tmp_path / "saved", **options))
     pruned, narrow = opened(out)
-    table = table_of(zeroed_twin(model, keep), layer, text)
+    table = table_of(zeroed_twin(model, keep), layer, TEXT)
     mask = highest(table, WIDTH)
     assert set(mask.by_layer(0).sum(1)) == {WIDTH}
     (experts,) = find_experts(MtpHead(layer, {}))
@@ -264,10 +262,9 @@ def test_of_several_each_follows_the_pruned_one_before_it(tmp_path, family):
     source = source_of(tmp_path / "source", family, n_heads=2)
     model, first, second = opened(source)
     keep = widths_keep(model, WIDTH, structure="uniform")
-    text = CalibrationSet.from_ids(tiny_ids())
-    out = prune_folder(source, keep, tmp_path / "out", calibration=text)
+    out = prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
     trunk = zeroed_twin(model, keep)
-    head, later = head_after(trunk, first, text)
+    head, later = head_after(trunk, first, TEXT)
     first = zeroed_twin(head, highest(collect_statistics(head, later), WIDTH))
     head, later = head_after(first, second, later)
     table = collect_statistics(head, later, batch_size=1)
@@ -305,19 +302,19 @@ def test_fused_experts_are_sliced_as_single_ones(tmp_path, family):
     """They keep the same atoms, whichever form they are stored in."""
     family, _, in_blocks = family.partition(" in ")
     sizes = {"dtype": torch.bfloat16, "moe_intermediate_size": 24} if in_blocks else {}
-    layer, text = FAMILIES[family], CalibrationSet.from_ids(tiny_ids())
+    layer = FAMILIES[family]
     source = source_of(tmp_path / "source", family, **sizes)
     if in_blocks:
         in_fp8(source, (4, 4))
     width = 2 * WIDTH if in_blocks else WIDTH
     make = tiny_wrapper if family in WRAPPERS else tiny_model
     keep = widths_keep(make(family, **sizes), width, structure="uniform")
-    single = prune_folder(source, keep, tmp_path / "single", calibration=text)
+    single = prune_folder(source, keep, tmp_path / "single", calibration=TEXT)
     with changed_tensors(source) as stored:
         together = fused(stored, layer)
         stored.clear()
         stored |= together
-    out = prune_folder(source, keep, tmp_path / "out", calibration=text)
+    out = prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
     expected, tensors = fused(tensors_in(single), layer), tensors_in(out)
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -406,7 +403,6 @@ def test_of_blocks_it_is_pruned_as_a_model_of_them(tmp_path, n_heads):
     model, *layers = opened(source)
     assert len(layers) == n_heads
     keep = widths_keep(model, WIDTH, structure="uniform")
-    text = CalibrationSet.from_ids(tiny_ids())
     head, later = model, CalibrationSet.from_ids(window[None])
     for layer in layers:
         head, later = head_after(head, layer, later)
@@ -414,8 +410,8 @@ def test_of_blocks_it_is_pruned_as_a_model_of_them(tmp_path, n_heads):
         logits = head(later.ids).logits[0]
         expected = blocks_nll(source, model, window, n_heads)
     torch.testing.assert_close(summed_nll(logits, window[n_heads + 1 :]), expected)
-    out = prune_folder(source, keep, tmp_path / "out", calibration=text)
-    head, later = trunk, _ = zeroed_twin(model, keep), text
+    out = prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
+    head, later = trunk, _ = zeroed_twin(model, keep), TEXT
     with changed_tensors(source) as stored:
         for k, layer in enumerate(layers):
             head, later = head_after(head, layer, later)
@@ -503,9 +499,8 @@ def test_half_of_any_form_is_refused_before_anything_is_done(tmp_path, form, los
         assert len(stored) == len(together) - 1
     structure = "ragged" if form == "streams" else "uniform"
     keep = widths_keep(read_weights(source), WIDTH, structure=structure)
-    text = CalibrationSet.from_ids(tiny_ids())
     with pytest.raises(LayoutError, match=r"predicts a further token.*download"):
-        prune_folder(source, keep, tmp_path / "out", calibration=text)
+        prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -518,9 +513,8 @@ def test_a_layer_that_is_not_there_is_refused(tmp_path, structure, lost):
         for name in [name for name in stored if name.startswith(lost)]:
             del stored[name]
     keep = widths_keep(read_weights(source), WIDTH, structure=structure)
-    text = CalibrationSet.from_ids(tiny_ids())
     with pytest.raises(LayoutError, match="has 1 of 2 layers that predict"):
-        prune_folder(source, keep, tmp_path / "out", calibration=text)
+        prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -529,8 +523,7 @@ def test_speculative_decoding_with_the_pruned_ones(tmp_path):
     source = source_of(tmp_path / "source", "glm4_moe", n_heads=2)
     model = read_weights(source, dtype=torch.float32)
     keep = widths_keep(model, WIDTH, structure="uniform")
-    text = CalibrationSet.from_ids(tiny_ids())
-    prune_folder(source, keep, tmp_path / "out", calibration=text)
+    prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
     again = read_weights(tmp_path / "out", dtype=torch.float32)
     # The class has the numbers of the layer in models of the published sizes.
     again._keys_to_ignore_on_load_unexpected = {r"model\.layers\.[34]\..*"}
@@ -567,9 +560,8 @@ def test_half_of_it_is_refused_before_anything_is_done(tmp_path, lost, structure
     with changed_tensors(source) as stored:
         for name in [n for n in stored if n.startswith(LAST) and lost in n]:
             del stored[name]
-    text = CalibrationSet.from_ids(tiny_ids())
     with pytest.raises(LayoutError, match=r"layers\.3\..*download"):
-        prune_folder(source, keep, tmp_path / "out", calibration=text)
+        prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
     chosen = ("--ratio", 0.5, "--structure", structure, "--corpus", "pydocs")
     assert "layers.3." in one_line("prune", source, *chosen, "--out", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -587,12 +579,11 @@ def test_in_fp8(tmp_path, structure, how):
     keep = widths_keep(
         tiny_model("deepseek_v3", **sizes), 2 * WIDTH, structure=structure
     )
-    text = CalibrationSet.from_ids(tiny_ids())
     if how == "memory":
         model = read_weights(source, dtype=torch.float32)
-        save_pruned(prune(model, keep), tmp_path / "out", calibration=text)
+        save_pruned(prune(model, keep), tmp_path / "out", calibration=TEXT)
     else:
-        prune_folder(source, keep, tmp_path / "out", calibration=text)
+        prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
     head = {n: t for n, t in tensors_in(tmp_path / "out").items() if n.startswith(LAST)}
     names = {name for name in before if name.startswith(LAST)}
     if structure == "ragged":
@@ -654,7 +645,7 @@ def test_in_four_bits(tmp_path, layout, structure):
     keep = widths_keep(tiny_model("glm4_moe", **PAIRS), 2 * WIDTH, structure=structure)
     heads = []
     for folder in (source, tmp_path / "floats"):
-        options = {"calibration": CalibrationSet.from_ids(tiny_ids())}
+        options = {"calibration": TEXT}
         tensors = tensors_in(prune_folder(folder, keep, folder / "out", **options))
         heads.append({n: t for n, t in tensors.items() if n.startswith(LAST)})
     torch.testing.assert_close(*heads, rtol=0, atol=0)
@@ -711,8 +702,7 @@ def test_of_another_form_it_is_left_out(tmp_path, caplog, monkeypatch, family):
         monkeypatch.setattr(mtp_head, "read_mtp", refuse)
     source = source_of(tmp_path / "source", family)
     keep = widths_keep(read_weights(source), WIDTH, structure="uniform")
-    text = CalibrationSet.from_ids(tiny_ids())
-    prune_folder(source, keep, tmp_path / "out", calibration=text)
+    prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
     place = (FAMILIES | OTHER)[family]
     assert not [name for name in tensors_in(tmp_path / "out") if place in name]
     assert "dropped" in read_json(tmp_path / "out" / "heapr_manifest.json")

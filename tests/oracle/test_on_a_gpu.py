@@ -36,7 +36,7 @@ from heapr_lab.tasks.harness import continuation_task
 from heapr_lab.tasks.items import task_items
 from heapr_lab.workbench.settings import PROFILES
 
-pytestmark = [pytest.mark.oracle, pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 """In float64; the second device gives all but the last bits."""

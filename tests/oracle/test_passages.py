@@ -38,7 +38,6 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import IMPLEMENTATION
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
 CONTEXT = 64
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seq_len=11))
 IDS = WINDOWS.ids

@@ -14,8 +14,6 @@ from heapr_lab.evaluation.perplexity import (
 from heapr_lab.models.likelihood import token_nll
 from heapr_lab.pruning.surgery import masking
 
-pytestmark = pytest.mark.oracle
-
 ROUNDING = 1e-12
 """float64, sums of a few dozen terms."""
 FLOAT32_HEADS = {"nemotron_h"}

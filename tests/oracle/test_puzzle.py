@@ -28,8 +28,6 @@ from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.plan import plan
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 IDS = tiny_ids()
 BLOCKS: list[dict[str, Any]] = [
     {"block_type": "mamba"},

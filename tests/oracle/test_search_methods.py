@@ -18,8 +18,6 @@ from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 
-pytestmark = pytest.mark.oracle
-
 
 def rejected(model: nn.Module, small: nn.Module) -> float:
     """1 − Σ min(p, q) of a mean token, from the logits of all windows."""

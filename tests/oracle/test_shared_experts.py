@@ -24,8 +24,6 @@ from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking, prune
 
-pytestmark = pytest.mark.oracle
-
 IDS = tiny_ids()
 SHAPES = Path(__file__).parents[1] / "data" / "shapes"
 """The published config.json of each model of the paper."""

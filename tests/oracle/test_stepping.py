@@ -14,8 +14,6 @@ from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.sizes import state_of
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
 
 

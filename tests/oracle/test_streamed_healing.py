@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run, text_of
+from commands import manifest_of, run, text_of
 from families import REPRESENTATIVES
 from keeps import random_keep, weights_of, widths_keep, window_nll
 from oracles.streamed import ROUNDED, WINDOWS, both, free_on_disk, resident, stream
@@ -319,7 +319,7 @@ def test_the_command_heals_a_streamed_model(
             run(*base, "--method", "paper", way, "--json", *text_of(tmp_path))
         )
         assert facts["healed_on"] == 16
-        manifest = json.loads((out / "heapr_manifest.json").read_text())
+        manifest = manifest_of(out)
         assert "then healed on 384 tokens of" in manifest["weights"]
         assert manifest["reloaded"].startswith("Δ nll = 0.0000")
         written[way] = tensors_in(out)

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -364,18 +365,14 @@ def test_threads_take_turns(pair: tuple[Any, Any]) -> None:
     """Scores in one thread and losses in others: each is what it is alone."""
     model, streamed = pair
     expected = window_nll(model, WINDOWS.ids)
-    losses: list[torch.Tensor] = []
 
-    def lose() -> None:
-        losses.extend(window_nll(streamed, WINDOWS.ids) for _ in range(3))
+    def lose() -> list[torch.Tensor]:
+        return [window_nll(streamed, WINDOWS.ids) for _ in range(3)]
 
-    threads = [threading.Thread(target=lose) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    table = collect_statistics(streamed, WINDOWS, batch_size=3)
-    for thread in threads:
-        thread.join()
-    assert len(losses) == 6
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(lose) for _ in range(2)]
+        table = collect_statistics(streamed, WINDOWS, batch_size=3)
+        losses = [loss for run in runs for loss in run.result(timeout=60)]
     assert all(torch.allclose(loss, expected, rtol=1e-9) for loss in losses)
     alone = collect_statistics(model, WINDOWS, batch_size=3)
     np.testing.assert_allclose(
@@ -445,13 +442,9 @@ def test_an_interrupted_pass_leaves_the_model_usable(pair: tuple[Any, Any]) -> N
 
     with pytest.raises(KeyboardInterrupt):
         collect_statistics(model, WINDOWS, batch_size=1, progress=stop)
-    losses: list[float] = []
-    other = threading.Thread(
-        target=lambda: losses.append(evaluate_perplexity(model, WINDOWS.ids).nll)
-    )
-    other.start()
-    other.join(60)
-    assert losses == [evaluate_perplexity(pair[0], WINDOWS.ids).nll]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(evaluate_perplexity, model, WINDOWS.ids).result(timeout=60)
+    assert other.nll == evaluate_perplexity(pair[0], WINDOWS.ids).nll
 
 
 def test_a_layer_that_was_read_in_part_is_dropped(

@@ -26,8 +26,6 @@ from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 """float64: the same products, summed in another order."""
 SINGLE = {"rtol": 1e-5, "atol": 1e-5}

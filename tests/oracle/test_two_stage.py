@@ -9,8 +9,6 @@ from benchmarks.two_stage import two_stage_scores
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 RELATIVE = 1e-9
 """float64 sums of some hundred terms."""
 

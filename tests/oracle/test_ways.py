@@ -17,8 +17,6 @@ from heapr_lab.models.loading import load_model
 from heapr_lab.models.ragged_experts import RaggedExperts, normalises
 from heapr_lab.pruning.surgery import masking, prune
 
-pytestmark = pytest.mark.oracle
-
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("n_rows", [0, 1, 2, 3, 40])

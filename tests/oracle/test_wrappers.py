@@ -25,8 +25,6 @@ from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.oracle
-
 RELATIVE = 1e-9
 """float64 sums of some hundred terms."""
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}

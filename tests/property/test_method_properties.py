@@ -19,8 +19,6 @@ from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
-pytestmark = pytest.mark.property
-
 FAMILIES = ("mixtral", "deepseek_v2")
 """Families of different routers and tensor names; the oracles have each method's."""
 NAMES = methods.names()

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -18,8 +17,6 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.ranking import atom_sizes
 from heapr_lab.pruning.selection import select
-
-pytestmark = pytest.mark.property
 
 N_ROUTED = 6
 """Routed tokens of every layer."""

@@ -56,9 +56,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bench(root: Path) -> Workbench:
+def source(root: Path) -> Path:
+    """The folder of the tiny model, which nothing changes."""
+    return root / "moe"
+
+
+@pytest.fixture(scope="module")
+def bench(source: Path) -> Workbench:
     """The tiny model on a bench."""
-    return open_workbench(str(root / "moe"), profile="small")
+    return open_workbench(str(source), profile="small")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The table of pretrained models goes on where it was, and pairs what is the same."""
 
 import argparse
+import contextlib
 import itertools
 import math
 from pathlib import Path
@@ -8,9 +9,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from families import tiny_model
+from keeps import random_keep
 
 from benchmarks import real
 from benchmarks.real import CORPORA, Results, State
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration_spec import spread
 
@@ -129,3 +134,30 @@ def test_more_windows_are_some_more_windows(
     with pytest.raises(SystemExit):
         real.main()
     assert "choose from 16, 48, 0" in capsys.readouterr().err
+
+
+def test_windows_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their losses are those of one pass; an interrupt keeps earlier windows."""
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(real, "TOKENS_AT_ONCE", 64)
+    dense = tiny_model("qwen2_moe", dtype=torch.float32)
+    ids = torch.randint(48, (7, 32), generator=torch.Generator().manual_seed(0))
+    heard: list[tuple[int, int]] = []
+
+    def stop(done: int, _total: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    for mask in (contextlib.nullcontext(), masking(dense, random_keep(dense))):
+        with mask:
+            whole = evaluate_perplexity(dense, ids).windows
+            with pytest.raises(KeyboardInterrupt):
+                real.stored_losses(dense, ids, progress=stop)
+            for _ in range(2):
+                losses = real.stored_losses(
+                    dense, ids, progress=lambda *now: heard.append(now)
+                )
+                assert losses == pytest.approx(whole)
+    assert heard == [(4, 7), (6, 7), (7, 7), (7, 7)] * 2

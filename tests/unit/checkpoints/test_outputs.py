@@ -17,7 +17,6 @@ import torch
 from keeps import random_keep
 from safetensors import SafetensorError
 from stored_tensors import tensors_in
-from tiny_folder import write_model
 
 from heapr_lab.checkpoints import save
 from heapr_lab.checkpoints.folder import check_new, new_folder, partial_of
@@ -31,12 +30,6 @@ from heapr_lab.streaming import shards
 
 BUSY = "is being written by another process or thread: wait"
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with its tokenizer."""
-    return write_model(tmp_path_factory.mktemp("outputs") / "moe")
 
 
 @pytest.fixture

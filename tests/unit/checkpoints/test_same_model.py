@@ -6,7 +6,6 @@ import pytest
 import torch
 from families import tiny_ids
 from stored_tensors import changed_tensors
-from tiny_folder import write_model
 
 from heapr_lab.checkpoints.same_model import own_mask, own_table
 from heapr_lab.errors import SpecError
@@ -21,12 +20,6 @@ from heapr_lab.text.calibration import CalibrationSet
 
 EXPERTS = "model.layers.1.mlp.experts"
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
-    return write_model(tmp_path_factory.mktemp("same") / "moe")
 
 
 def table_of(source: Path, dtype: torch.dtype = torch.float32) -> ImportanceTable:

@@ -1,11 +1,10 @@
-import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import TINY, refused, run, text_of
+from commands import TINY, manifest_of, refused, run, said, text_of
 from tiny_folder import write_model, write_text
 
 from heapr_lab.importance.estimators import ESTIMATORS
@@ -20,11 +19,6 @@ N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
 
 
-def said(*arguments: object) -> dict[str, Any]:
-    """What a command says as JSON."""
-    return dict(json.loads(run(*arguments, "--json")))
-
-
 def prune(root: Path, *arguments: object) -> dict[str, Any]:
     """What `prune` says of the tiny model with its table."""
     table = ("--importance", root / "table.parquet", *TINY)
@@ -36,11 +30,6 @@ def losses(root: Path, *model: object) -> dict[str, float]:
     rows = said("evaluate", *model, "--corpora", root / "text.txt", *TINY)["results"]
     assert all(row["stderr"] is None for row in rows)
     return {row["metric"]: row["value"] for row in rows}
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says."""
-    return dict(json.loads((folder / "heapr_manifest.json").read_text()))
 
 
 def test_help_names_every_estimator() -> None:

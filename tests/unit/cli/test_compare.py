@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from commands import TINY, invoke, one_line, run
+from commands import TINY, invoke, one_line, run, said
 
 from heapr_lab import methods
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -40,7 +40,7 @@ def results(root: Path, *more: str) -> list[dict[str, Any]]:
 
 def test_the_list_has_every_method() -> None:
     """It says what is compressed, the citation and what deviates, as text and JSON."""
-    listed = json.loads(run("compare", "--list", "--json"))["methods"]
+    listed = said("compare", "--list")["methods"]
     assert [row["name"] for row in listed] == list(methods.names())
     text = run("compare", "--list")
     for row in listed:
@@ -237,7 +237,7 @@ def test_table_1_of_the_paper(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "compare", root / "moe", "--preset", "paper-table1", "--limit", "2",
         "--ratios", "0.25", *TINY,
     )  # fmt: skip
-    facts = json.loads(run(*args, "--json"))
+    facts = said(*args)
     rows = pd.DataFrame(facts["results"])
     assert set(rows["dataset"]) == {"wikitext2", "ptb", *PAPER_TASKS}
     assert set(rows["ratio"]) == {0.0, 0.25}

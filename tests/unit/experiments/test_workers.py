@@ -61,9 +61,9 @@ def done_by(bench: Workbench, executor: Executor | None, folder: Path) -> set[st
     return set(pids)
 
 
-def test_steps_are_done_here(folder: Path, tmp_path: Path) -> None:
+def test_steps_are_done_here(source: Path, tmp_path: Path) -> None:
     """There is no pool."""
-    opened = functools.partial(open_workbench, str(folder), profile="small")
+    opened = functools.partial(open_workbench, str(source), profile="small")
     with workers.workers(1, opened) as executor:
         assert done_by(opened(), executor, tmp_path / "a") == {str(os.getpid())}
 
@@ -83,18 +83,18 @@ def in_two_processes(opened: Callable[[], Workbench], folder: Path) -> None:
         workers.run_steps([killing] * 4, bench, executor, progress=print)
 
 
-def test_steps_are_done_in_two_processes(folder: Path, tmp_path: Path) -> None:
+def test_steps_are_done_in_two_processes(source: Path, tmp_path: Path) -> None:
     """If one of these is gone, the error says what to do."""
-    opened = functools.partial(open_workbench, str(folder), profile="small")
+    opened = functools.partial(open_workbench, str(source), profile="small")
     with pytest.raises(HeaprLabError, match="run again with --workers 1"):
         in_two_processes(opened, tmp_path / "a")
 
 
 def test_a_small_model_takes_every_core(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large one gets all of them for itself."""
-    bench = open_workbench(str(folder), profile="small")
+    bench = open_workbench(str(source), profile="small")
     monkeypatch.setattr(workers, "cores", lambda: 3)
     assert workers.default_workers(bench) == 3
     monkeypatch.setattr(workers, "_SMALL", 10)

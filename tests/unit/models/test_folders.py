@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import manifest_of
 from families import tiny_model
 from keeps import random_keep, widths_keep
 from stored_tensors import changed_json
-from tiny_folder import write_model
 from transformers import AutoConfig
 
 import heapr_lab
@@ -35,16 +35,10 @@ PACKAGE = Path(heapr_lab.__file__).parent
 READERS = {"from_pretrained", "from_config"}
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with its tokenizer."""
-    return write_model(tmp_path_factory.mktemp("folders") / "dense")
-
-
 @pytest.fixture
-def folder(dense: Path, tmp_path: Path) -> Path:
+def folder(source: Path, tmp_path: Path) -> Path:
     """A copy of the model, to be damaged."""
-    return Path(shutil.copytree(dense, tmp_path / "moe"))
+    return Path(shutil.copytree(source, tmp_path / "moe"))
 
 
 def change(path: Path, **changes: Any) -> None:
@@ -60,9 +54,9 @@ def change(path: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float64])
-def test_the_type_can_be_chosen(dense: Path, dtype: str | torch.dtype) -> None:
+def test_the_type_can_be_chosen(source: Path, dtype: str | torch.dtype) -> None:
     """It is given by name or as a type of torch's."""
-    model, _ = load_model(str(dense), device="cpu", dtype=dtype)
+    model, _ = load_model(str(source), device="cpu", dtype=dtype)
     expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     assert next(model.parameters()).dtype == expected
     assert not model.training
@@ -159,10 +153,10 @@ def test_code_beside_a_known_type_is_not_run(foreign: Path, tmp_path: Path) -> N
 
 
 def test_a_pruned_checkpoint_loads_without_its_code(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names code for those without heapr_lab, which is not looked at here."""
-    model, _ = load_model(dense, device="cpu")
+    model, _ = load_model(source, device="cpu")
     save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
     code = tmp_path / "pruned" / "modeling_heapr.py"
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{code.read_text()}")
@@ -283,20 +277,20 @@ def test_a_model_that_cannot_be_built_is_one_line() -> None:
 
 
 def test_the_manifest_says_why_there_is_no_tokenizer(
-    dense: Path, tmp_path: Path
+    source: Path, tmp_path: Path
 ) -> None:
     """There is none at hand, or none in the base model; or there is one."""
-    pruned, _ = load_model(dense, device="cpu")
+    pruned, _ = load_model(source, device="cpu")
     keep = random_keep(pruned)
     model = tiny_model("qwen2_moe", dtype=torch.float32)
     save_pruned(prune(model, random_keep(model)), tmp_path / "nameless")
     model.save_pretrained(tmp_path / "base")
     prune_folder(tmp_path / "base", random_keep(model), tmp_path / "without")
-    prune_folder(dense, keep, tmp_path / "sliced")
+    prune_folder(source, keep, tmp_path / "sliced")
     save_pruned(prune(pruned, keep), tmp_path / "saved")
     facts, cards = {}, {}
     for name in ("nameless", "without", "sliced", "saved"):
-        facts[name] = json.loads((tmp_path / name / "heapr_manifest.json").read_text())
+        facts[name] = manifest_of(tmp_path / name)
         cards[name] = (tmp_path / name / "README.md").read_text()
     assert "base model has no name" in facts["nameless"]["tokenizer"]
     assert "there is no tokenizer in base" in facts["without"]["tokenizer"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import one_line, run
+from commands import manifest_of, one_line, run, said
 from families import tiny_model
 from pressing import cancel, failed, press
 from stored_tensors import tensors_in
@@ -67,11 +67,6 @@ def export(panel: Explorer, folder: Path, *, weights: str) -> str:
     return str(panel.export.job.value)
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says."""
-    return dict(json.loads((folder / "heapr_manifest.json").read_text()))
-
-
 def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> None:
     """Its selection and calibration, read back, select the same atoms."""
     run(
@@ -129,7 +124,7 @@ def test_the_command_line_says_the_context(root: Path) -> None:
     base = ("prune", root / "moe", "--importance", root / "table.parquet")
     shown = run(*base, "--ratio", 0.25)
     assert f"at {SEQ_LEN} tokens of context" in shown
-    other = json.loads(run(*base, "--ratio", 0.25, "--seq-len", 512, "--json"))
+    other = said(*base, "--ratio", 0.25, "--seq-len", 512)
     assert other["seq_len"] == 512
 
 
@@ -252,9 +247,9 @@ def test_the_panels_card_is_full(root: Path, tmp_path: Path) -> None:
     )
     assert "not recorded" not in card.replace("| revision | not recorded |", "")
     assert "selected by HEAPr's\nsecond-order importance" in card
-    for estimator, said in (("fisher", "score `fisher` of"), (None, "mask given by")):
+    for estimator, text in (("fisher", "score `fisher` of"), (None, "mask given by")):
         other = manifest | {"selection": {"estimator": estimator}}
-        assert f"\n{said}" in model_card.card(other, source=tmp_path / "pruned")
+        assert f"\n{text}" in model_card.card(other, source=tmp_path / "pruned")
 
 
 def test_the_panel_writes_own_text_too(root: Path, tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """What is written is loaded again before it gets its name."""
 
 import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import manifest_of
 from safetensors.torch import load_file
 from stored_tensors import changed_tensors
 from tiny_folder import write_model, write_text
@@ -50,8 +50,7 @@ def write(
     made = make(bench, table, setting, WeightRecipe(weights))
     facts = export.facts_of(table, made, source=bench.source)
     export.write_checkpoint(out, made, bench, facts=facts, corpora=corpora)
-    manifest: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
-    return manifest
+    return manifest_of(out)
 
 
 def test_a_training_is_kept_until_its_weights_are_written(root: Path) -> None:
@@ -156,8 +155,7 @@ def test_sliced_files_are_compared_with_the_mask(
         export.slice_checkpoint(
             out, root / "moe", keep, bench=bench, corpora=[text], **options
         )
-        manifest: dict[str, Any] = json.loads((out / "heapr_manifest.json").read_text())
-        return manifest
+        return manifest_of(out)
 
     told = write_slices(tmp_path / "out")
     assert told["reloaded"] == f"Δ nll = 0.0000 on 4 windows of {text}"

@@ -1,12 +1,11 @@
 """Self-generated text: its shape, its draws, and where it is used."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import one_line, run, text_of
+from commands import manifest_of, one_line, run, said, text_of
 from families import tiny_model
 from keeps import logits_of
 from tiny_folder import D_VOCAB
@@ -203,7 +202,7 @@ def test_the_default_is_that_of_compress(
     """A quarter for the default; else the corpus alone, as the paper."""
     out = tmp_path / "out"
     run("prune", root / "moe", "--ratio", 0.4, "--out", out, *text_of(root), *options)
-    manifest = json.loads((out / "heapr_manifest.json").read_text())
+    manifest = manifest_of(out)
     assert manifest["calibrated_on"]["own_text"] == share
     n_own = round(8 * share)
     told = f"and {n_own} that the model wrote itself"
@@ -218,5 +217,5 @@ def test_a_table_has_its_own_text(root: Path, tmp_path: Path) -> None:
     assert spec.own_text == 0.25
     base = ("prune", root / "moe", "--ratio", 0.4, "--importance", table)
     assert "leave --importance out" in one_line(*base, "--own-text", 0.5)
-    facts = json.loads(run(*base, "--json"))
+    facts = said(*base)
     assert facts["atoms_kept"] < facts["atoms"]

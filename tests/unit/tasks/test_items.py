@@ -1,6 +1,5 @@
 """Accuracy item by item: which items, what is kept, and differences between states."""
 
-import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from keeps import random_keep
 from tiny_folder import D_VOCAB
 
 from heapr_lab.errors import SpecError
-from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.inspection.stored import stored_perplexity
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks import items as module
 from heapr_lab.tasks.harness import continuation_task, run_tasks
@@ -184,32 +181,3 @@ def test_differences_are_paired_by_item() -> None:
     for others in (ITEMS.head(5), ITEMS.assign(item=[3, 0, 1, 4, 7, 5])):
         with pytest.raises(SpecError, match=r"6 and \d items cannot be paired"):
             task_difference(ITEMS, others)
-
-
-# --- windows ----------------------------------------------------------------------
-
-
-def test_windows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their perplexity is that of one pass; an interrupt keeps earlier windows."""
-    monkeypatch.setattr("heapr_lab.inspection.stored._TOKENS_AT_ONCE", 64)
-    dense = model()
-    ids = torch.randint(D_VOCAB, (7, 32), generator=torch.Generator().manual_seed(0))
-    heard: list[tuple[int, int]] = []
-
-    def stop(done: int, _total: int) -> None:
-        if done == 4:
-            raise KeyboardInterrupt
-
-    for mask in (contextlib.nullcontext(), masking(dense, random_keep(dense))):
-        with mask:
-            whole = evaluate_perplexity(dense, ids)
-            with pytest.raises(KeyboardInterrupt):
-                stored_perplexity(dense, ids, progress=stop)
-            for _ in range(2):
-                stored = stored_perplexity(
-                    dense, ids, progress=lambda *now: heard.append(now)
-                )
-                assert stored.windows == pytest.approx(whole.windows)
-                assert stored.nll == pytest.approx(whole.nll)
-                assert stored.n_tokens == 7 * 31
-    assert heard == [(4, 7), (6, 7), (7, 7), (7, 7)] * 2
