@@ -67,7 +67,7 @@ _CONTROLS = (
 )  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fresh(bench: Workbench, root: Path) -> Fresh:
     """Makes a panel of the tiny model and its text."""
     text = str(root / "text.txt")
@@ -99,6 +99,16 @@ def opened(panel: Explorer, path: Path) -> str:
     panel.files.file.value = str(path)
     panel.files.open_button.click()
     return str(panel.files.message.value)
+
+
+@pytest.fixture(scope="module")
+def saved(
+    fresh: Fresh, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Explorer, Path]:
+    """A panel that was used, and its session in a file; no test changes them."""
+    panel, file = used(fresh()), tmp_path_factory.mktemp("session") / "s.json"
+    save(panel, file)
+    return panel, file
 
 
 def test_a_session_is_opened_as_it_was(fresh: Fresh, tmp_path: Path) -> None:
@@ -138,11 +148,12 @@ def test_a_table_of_an_extra_pass_is_measured_again(
     assert fingerprint_of(reopened.session.table) == fingerprint_of(panel.session.table)
 
 
-def test_a_table_alone(fresh: Fresh, tmp_path: Path, folder: Path) -> None:
+def test_a_table_alone(
+    saved: tuple[Explorer, Path], fresh: Fresh, tmp_path: Path, folder: Path
+) -> None:
     """It shows a session of the model, and passes on what only a model can use."""
-    panel = used(fresh())
-    file, table = tmp_path / "s.json", tmp_path / "table.parquet"
-    plain = save(panel, file)
+    (panel, file), table = saved, tmp_path / "table.parquet"
+    plain = json.loads(file.read_text())
     panel.session.table.write(table)
     alone = explore(table, session=file)
     assert alone.comparison.table.value == panel.comparison.table.value
@@ -156,11 +167,10 @@ def test_a_table_alone(fresh: Fresh, tmp_path: Path, folder: Path) -> None:
 
 
 def test_another_model_calibration_or_profile(
-    fresh: Fresh, root: Path, tmp_path: Path
+    saved: tuple[Explorer, Path], fresh: Fresh, root: Path
 ) -> None:
     """Refused, with both fingerprints or both amounts of test data."""
-    panel, file = used(fresh()), tmp_path / "s.json"
-    save(panel, file)
+    panel, file = saved
     other = fresh(calibration=Calibration(str(root / "text.txt"), seed=4))
     before, message = state(other), opened(other, file)
     actual, wanted = (fingerprint_of(p.session.table)[:12] for p in (other, panel))
@@ -176,13 +186,17 @@ def test_another_model_calibration_or_profile(
         fresh(session=file, selection=Selection(0.5))
 
 
-def test_a_session_of_before_is_opened(fresh: Fresh, tmp_path: Path) -> None:
+def test_a_session_of_before_is_opened(
+    saved: tuple[Explorer, Path], fresh: Fresh, tmp_path: Path
+) -> None:
     """With a map of experts, numbers of Inspect, and recipes that could not heal.
 
     It is saved anew without them.
     """
-    panel, file = used(fresh()), tmp_path / "s.json"
-    old = save(panel, file) | {"map": {"variable": "kept share", "pin": 1}}
+    panel, file = saved[0], tmp_path / "s.json"
+    old = json.loads(saved[1].read_text()) | {
+        "map": {"variable": "kept share", "pin": 1}
+    }
     old["inspected"] |= dict.fromkeys(("n_tokens", "layer", "position"), 1)
     old["inspected"] |= dict.fromkeys(("atom_layer", "expert", "atom"), 99)
     for recipe in (old["way"], *(pin["way"] for pin in old["pins"])):
@@ -244,10 +258,12 @@ SAID: list[tuple[tuple[Any, ...], Any, str]] = [
 ]
 
 
-def test_a_wrong_file_changes_nothing(fresh: Fresh, tmp_path: Path) -> None:
+def test_a_wrong_file_changes_nothing(
+    saved: tuple[Explorer, Path], fresh: Fresh, tmp_path: Path
+) -> None:
     """Whichever part is missing or wrong, the panel stays and says so."""
-    file, bad = tmp_path / "s.json", tmp_path / "bad.json"
-    plain, panel = save(used(fresh()), file), fresh()
+    file, bad = saved[1], tmp_path / "bad.json"
+    plain, panel = json.loads(file.read_text()), fresh()
     before = state(panel)
     texts = ["", "{", "[]", "null", "\x80", file.read_text()[:-40], "[" * 10**5]
     texts += [_changed(plain, *wrong) for wrong in WRONG]
