@@ -7,6 +7,7 @@ import base64
 import html
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import anywidget
@@ -71,52 +72,6 @@ _STYLE = (
     "display:inline-block;padding:0 6px;border-width:1px;border-radius:8px;"
     "font-size:smaller;font-weight:normal;border-style:solid"
 )
-_SCRIPT: Final = """
-function render({ model, el }) {
-  let panel = null, waiting;
-  const set = () => {
-    for (const slider of panel.querySelectorAll(".widget-slider")) {
-      const label = slider.querySelector(".widget-label").textContent;
-      slider.querySelector("[role=slider]")?.setAttribute("aria-label", label);
-    }
-    for (const [place, name] of Object.entries(model.get("pictures"))) {
-      for (const picture of panel.querySelectorAll(place)) picture.alt = name;
-    }
-    for (const title of panel.querySelectorAll(".jupyter-widget-Collapse-header")) {
-      const open = title.parentElement.matches(".jupyter-widget-Collapse-open");
-      title.setAttribute("role", "button");
-      title.setAttribute("aria-label", title.textContent);
-      title.setAttribute("aria-expanded", open);
-      title.setAttribute("data-lm-suppress-shortcuts", "true");
-      title.tabIndex = 0;
-      title.onkeydown = event => {
-        if (event.key !== "Enter" && event.key !== " ") return;
-        event.preventDefault();
-        title.click();
-      };
-    }
-  };
-  const observer = new MutationObserver(set);
-  const resized = new ResizeObserver(() => {
-    if (!panel.clientWidth) return;
-    model.set("width", panel.clientWidth);
-    model.save_changes();
-  });
-  const begin = () => {
-    panel = el.closest(".heapr-panel");
-    if (!panel) { waiting = setTimeout(begin, 100); return; }
-    set();
-    const changes = { childList: true, subtree: true, attributeFilter: ["class"] };
-    observer.observe(panel, changes);
-    resized.observe(panel);
-  };
-  begin();
-  return () => {
-    clearTimeout(waiting); observer.disconnect(); resized.disconnect();
-  };
-}
-export default { render };
-"""
 logger = logging.getLogger(__name__)
 
 
@@ -127,7 +82,7 @@ class InPage(anywidget.AnyWidget):
     what is folded is reached and unfolded with keys.
     """
 
-    _esm = _SCRIPT
+    _esm = Path(__file__).with_name("in_page.js")
 
     pictures = traitlets.Dict().tag(sync=True)
     """The name of each picture, by a CSS selector."""
