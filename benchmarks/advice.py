@@ -210,27 +210,29 @@ def worse_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def experts_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Single atoms beside whole experts, on their own corpus and on other text.
+    """Single atoms beside whole experts at 40 %, model by model.
 
     Args:
         rows: of `benchmarks/methods.py`.
     """
-    named = rows.assign(variant=rows["variant"].str.removesuffix("-like"))
-    shown = named["variant"].isin(_METHODS) & named["ratio"].isin([0.25, 0.4])
-    others = [
-        name
-        for name in named.columns
-        if name.startswith("delta_nll ") and name != "delta_nll pydocs"
-    ]
-    rows = named[shown].assign(other=named[shown][others].mean(axis="columns"))
-    means = rows.groupby(["variant", "model", "ratio"])[["delta_nll pydocs", "other"]]
-    wide = means.mean().unstack("ratio").groupby("variant").mean()
-    wide.columns = [
-        f"{'pydocs' if name != 'other' else 'other text'}, {ratio:.0%} ↓"
-        for name, ratio in wide.columns
-    ]
-    order = [name for name in _METHODS if name in wide.index]
-    return wide.loc[order].rename_axis("method").reset_index()
+    named = rows.assign(method=rows["variant"].str.removesuffix("-like"))
+    named = named[named["method"].isin(_METHODS) & named["ratio"].eq(0.4)]
+    losses = named.filter(regex="^delta_nll ")
+    texts = {
+        "pydocs": losses["delta_nll pydocs"],
+        "other": losses.drop(columns="delta_nll pydocs").mean(axis="columns"),
+    }
+    parts = [named.assign(text=text, loss=loss) for text, loss in texts.items()]
+    table = _by_model(pd.concat(parts), ["text", "method"], "loss")
+    order = [(text, name) for text in texts for name in _METHODS]
+    return table.reindex([row for row in order if row in table.index]).reset_index()
+
+
+def _by_model(rows: pd.DataFrame, index: list[str], loss: str) -> pd.DataFrame:
+    """A column for each model, and their mean, of losses in nats per token."""
+    table = rows.pivot_table(index=index, columns="model", values=loss, sort=False)
+    table.columns = [f"{model.removesuffix(' model')} ↓" for model in table.columns]
+    return table.assign(**{"mean ↓": table.mean(axis="columns")}).round(3)
 
 
 def quantised_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -262,15 +264,13 @@ def quantised_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def text_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Δloss of HEAPr at 40 % by the corpus of the calibration, mean of the models.
+    """Δloss of HEAPr at 40 % by the corpus of the calibration, model by model.
 
     Args:
         rows: of `benchmarks/quality.py`.
     """
     chosen = rows["variant"].eq("heapr") & rows["ratio"].eq(0.4) & rows["seed"].eq(0)
-    part = rows[chosen]
-    wide = part.pivot_table(index="calibration", columns="test", values="delta_nll")
-    order = ["pydocs", "wikitext2", _MIXTURE]
-    table = wide.reindex([name for name in order if name in wide.index])
-    columns = {name: f"Δloss on {name} [nats per token] ↓" for name in table.columns}
-    return table.rename(columns=columns).rename_axis("calibrated on").reset_index()
+    part = rows[chosen & rows["calibration"].isin(["pydocs", "wikitext2", _MIXTURE])]
+    part = part.rename(columns={"calibration": "calibrated on", "test": "loss on"})
+    index = ["loss on", "calibrated on"]
+    return _by_model(part, index, "delta_nll").sort_index().reset_index()

@@ -49,6 +49,23 @@ def test_a_ratio_at_which_not_everything_was_measured_is_counted() -> None:
     assert table.loc["10%", "fisher + compensation loses more"] == "–"
 
 
+def test_every_model_has_a_column() -> None:
+    """Other text is the mean of the other corpora; a missing run has no number."""
+    losses = {"delta_nll pydocs": 0.1, "delta_nll ptb": 0.2, "delta_nll c4": 0.4}
+    cases = ("lab model", "reap"), ("lab model", "heapr"), ("fine model", "heapr")
+    measured = pd.DataFrame(
+        {"model": model, "variant": variant, "ratio": 0.4} | losses
+        for model, variant in cases
+    )
+    table = advice.experts_table(measured).set_index(["text", "method"])
+    assert table.columns.tolist() == ["lab ↓", "fine ↓", "mean ↓"]
+    assert table.loc[("other", "heapr")].tolist() == pytest.approx([0.3] * 3)
+    assert table.loc[("pydocs", "reap")].isna().tolist() == [False, True, False]
+    assert table.index.tolist() == [
+        ("pydocs", "heapr"), ("pydocs", "reap"), ("other", "heapr"), ("other", "reap")
+    ]  # fmt: skip
+
+
 def test_self_generated_text_costs_something_and_saves_more() -> None:
     """As the pages on the method and on when not to use it say: at every ratio."""
     measured = results_of("quality")
