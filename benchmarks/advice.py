@@ -78,8 +78,8 @@ def _experts_said() -> str:
 
 def _contains_zero(said: str) -> bool:
     """Whether the interval of a difference, as it is told, has both signs."""
-    low, high = said.partition("(")[2].split(" to ")
-    return low[0] != high[0]
+    low, _, high = said.partition("(")[2].partition(" to ")
+    return not high or low[0] != high[0]
 
 
 def default_table() -> pd.DataFrame:
@@ -232,7 +232,11 @@ def _by_model(rows: pd.DataFrame, index: list[str], loss: str) -> pd.DataFrame:
     """A column for each model, and their mean, of losses in nats per token."""
     table = rows.pivot_table(index=index, columns="model", values=loss, sort=False)
     table.columns = [f"{model.removesuffix(' model')} ↓" for model in table.columns]
-    return table.assign(**{"mean ↓": table.mean(axis="columns")}).round(3)
+    return table.assign(**{"mean ↓": table.mean(axis="columns")}).map(_said)
+
+
+def _said(loss: float) -> str:
+    return "–" if pd.isna(loss) else f"{loss:.3f}"
 
 
 def quantised_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -76,9 +76,9 @@ logger = logging.getLogger("real")
 SEQ_LEN, N_CALIBRATION = 512, 32
 CORPORA = ("wikitext2", "ptb", "c4")
 N_SHARED = 16
+"""Test windows of each corpus that every state has, for comparisons of them all."""
 TOKENS_AT_ONCE = 8192
 """Tokens of the windows that an interrupt loses at most."""
-"""Test windows of each corpus that every state has, for comparisons of them all."""
 WINDOWS = (N_SHARED, 3 * N_SHARED, 0)
 """How many may be asked for, 0 for all: each of these sets holds the one before."""
 FITTED_TO = CORPORA[0]

@@ -24,7 +24,8 @@ def quality(
         default: the method that is compared with "heapr".
         corpus: the one that was calibrated on.
     """
-    ratios = sorted({*windows.loc[windows["method"].eq(default), "ratio"]})
+    pair = (windows.loc[windows["method"].eq(n), "ratio"] for n in (default, "heapr"))
+    ratios = sorted(set.intersection(*map(set, pair)))
     if not ratios:
         return answer(f"{default} has not been measured on a pretrained model.")
     same = windows["corpus"].eq(corpus)
@@ -39,7 +40,8 @@ def quality(
     short = (
         f"On the pretrained MoE, {default} avoids {avoided} of the Δloss that HEAPr "
         f"has, where {listed(f'{ratio:.0%}' for ratio in ratios)} of the atoms are "
-        f"removed; the accuracy of the two differs at {apart} of {len(gaps)} ratios."
+        f"removed; their accuracies differ by more than an interval at {apart} of "
+        f"{len(gaps)} ratios."
     )
     losses = "; ".join(
         f"at {ratio:.0%} {_beside_heapr(part, default, ratio)} on {name}"
@@ -100,8 +102,9 @@ def methods(
         smaller.loc[smaller[text].idxmin(), "variant"] for text in ("pooled", "other")
     )
     short = (
-        f"At {ratio:.0%}, {least} loses least of what makes matrices smaller on the "
-        f"calibrated corpus, and {elsewhere} on the other corpora. Best of each kind, "
+        f"At {ratio:.0%}, {least} loses least of the methods that leave fewer "
+        f"parameters on the calibrated corpus, and {elsewhere} on the other corpora. "
+        "Best of each kind, "
         f"Δloss in nats per token, mean of {int(at['n_models'].max())} models: "
         f"{_best_of_kinds(at, 'pooled')}; on the other corpora: "
         f"{_best_of_kinds(at, 'other')}.{_only_zeroes(at)}"

@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.figures.looks import look
+from benchmarks.figures.looks import HATCHES, look
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments.answers import value_range
 from heapr_lab.figures.paper import paper_table
@@ -26,8 +26,6 @@ _COLUMNS = [
     "state_bytes",
     "times_baseline",
 ]
-_HATCHES = ("", "///", "...", "xxx", "\\\\\\")
-"""The hatches by which bars differ besides their colour."""
 LABELS = {
     "seconds": "time [s] ↓",
     "peak_bytes": "peak memory [MiB] ↓",
@@ -139,7 +137,7 @@ def plot_cost(data: pd.DataFrame, *, quantity: str, ax: Axes | None = None) -> A
         color, label = look(method).color, look(method).label
         ax.barh(
             rows, values / scale, height=height, color=color, label=label,
-            hatch=_HATCHES[number % len(_HATCHES)], edgecolor="white",
+            hatch=HATCHES[number % len(HATCHES)], edgecolor="white",
         )  # fmt: skip
     ax.set_yticks(range(len(models)), models)
     ax.invert_yaxis()

@@ -22,6 +22,10 @@ _LOOKS = {
 }
 
 
+HATCHES = ("", "///", "...", "xxx", "\\\\\\")
+"""The hatches by which bars differ besides their colour."""
+
+
 def look(name: str) -> Look:
     """Colour, marker and legend label of `name`, in the package's figures or here."""
     return _LOOKS.get(name) or style.look(name)

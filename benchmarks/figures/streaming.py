@@ -5,6 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.figures.looks import HATCHES
 from heapr_lab.figures.style import (
     COLORS,
     REFERENCE_GREY,
@@ -21,12 +22,11 @@ _MEMORY = {
 _STAGES = {
     "identity": "hash of the weights",
     "scores": "scores",
-    "loss": "loss",
-    "masked loss": "loss of the mask",
+    "losses": "losses: dense, masked, pruned",
     "pruning": "pruning the files",
-    "pruned loss": "loss of the pruned files",
 }
-"""What is timed, in order."""
+"""What is timed."""
+_LOSSES = ["loss", "masked loss", "pruned loss"]
 _AXES = {"memory": "memory [GB]", "time": "time [s] ↓"}
 _COLORS = {"memory": (REFERENCE_GREY, "#222222"), "time": COLORS}
 
@@ -43,7 +43,8 @@ def streaming_data(measured: pd.DataFrame) -> pd.DataFrame:
     """
     run = measured["model"] + ", " + measured["way"]
     memory = measured[list(_MEMORY)].rename(columns=_MEMORY) / 1e9
-    times = measured[list(_STAGES)].rename(columns=_STAGES)
+    times = measured.assign(losses=measured[_LOSSES].sum(axis="columns"))
+    times = times[list(_STAGES)].rename(columns=_STAGES)
     frames = [
         frame.assign(run=run, quantity=quantity).melt(
             ["run", "quantity"], var_name="part"
@@ -77,7 +78,10 @@ def plot_streaming(
         wide = values.loc[runs, part].to_numpy(dtype=float)
         shift = (number - (len(parts) - 1) / 2) * height
         places = rows + shift if quantity == "memory" else rows
-        ax.barh(places, wide, height, left, color=_COLORS[quantity][number], label=part)
+        ax.barh(
+            places, wide, height, left, color=_COLORS[quantity][number], label=part,
+            hatch=HATCHES[number] if quantity == "time" else "", edgecolor="white",
+        )  # fmt: skip
         left = left + wide if quantity == "time" else left
     ax.set_yticks(rows, runs)
     ax.invert_yaxis()

@@ -207,8 +207,10 @@ def best_scores(curves: pd.DataFrame, ratio: float) -> str:
         ratio: the one that is removed.
     """
     rows = curves[curves["source"].eq("ours") & curves["metric"].eq("perplexity")]
-    rows = rows[rows["ratio"].sub(ratio).abs().lt(0.005) & rows["name"].isin(DRAWN)]
-    wide = rows.pivot(index="dataset", columns="name", values="value")
+    rows = rows[rows["name"].isin(DRAWN) & rows["ratio"].gt(0)]
+    apart = rows["ratio"].sub(ratio).abs()  # methods round to whole atoms
+    near = apart.eq(apart.groupby([rows["dataset"], rows["name"]]).transform("min"))
+    wide = rows[near].pivot(index="dataset", columns="name", values="value")
     lowest = wide.idxmin(axis="columns").map(lambda name: look(name).label)
     text = listed(
         f"*{name}* on {listed(corpora)}"
@@ -223,7 +225,7 @@ def best_scores(curves: pd.DataFrame, ratio: float) -> str:
 
 
 def one_scale(bins: pd.DataFrame) -> str:
-    """Whether the scores of early and late tenths of the model are in one unit.
+    """How many times its scores each tenth of the model costs, from the first layers.
 
     Args:
         bins: from `figures.bins_data`; tenths by index are tenths of the layers.
@@ -231,10 +233,11 @@ def one_scale(bins: pd.DataFrame) -> str:
     rows = bins[bins["order"].eq("index")].sort_values("bin")
     times = rows["delta_nll"] / rows["score_sum"]
     above = rows.loc[times.gt(1), "bin"]
-    which = f"tenths {listed(above + 1)} more" if len(above) else "none more"
+    which = listed(above) if len(above) else "none"
     return (
-        f"Ranked together, tenths from the first layers to the last cost "
-        f"{value_range(times, '.2f')} × the sum of their scores, {which} than that sum."
+        "Tenths of the model, from 0 with the first layers to 9 with the last, cost "
+        f"{value_range(times, '.2f')} × the sum of their scores; more than that sum: "
+        f"{which}."
     )
 
 

@@ -163,7 +163,7 @@ def _published_firsts() -> str:
         bests = wide[names].groupby(keys).agg(best)
         firsts = bests.eq(wide[names].xs("HEAPr", level="method")).to_numpy()
         counts[kind] = f"{firsts.sum()} of {firsts.size} {kind}"
-    return f"first in {listed(counts.values())}"
+    return f"first, alone or with another, in {listed(counts.values())}"
 
 
 def _published_averages(*names: str) -> str:
@@ -238,10 +238,12 @@ def _first_of_rivals(evidence: Evidence) -> Finding | None:
         for ratio in ratios
     ]
     verdicts = [gap.verdict for gap in accuracies if gap is not None]
-    text = (
-        f"{of_losses.found}; HEAPr's accuracy is higher in {verdicts.count(AGREES)} of "
-        f"{len(verdicts)}, lower in {verdicts.count(DISAGREES)}"
-    )
+    text = of_losses.found
+    if verdicts:
+        text += (
+            f"; its accuracy is higher in {verdicts.count(AGREES)} of {len(verdicts)}, "
+            f"lower in {verdicts.count(DISAGREES)}"
+        )
     return Finding(verdict_of([of_losses.verdict, *verdicts]), text)
 
 
@@ -260,14 +262,17 @@ def _over_models(evidence: Evidence) -> Finding:
 def _against_rivals(gaps: Mapping[str, Interval], over: str) -> Finding:
     """The verdict on all rivals: undecided at best while one of them is missing."""
     nearest = min(gaps, key=lambda name: gaps[name].value)
-    text = f"{nearest} loses {gaps[nearest].said_as('nats')} than HEAPr, {over}"
     verdicts = [gap.verdict for gap in gaps.values()]
+    text = (
+        f"HEAPr loses less in {verdicts.count(AGREES)} of {len(gaps)} comparisons and "
+        f"more in {verdicts.count(DISAGREES)}; the rival that loses least beside it is "
+        f"{nearest}: {gaps[nearest].said_as('nats')}, {over}"
+    )
     missing = [name for name in RIVALS if not any(at.startswith(name) for at in gaps)]
     if missing:
         verdicts.append(UNDECIDED)
         text += f"; not measured: {', '.join(missing)}"
-    closest = f"the closest of {len(gaps)} comparisons of losses"
-    return Finding(verdict_of(verdicts), f"{closest}: {text}")
+    return Finding(verdict_of(verdicts), text)
 
 
 def _nearly_lossless(evidence: Evidence) -> Finding | None:
@@ -403,7 +408,8 @@ def _corpora(evidence: Evidence) -> Finding | None:
     accuracy = right.said() if right else "not measured"
     return Finding(
         UNDECIDED if verdicts == {UNDECIDED} else DISAGREES,
-        f"wikitext2 in place of c4: nats per token {text}; accuracy {accuracy}",
+        "wikitext2 in place of c4: accuracy, of which the paper speaks, "
+        f"{accuracy}; nats per token {text}",
     )
 
 
@@ -451,8 +457,8 @@ def _by_layer(evidence: Evidence) -> Finding | None:
             for end in ends
         )
         texts.append(
-            f"at {ratio:.0%} the first third of the layers loses {early} than the "
-            f"middle, the last layer {late}"
+            f"at {ratio:.0%} the first third of the layers loses {early} of its atoms "
+            f"than the middle, the last layer {late}"
         )
     return _all_of(verdicts, texts)
 

@@ -27,7 +27,7 @@ from heapr_lab.figures.style import (
     show_percent,
 )
 from heapr_lab.pruning.savings import at_context
-from heapr_lab.tasks.paper_tasks import CHOICES
+from heapr_lab.tasks.paper_tasks import CHOICES, PAPER_TASKS
 
 METRICS = ("perplexity", "accuracy")
 
@@ -266,7 +266,7 @@ def name_models(ax: Axes, points: pd.DataFrame, *, column: str) -> None:
         column: "value" or "relative".
     """
     for row in points.to_dict("records"):
-        tasks = ", 7 tasks" if row["metric"] == "accuracy" else ""
+        tasks = f", {len(PAPER_TASKS)} tasks" if row["metric"] == "accuracy" else ""
         name = f"{short_name(row['model'])}{tasks}"
         name_points(ax, {name: (row["ratio"], row[column])})
 

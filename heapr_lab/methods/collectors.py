@@ -32,7 +32,7 @@ from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
 from heapr_lab.text.calibration import CalibrationSet
 
-_ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE = 4096
 _TABLE = "table"
 T = TypeVar("T")
 
@@ -242,7 +242,7 @@ def routed_outputs(
     layer: ExpertsLayer, calls: ExpertCalls, expert: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """An expert's outputs for the tokens routed to it: pairs of f (n, D) and p (n,)."""
-    parts = (tensor.split(_ROWS_AT_ONCE) for tensor in calls.routed(expert))
+    parts = (tensor.split(ROWS_AT_ONCE) for tensor in calls.routed(expert))
     for x, p in zip(*parts, strict=True):
         yield expert_output(layer, expert, x), p
 

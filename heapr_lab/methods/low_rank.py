@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.collectors import Collector, activations
+from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition
@@ -32,7 +32,6 @@ _DAMPING = 1e-6
 """Added to the diagonal of a moment, as a share of its mean."""
 _OUTLIER = 2.0
 """An entry is an outlier if it is larger than this multiple of the mean."""
-_ROWS_AT_ONCE = 4096
 
 Factors = tuple[torch.Tensor, torch.Tensor]
 """L (out, rank) and R (rank, in)."""
@@ -92,7 +91,7 @@ def _moments(
 def _second(x: torch.Tensor) -> torch.Tensor:
     """Σ x xᵀ of the rows of x (n, d), summed in float64, (d, d)."""
     total = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
-    for rows in x.split(_ROWS_AT_ONCE):
+    for rows in x.split(ROWS_AT_ONCE):
         total += rows.double().mT @ rows.double()
     return total if x.dtype == torch.float64 else total.float()
 

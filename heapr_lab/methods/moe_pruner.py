@@ -1,6 +1,6 @@
 """MoE-Pruner: single weights by |W| · ‖p · x‖, so Wanda with routing weights.
 
-Shapes: E n_experts, D d_expert, I d_inter; n routed (token, slot) pairs of a call.
+Shapes: E n_experts, D d_expert, I d_inter.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.collectors import Collector, activations
+from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition, Savings
@@ -72,11 +72,14 @@ def _squares(
     layer: ExpertsLayer, calls: ExpertCalls, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums of one expert over the tokens routed to it: (D,) and (I,)."""
-    x, p = calls.routed(expert)
-    weight = p.double().square()
-    inputs = x, activations(layer, expert, x)
-    of_x, of_h = ((weight @ values.double().square()).cpu() for values in inputs)
-    return of_x, of_h
+    of_x, of_h = torch.zeros(layer.d_expert), torch.zeros(layer.d_inter)
+    parts = (tensor.split(ROWS_AT_ONCE) for tensor in calls.routed(expert))
+    for x, p in zip(*parts, strict=True):
+        weight = p.double().square()
+        h = activations(layer, expert, x)
+        of_x = of_x + (weight @ x.double().square()).cpu()
+        of_h = of_h + (weight @ h.double().square()).cpu()
+    return of_x.double(), of_h.double()
 
 
 WEIGHTED_INPUTS = Collector("weighted inputs", _squares_of_layer)

@@ -36,7 +36,7 @@ def test_merging_is_compared_with_random_atoms_and_dropping() -> None:
     ).assign(pooled=[0.4, 0.06, 0.01], other=[0.1, 0.2, 0.3], n_models=2)
     rankings = pd.DataFrame({"method": ["heapr", "naee"], "same rank": [True, False]})
     text = reply(0.2)
-    assert text.startswith("Claim. At 40%, heapr loses least of what makes matrices")
+    assert text.startswith("Claim. At 40%, heapr loses least of the methods that leave")
     assert "corpus, and hc-smoe on the other corpora. Best" in text
     assert "weights moe-pruner 0.010; atoms heapr 0.060; merging hc-smoe 0.400" in text
     assert "single weights to zero (moe-pruner) saves no operations" in text
