@@ -90,3 +90,34 @@ def test_importance_says_what_a_pass_measured() -> None:
     assert "has 18% of their sum" in text
     assert "0 of 4 experts got no tokens. Little. The upper" in text
     assert "fisher ranks most like it (Spearman 0.90), and random least (0.10)" in text
+
+
+def test_the_best_score_is_told_at_the_nearest_ratio() -> None:
+    """Methods round to whole atoms; what is not drawn or not ours does not count."""
+    rows = [
+        (name, source, dataset, ratio, value + ratio)
+        for name, source, a, b in (
+            ("heapr", "ours", 11.0, 20.0),
+            ("fisher", "ours", 10.0, 22.0),
+            ("random", "ours", 1.0, 1.0),
+            ("heapr", "paper", 1.0, 1.0),
+        )
+        for dataset, value in (("a", a), ("b", b))
+        for ratio in (0.0, 0.25, 0.39)
+    ]
+    names = ["name", "source", "dataset", "ratio", "value"]
+    curves = pd.DataFrame(rows, columns=names).assign(metric="perplexity")
+    text = answers.best_scores(curves, 0.4)
+    assert "where 40% is removed is *Fisher* on a and *HEAPr* on b;" in text
+    assert "HEAPr's is 1.00 to 1.10 times as high" in text
+
+
+def test_tenths_that_cost_more_than_their_scores_are_named() -> None:
+    """The first costs 3 times its scores, the second half of them."""
+    bins = pd.DataFrame(
+        {"order": "index", "bin": [0, 1], "score_sum": 0.1, "delta_nll": [0.3, 0.05]}
+    )
+    assert "cost 0.50 to 3.00 ×" in answers.one_scale(bins)
+    assert answers.one_scale(bins).endswith("more than that sum: 0.")
+    less = bins.assign(delta_nll=0.05)
+    assert answers.one_scale(less).endswith("more than that sum: none.")
