@@ -30,7 +30,6 @@ _OF_EXPERTS = (
     "sub-moe-like",
     "mc-smoe",
 )
-_ACCURACY = "mean accuracy of seven ↑"
 _MIXTURE = "0.5*pydocs + 0.5*wikitext2"
 
 
@@ -54,7 +53,7 @@ def sentences() -> dict[str, str]:
 
 
 def _accuracy_said() -> str:
-    gaps = default_table()[_ACCURACY]
+    gaps = default_table()[real.ACCURACY]
     undecided = gaps.map(_contains_zero)
     return (
         f"In {undecided.sum()} of {len(gaps)} rows the interval of the accuracy "

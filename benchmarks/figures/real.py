@@ -48,6 +48,8 @@ FRONT_TEXT = f"{FITTED_TO}, 128 windows"
 """The ratios of the table in README.md, and what its methods are calibrated on."""
 _BESIDES = ("heapr-l", "camera-p", "reap", *RIVALS)
 """What `main_table` has besides HEAPr and the default."""
+ACCURACY = "mean accuracy of seven ↑"
+"""The column of `apart` that has the accuracies."""
 TEXTS = ("WikiText-2", "PTB and C4")
 """The corpus that is calibrated on, and the others."""
 
@@ -285,7 +287,7 @@ def apart(
         gap = loss_difference(part, *pair, ratio)
         row[loss_on(name)] = gap.said() if gap else "–"
     right = accuracy_difference(items, *pair, ratio)
-    row["mean accuracy of seven ↑"] = right.said("+.1%") if right else "–"
+    row[ACCURACY] = right.said("+.1%") if right else "–"
     return row
 
 

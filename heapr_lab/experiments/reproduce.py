@@ -147,7 +147,7 @@ def _measure_and_draw(
         _harvest(bench, executor)
         corpora, skipped = paper.test_corpora()
         measured = run_experiments(bench, corpora, executor)
-        verdicts = claims.claims(evidence_of(bench, measured, corpora))
+        verdicts = claims.claims(evidence_of(bench, measured))
         drawn = draw_all(bench, measured, verdicts, folder, executor)
     summary = Summary(
         figures=folder,
@@ -210,6 +210,8 @@ class Measurements:
     """Rows of every calibration draw, at every size."""
     tenths: pd.DataFrame
     """Δloss of each tenth of the atoms."""
+    windows: pd.DataFrame
+    """From `paper.window_losses`."""
 
 
 def run_experiments(
@@ -233,9 +235,13 @@ def run_experiments(
     # Long steps first, so that no process waits for them at the end; and what no other
     # process measures meanwhile, so that none waits for it now.
     ahead: list[Step] = [_eliminate, _mix]
-    steps = [*ahead, *draws, paper.bin_results, *evaluations]
+    losses: list[Step] = [  # last, when most of their states are measured
+        functools.partial(paper.window_losses, corpora=[corpus]) for corpus in corpora
+    ]
+    steps = [*ahead, *draws, paper.bin_results, *evaluations, *losses]
     with progress_bar("experiments", "step") as show:
         frames = run_steps(steps, bench, executor, progress=show)[len(ahead) :]
+    frames, windows = frames[: -len(losses)], frames[-len(losses) :]
     sizes, (tenths, *results) = frames[: len(draws)], frames[len(draws) :]
     return Measurements(
         results=pd.concat(results, ignore_index=True),
@@ -243,17 +249,16 @@ def run_experiments(
         # Each draw includes the rows of the dense model.
         sizes=pd.concat(sizes).drop_duplicates(ignore_index=True),
         tenths=tenths,
+        windows=pd.concat(windows, ignore_index=True),
     )
 
 
-def evidence_of(
-    bench: Workbench, measured: Measurements, corpora: list[str]
-) -> claims.Evidence:
+def evidence_of(bench: Workbench, measured: Measurements) -> claims.Evidence:
     """What the claims are tested on, from the cache once all is measured."""
     boundary = figures.boundary_data(measured.results, measured.savings)
     return claims.Evidence(
         calibrated_on=DEFAULT_CORPUS,
-        windows=paper.window_losses(bench, corpora),
+        windows=measured.windows,
         kept=kept_of_boundary(boundary),
         savings=measured.savings,
         bins=figures.bins_data(measured.tenths),

@@ -72,14 +72,15 @@ def _squares(
     layer: ExpertsLayer, calls: ExpertCalls, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums of one expert over the tokens routed to it: (D,) and (I,)."""
-    of_x, of_h = torch.zeros(layer.d_expert), torch.zeros(layer.d_inter)
+    sizes = layer.d_expert, layer.d_inter
+    of_x, of_h = (torch.zeros(size, dtype=torch.float64) for size in sizes)
     parts = (tensor.split(ROWS_AT_ONCE) for tensor in calls.routed(expert))
     for x, p in zip(*parts, strict=True):
         weight = p.double().square()
         h = activations(layer, expert, x)
-        of_x = of_x + (weight @ x.double().square()).cpu()
-        of_h = of_h + (weight @ h.double().square()).cpu()
-    return of_x.double(), of_h.double()
+        of_x += (weight @ x.double().square()).cpu()
+        of_h += (weight @ h.double().square()).cpu()
+    return of_x, of_h
 
 
 WEIGHTED_INPUTS = Collector("weighted inputs", _squares_of_layer)
