@@ -2,13 +2,19 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
 from benchmarks.figures import real
 from benchmarks.index import BENCHMARKS, results_of, rows_beside
 from heapr_lab.experiments.answers import listed
-from heapr_lab.experiments.intervals import loss_difference, of_error, state
+from heapr_lab.experiments.intervals import (
+    UNDECIDED,
+    loss_difference,
+    of_error,
+    state,
+)
 
 COUNTED = ("compress", "fisher + compensation", "elimination + compensation")
 """`compress`, and the two that it chooses from besides HEAPr's own mask."""
@@ -37,14 +43,18 @@ def tables() -> dict[str, pd.DataFrame]:
     """Every table of the page, by the name of its block."""
     quality = results_of("quality")
     return {
-        "pretrained": default_table(),
+        "pretrained": _said_rows(default_gaps()),
         "worse": worse_table(quality),
         "experts": experts_table(results_of("methods")),
-        "whole_experts": _less_heapr(_OF_EXPERTS),
+        "whole_experts": _said_rows(_less_heapr(_OF_EXPERTS)),
         "quantised": quantised_table(results_of("quantised")),
         "text": text_table(quality),
-        "more_text": more_text_table(),
+        "more_text": _said_rows(more_text_gaps()),
     }
+
+
+def _said_rows(gaps: pd.DataFrame) -> pd.DataFrame:
+    return pd.DataFrame(map(real.said, gaps.to_dict("records")))
 
 
 def sentences() -> dict[str, str]:
@@ -53,11 +63,11 @@ def sentences() -> dict[str, str]:
 
 
 def _accuracy_said() -> str:
-    gaps = default_table()[real.ACCURACY]
-    undecided = gaps.map(_contains_zero)
+    verdicts = [gap.verdict for gap in default_gaps()[real.ACCURACY]]
     return (
-        f"In {undecided.sum()} of {len(gaps)} rows the interval of the accuracy "
-        "contains zero: there the lower loss has not been shown to help on tasks."
+        f"In {verdicts.count(UNDECIDED)} of {len(verdicts)} rows the interval of the "
+        "accuracy contains zero: there the lower loss has not been shown to help on "
+        "tasks."
     )
 
 
@@ -65,23 +75,14 @@ def _experts_said() -> str:
     """Which methods of whole experts lose less than atoms, and on which text."""
     table = _less_heapr(_OF_EXPERTS)
     table = table[table["removed"].eq(table["removed"].iloc[0])].set_index("method")
-    less = {
-        text: listed(names) if len(names) else "none"
-        for text in real.TEXTS
-        for gaps in [table[real.loss_on(text)]]
-        for names in [gaps.index[~gaps.map(_contains_zero) & gaps.str.startswith("-")]]
-    }
-    texts = "; ".join(f"on {text}, {names}" for text, names in less.items())
-    return f"Which lose less than atoms there, by their intervals: {texts}."
+    texts = []
+    for text, name in zip(real.TEXTS, real.LOSSES, strict=True):
+        less = [method for method, gap in table[name].items() if gap.high < 0]
+        texts.append(f"on {text}, {listed(less) if less else 'none'}")
+    return f"Which lose less than atoms there, by their intervals: {'; '.join(texts)}."
 
 
-def _contains_zero(said: str) -> bool:
-    """Whether the interval of a difference, as it is told, has both signs."""
-    low, _, high = said.partition("(")[2].partition(" to ")
-    return not high or low[0] != high[0]
-
-
-def default_table() -> pd.DataFrame:
+def default_gaps() -> pd.DataFrame:
     """What the default loses less than HEAPr does, by ratio and calibration text."""
     few = BENCHMARKS["real"].machine()["calibration"].partition(" of")[0]
     texts = {real.FITTED_TO: few, real.FRONT_TEXT: real.FRONT_TEXT.partition(", ")[2]}
@@ -96,10 +97,7 @@ def default_table() -> pd.DataFrame:
 def _less_heapr(
     methods: Sequence[str], fitted_to: str = real.FITTED_TO
 ) -> pd.DataFrame:
-    """A row for each ratio and method: its loss minus HEAPr's, on the same text.
-
-    On the pretrained MoE, with 95 % intervals.
-    """
+    """How far methods are from HEAPr: `real.apart`, for each ratio and method."""
     windows, items = (
         frame[real.of_model(frame) & frame["fitted_to"].eq(fitted_to)]
         for frame in (rows_beside("real", part) for part in ("windows", "items"))
@@ -114,10 +112,10 @@ def _less_heapr(
     )
 
 
-def more_text_table() -> pd.DataFrame:
-    """What more calibration windows change on the pretrained MoE, method by method.
+def more_text_gaps() -> pd.DataFrame:
+    """What more calibration windows change on the pretrained MoE, as `real.apart`.
 
-    A row for each method and ratio, with 95 % intervals.
+    A row for each method and ratio.
     """
     windows, items = (rows_beside("real", part) for part in ("windows", "items"))
     windows, items = (
@@ -138,7 +136,7 @@ def more_text_table() -> pd.DataFrame:
 
 def _apart(
     windows: pd.DataFrame, items: pd.DataFrame, pair: tuple[str, str], ratio: float
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """What the first of two methods loses less the second, and on how much text."""
     gaps = real.apart(windows, items, pair, ratio)
     return gaps | _counts(windows, items, pair, ratio)

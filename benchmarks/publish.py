@@ -56,6 +56,9 @@ def main() -> None:
     readme.fill_blocks(
         paths.project_dir() / "docs" / "comparing.md", {"main_table": table}
     )
+    readme.fill_blocks(
+        paths.project_dir() / "docs" / "claims.md", readme.claims_blocks(claims, data)
+    )
     answers = questions.blocks(questions.Committed(summary, claims, data))
     readme.fill_blocks(paths.figures_dir() / "README.md", answers)
     page = paths.project_dir() / "benchmarks" / "README.md"

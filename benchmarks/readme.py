@@ -53,12 +53,21 @@ def front_blocks(
         "real": as_block(real.real_front_table(measured["real"])),
         "measured_on": real.measured_on(measured["real"]),
         "calibrated_on": real.FRONT_TEXT.partition(", ")[2],
+        "cost": "\n" + "".join(f"* {line}\n" for line in costs),
+        "claims": as_block(in_short(claims_table(lab, measured))),
+    }
+
+
+def claims_blocks(
+    lab: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
+) -> dict[str, str]:
+    """The blocks of docs/claims.md; arguments as `front_blocks`."""
+    return {
         "compared_on": real.compared_on(
             measured["real"],
             rows_beside("real", "windows"),
             BENCHMARKS["real"].machine()["calibration"].partition(",")[0],
         ),
-        "cost": "\n" + "".join(f"* {line}\n" for line in costs),
         "claims": as_block(claims_table(lab, measured)),
     }
 
@@ -121,12 +130,11 @@ def real_evidence(rows: pd.DataFrame) -> Evidence:
         for frame in (rows_beside("real", part) for part in ("windows", "items"))
     )
     table = real.first_states(rows)
-    removed = table[table["method"].eq("heapr")].set_index("ratio")["parameters_saved"]
     return Evidence(
         calibrated_on=real.FITTED_TO,
         windows=windows,
         items=items,
-        kept=kept_of_items(items, removed.to_dict()),
+        kept=kept_of_items(items, table[table["method"].eq("heapr")]),
     )
 
 
@@ -140,16 +148,18 @@ def gpu_evidence(rows: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(way=ways, device=device)[scored & whole]
 
 
-def kept_of_items(items: pd.DataFrame, removed: Mapping[float, float]) -> pd.DataFrame:
+def kept_of_items(items: pd.DataFrame, states: pd.DataFrame) -> pd.DataFrame:
     """`Evidence.kept` of HEAPr's states.
 
     Args:
         items: answers of the dense model and of HEAPr at several ratios.
-        removed: by ratio, the share of the whole model that is removed.
+        states: by ratio, the shares of the whole model and of its FLOPs that are
+            removed: columns ratio, parameters_saved, flops_saved.
     """
-    kept = {share: _kept(items, ratio) for ratio, share in removed.items()}
-    rows = [{"removed": share} | part for share, part in kept.items() if part]
-    return pd.DataFrame(rows, columns=["removed", "value", "low", "high", "guessing"])
+    shares = {"parameters_saved": "removed", "flops_saved": "flops"}
+    rows = states.rename(columns=shares)[["ratio", *shares.values()]].to_dict("records")
+    kept = [(row, _kept(items, row["ratio"])) for row in rows]
+    return pd.DataFrame([row | part for row, part in kept if part])
 
 
 def _kept(items: pd.DataFrame, ratio: float) -> dict[str, float] | None:
@@ -206,6 +216,22 @@ def _filled(table: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
 def _cells(table: pd.DataFrame) -> "pd.Series[str]":
     verdicts = table["verdict"].replace({DISAGREES: f"**{DISAGREES}**"})
     return verdicts + ": " + table["found"]
+
+
+def in_short(table: pd.DataFrame) -> pd.DataFrame:
+    """`claims_table` with what decides on the pretrained MoE, and a verdict beside it.
+
+    What decides is told first, up to a semicolon.
+    """
+    texts = table["the paper"].str.partition("; ")
+    papers = texts[0].where(texts[1].eq(""), texts[0] + ")")
+    return table.assign(
+        **{
+            "the paper": papers,
+            _REAL: table[_REAL].str.partition("; ")[0],
+            _LAB: table[_LAB].str.partition(": ")[0],
+        }
+    )
 
 
 def main_table() -> pd.DataFrame:

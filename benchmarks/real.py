@@ -47,6 +47,7 @@ from heapr_lab.experiments.paper import methods_of_table1
 from heapr_lab.inspection.stored import State as ModelState
 from heapr_lab.inspection.stored import cached_rows
 from heapr_lab.methods.collectors import Measurements
+from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.models.experts import describe
 from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.loading import load_model
@@ -55,7 +56,7 @@ from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import ReplacedDownProj, masking
+from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.weights import METHODS
 from heapr_lab.refinement.compress import COMPENSATED
 from heapr_lab.refinement.own_text import own_text
@@ -77,6 +78,8 @@ SEQ_LEN, N_CALIBRATION = 512, 32
 CORPORA = ("wikitext2", "ptb", "c4")
 N_SHARED = 16
 """Test windows of each corpus that every state has, for comparisons of them all."""
+CONTEXT = 2048
+"""Tokens of context that FLOPs are counted at, as many as the paper's windows have."""
 TOKENS_AT_ONCE = 8192
 """Tokens of the windows that an interrupt loses at most."""
 WINDOWS = (N_SHARED, 3 * N_SHARED, 0)
@@ -234,15 +237,18 @@ class Pruner:
         are active, a CPU runs them faster.
         """
         if state.method == DENSE:
-            return contextlib.nullcontext(), _sizes(0.0, (1, 1))
+            return contextlib.nullcontext(), _sizes(0.0, 0.0, 0.0)
         measured = self.measured(state)
         if state.method in COMPENSATED:
             selection = Selection(state.ratio, estimator=COMPENSATED[state.method])
             keep, compensation = measured.calibrated.compensated(selection)
-            return self._masked(keep, compensation.down_projs)
+            masked = masking(self.model, keep, compensation.down_projs)
+            return masked, self._sizes_of(keep, measured.table().expert_tokens())
         if state.method in ESTIMATORS:
             selection = Selection(state.ratio, estimator=state.method)
-            return self._masked(select(measured.table(), selection), None)
+            keep = select(measured.table(), selection)
+            sizes = self._sizes_of(keep, measured.table().expert_tokens())
+            return masking(self.model, keep), sizes
         fitted = methods.get(state.method).fit(
             self.model,
             measured.calibration,
@@ -250,22 +256,32 @@ class Pruner:
             seed=state.seed,
             shared=measured,
         )
-        saved = fitted.savings(self.model).parameters
-        return fitted.apply(self.model), _sizes(fitted.achieved_ratio, saved)
+        if isinstance(fitted, AtomCompression):
+            sizes = self._sizes_of(fitted.keep, fitted.made.tokens)
+        else:
+            before, after = fitted.savings(self.model).parameters
+            sizes = _sizes(fitted.achieved_ratio, 1 - after / before)
+        return fitted.apply(self.model), sizes
 
-    def _masked(
-        self, keep: KeepMask, down_projs: ReplacedDownProj | None
-    ) -> tuple[contextlib.AbstractContextManager[Any], dict[str, Any]]:
+    def _sizes_of(self, keep: KeepMask, tokens: pd.DataFrame | None) -> dict[str, Any]:
+        """What a mask saves; of FLOPs, where the routing of tokens was measured."""
         shape = describe(self.model)
-        sizes = _sizes(
-            keep.achieved_ratio, (shape.n_parameters, shape.parameters(keep))
-        )
-        return masking(self.model, keep, down_projs), sizes
+        saved, flops = 1 - shape.parameters(keep) / shape.n_parameters, math.nan
+        if tokens is not None:
+            before, after = (
+                shape.flops_per_token(one, tokens, seq_len=CONTEXT)
+                for one in (None, keep)
+            )
+            flops = 1 - after / before
+        return _sizes(keep.achieved_ratio, saved, flops)
 
 
-def _sizes(ratio: float, parameters: tuple[int, int]) -> dict[str, Any]:
-    before, after = parameters
-    return {"achieved_ratio": ratio, "parameters_saved": 1 - after / before}
+def _sizes(ratio: float, parameters: float, flops: float = math.nan) -> dict[str, Any]:
+    return {
+        "achieved_ratio": ratio,
+        "parameters_saved": parameters,
+        "flops_saved": flops,
+    }
 
 
 # --- measuring --------------------------------------------------------------------

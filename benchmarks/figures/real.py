@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from benchmarks.figures.looks import look
 from heapr_lab.experiments.answers import value_range
 from heapr_lab.experiments.claims import RIVALS
 from heapr_lab.experiments.intervals import (
+    Interval,
     accuracy_difference,
     interval_of,
     loss_difference,
@@ -48,10 +50,11 @@ FRONT_TEXT = f"{FITTED_TO}, 128 windows"
 """The ratios of the table in README.md, and what its methods are calibrated on."""
 _BESIDES = ("heapr-l", "camera-p", "reap", *RIVALS)
 """What `main_table` has besides HEAPr and the default."""
-ACCURACY = "mean accuracy of seven ↑"
-"""The column of `apart` that has the accuracies."""
 TEXTS = ("WikiText-2", "PTB and C4")
 """The corpus that is calibrated on, and the others."""
+LOSSES = tuple(f"Δloss, {text} [{PER_TOKEN}] ↓" for text in TEXTS)
+ACCURACY = "mean accuracy of seven ↑"
+"""What `apart` compares."""
 
 
 def real_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -253,47 +256,53 @@ def main_table(
     corpora = _measured(states, "perplexity ")
     states = states[whole & named].sort_values(["ratio", f"perplexity {corpora[0]}"])
     windows, items = first_states(windows), first_states(items)
-    return pd.DataFrame(
+
+    def minus_heapr(method: str, ratio: float) -> dict[str, str]:
+        if method in ("dense", "heapr"):
+            return {}
+        return said(apart(windows, items, (method, "heapr"), ratio))
+
+    table = pd.DataFrame(
         {"atoms removed": f"{row['ratio']:.1%}", "method": row["method"]}
         | {f"{name} ↓": f"{row[f'perplexity {name}']:.1f}" for name in corpora}
         | {
             "mean accuracy ↑": f"{row['accuracy']:.1%} ± {row['accuracy_stderr']:.1%}",
-            **minus_heapr(windows, items, row["method"], row["ratio"]),
+            **minus_heapr(row["method"], row["ratio"]),
         }
         for row in states.to_dict("records")
     )
-
-
-def minus_heapr(
-    windows: pd.DataFrame, items: pd.DataFrame, method: str, ratio: float
-) -> dict[str, str]:
-    """`apart` from HEAPr; dashes for itself and the dense model."""
-    gaps = apart(windows, items, (method, "heapr"), ratio)
-    if method in ("dense", "heapr"):
-        gaps = dict.fromkeys(gaps, "–")
-    return {f"minus HEAPr's: {name}": text for name, text in gaps.items()}
+    names = {name: f"minus HEAPr's: {name}" for name in (*LOSSES, ACCURACY)}
+    return table.fillna("–").rename(columns=names)
 
 
 def apart(
     windows: pd.DataFrame, items: pd.DataFrame, pair: tuple[str, str], ratio: float
-) -> dict[str, str]:
+) -> dict[str, Interval | None]:
     """What the first of two methods loses and answers more than the second.
 
-    With 95 % intervals, paired over the windows and items of both.
+    Paired over the windows and items of both.
+
+    Returns:
+        By `LOSSES` and `ACCURACY`; None where there is nothing that both have.
     """
     fitted = windows["corpus"].eq(FITTED_TO)
-    row = {}
-    for name, part in zip(TEXTS, (windows[fitted], windows[~fitted]), strict=True):
-        gap = loss_difference(part, *pair, ratio)
-        row[loss_on(name)] = gap.said() if gap else "–"
-    right = accuracy_difference(items, *pair, ratio)
-    row[ACCURACY] = right.said("+.1%") if right else "–"
-    return row
+    parts = windows[fitted], windows[~fitted]
+    return {
+        **{
+            name: loss_difference(part, *pair, ratio)
+            for name, part in zip(LOSSES, parts, strict=True)
+        },
+        ACCURACY: accuracy_difference(items, *pair, ratio),
+    }
 
 
-def loss_on(text: str) -> str:
-    """The column of `apart` that has the losses on one of `TEXTS`."""
-    return f"Δloss, {text} [{PER_TOKEN}] ↓"
+def said(gaps: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose differences, those of `apart`, are text; a dash for None."""
+    forms = dict.fromkeys(LOSSES, "+.3f") | {ACCURACY: "+.1%"}
+    return dict(gaps) | {
+        name: gaps[name].said(form) if gaps[name] else "–"
+        for name, form in forms.items()
+    }
 
 
 # --- the figure -------------------------------------------------------------------

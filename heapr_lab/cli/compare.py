@@ -42,7 +42,8 @@ def compare(
         typer.Option(
             metavar=_PRESET,
             help="Defaults for the options below: the methods, ratios and text of the "
-            "paper's Table 1, which is printed beside the results.",
+            "paper's Table 1, which is printed beside the results, and HEAPr-L, "
+            "CAMERA-P, REAP, compress and C4.",
         ),
     ] = None,
     names: Annotated[
@@ -188,8 +189,9 @@ def _defaults(model: str, preset: str | None) -> dict[str, str]:
     from heapr_lab.experiments import paper
     from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
+    of_table = filter(None, paper.methods_of_table1().values())
     lists = {
-        "methods": filter(None, paper.methods_of_table1().values()),
+        "methods": dict.fromkeys([*of_table, *paper.TABLE1_BESIDE]),
         "ratios": map(str, paper.ratios_of_table1(model)),
         "corpora": paper.TABLE1_CORPORA,
         "tasks": PAPER_TASKS,

@@ -62,8 +62,7 @@ class Evidence:
     """Columns method, ratio, and those of `task_items`."""
     kept: pd.DataFrame = field(default_factory=pd.DataFrame)
     """The share of the accuracy that is kept, by the share of the whole model that is
-    removed: columns removed, value, low, high, and guessing, the share that guessing
-    has."""
+    removed: columns of `intervals.kept_of_boundary`."""
     savings: pd.DataFrame = field(default_factory=pd.DataFrame)
     """Columns ratio, granularity, flops_reduction."""
     bins: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -92,6 +91,7 @@ class Finding:
 
     verdict: str
     found: str
+    """What decides, up to the first semicolon, and what is beside it."""
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,13 @@ def _published_flops() -> str:
     form = "{flops_reduction:.0%} at {ratio:.0%}"
     rows = paper_table("granularity").query("level == 'Atomic Expert'")
     text = _rows_as(form, rows, between=" and ")
-    return f'"nearly 20%" in its abstract; {text} in its table'
+    return f'"nearly 20%" in its abstract, {text} in its table'
 
 
 def _published_boundary() -> str:
-    form = "{accuracy_retained:.0%} of the accuracy at {share_of_model_removed} of "
-    return _rows_as(form + "the model", paper_table("boundary"))
+    form = "{accuracy_retained:.0%} of the accuracy and {flops_reduction:.0%} fewer "
+    form += "FLOPs at {share_of_model_removed} of the model"
+    return _rows_as(form, paper_table("boundary"))
 
 
 def _published_cost() -> str:
@@ -373,24 +374,30 @@ def _predicts(evidence: Evidence) -> Finding | None:
 
 
 def _boundary(evidence: Evidence) -> Finding | None:
-    """The accuracy kept at the largest share below the paper's first position."""
+    """What is kept and saved at the largest share below the paper's first position."""
     if evidence.kept.empty:
         return None
-    first = paper_table("boundary").iloc[0]
+    first, last = paper_table("boundary").to_dict("records")
     share = float(str(first["share_of_model_removed"]).lstrip("<"))
     within = evidence.kept[evidence.kept["removed"].lt(share)]
     if within.empty:
         return None
     at = within.loc[within["removed"].idxmax()]
     kept = Interval(at["value"], at["low"], at["high"])
-    least = float(first["accuracy_retained"])
+    verdicts = [kept.mapped(lambda x: x - first["accuracy_retained"]).verdict]
+    text = f"{kept.said('.0%')} of the accuracy"
+    if pd.notna(at["flops"]):
+        enough = at["flops"] >= first["flops_reduction"]
+        verdicts.append(AGREES if enough else DISAGREES)
+        text += f" and {at['flops']:.0%} fewer FLOPs"
+    text += f" at {at['removed']:.0%} of the model (guessing: {at['guessing']:.0%})"
     most = evidence.kept["removed"].max()
-    return Finding(
-        kept.mapped(lambda x: x - least).verdict,
-        f"{kept.said('.0%')} of the accuracy at {at['removed']:.0%} of the model "
-        f"(guessing: {at['guessing']:.0%}); "
-        f"measured to {most:.0%}",
-    )
+    end = float(last["share_of_model_removed"])
+    routed = at["removed"] / at["ratio"]
+    further = f"measured to {most:.0%}"
+    if routed < end:
+        further += f"; {end:.0%} cannot be reached: {routed:.0%} of it are routed"
+    return Finding(verdict_of(verdicts), f"{text}; {further}")
 
 
 def _corpora(evidence: Evidence) -> Finding | None:
@@ -401,15 +408,15 @@ def _corpora(evidence: Evidence) -> Finding | None:
     gaps = _over_draws(evidence.draws, "nll") or _over_windows(evidence.windows)
     if not gaps:
         return None
-    text = ", ".join(f"{gap.said()} on {corpus}" for corpus, gap in gaps.items())
+    losses = ", ".join(f"{gap.said()} on {corpus}" for corpus, gap in gaps.items())
     of_draws = _over_draws(evidence.draws, "accuracy").values()
     right = next(iter(of_draws), None) or _accuracy_over_corpora(evidence.items)
     verdicts = {gap.verdict for gap in [*gaps.values(), *filter(None, [right])]}
     accuracy = right.said() if right else "not measured"
     return Finding(
         UNDECIDED if verdicts == {UNDECIDED} else DISAGREES,
-        "wikitext2 in place of c4: accuracy, of which the paper speaks, "
-        f"{accuracy}; nats per token {text}",
+        f"wikitext2 in place of c4: nats per token {losses}; accuracy, of which the "
+        f"paper speaks, {accuracy}",
     )
 
 

@@ -138,16 +138,22 @@ def kept_of_boundary(boundary: pd.DataFrame) -> pd.DataFrame:
     """The share of the accuracy that is kept, from `figures.boundary_data`.
 
     Returns:
-        Columns value, low, high; removed, the share of the whole model; guessing, the
-        share of the dense model's accuracy that guessing has.
+        Columns value, low, high; ratio, of the atoms; removed, the share of the whole
+        model; flops, the share of its FLOPs; guessing, the share of the dense model's
+        accuracy that guessing has.
     """
-    rows = boundary[boundary["source"].eq("ours") & boundary["metric"].eq("accuracy")]
-    rows = rows[rows["ratio"].gt(0)]
+    ours = boundary[boundary["source"].eq("ours") & boundary["ratio"].gt(0)]
+    rows = ours[ours["metric"].eq("accuracy")]
+    saved = ours[ours["metric"].eq("flops_reduction")].set_index("ratio")["value"]
     pairs = zip(rows["relative"], rows["relative_stderr"], strict=True)
     kept = pd.DataFrame([vars(of_error(*pair)) for pair in pairs])
     guessing = rows["relative"] / rows["value"] / CHOICES["continuation"]
-    removed = rows["parameter_reduction"].to_numpy()
-    return kept.assign(removed=removed, guessing=guessing.to_numpy())
+    return kept.assign(
+        ratio=rows["ratio"].to_numpy(),
+        removed=rows["parameter_reduction"].to_numpy(),
+        flops=rows["ratio"].map(saved).to_numpy(),
+        guessing=guessing.to_numpy(),
+    )
 
 
 def verdict_of(verdicts: Iterable[str]) -> str:

@@ -291,13 +291,15 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
     level = [x for x in ax.get_lines() if x.get_transform() == ax.get_yaxis_transform()]
     taken += [line.get_window_extent().padded(2) for line in level]
     for name, point in names.items():
+        at = ax.transAxes.inverted().transform(ax.transData.transform(point))[0]
+        middle = "right" if at > 0.75 else "center"  # the Axes may become narrower
         for x, y, align, vertical in _SIDES:
             text = ax.annotate(
                 name,
                 point,
                 xytext=(x, y),
                 textcoords="offset points",
-                ha=align,
+                ha=middle if align == "center" else align,
                 va=vertical,
                 fontsize=8,
                 color="#666666",

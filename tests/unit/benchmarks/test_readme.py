@@ -24,6 +24,7 @@ README = paths.project_dir() / "README.md"
 INSIDE = paths.project_dir() / "heapr_lab" / "README.md"
 ADVICE = paths.project_dir() / "docs" / "when_not.md"
 COMPARING = ADVICE.with_name("comparing.md")
+CLAIMS = ADVICE.with_name("claims.md")
 ANSWERS = paths.figures_dir() / "README.md"
 RESULTS = paths.project_dir() / "benchmarks" / "README.md"
 MOST_LINES = 110
@@ -125,6 +126,12 @@ def test_the_advice_is_made_of_the_committed_results() -> None:
     assert updated(ADVICE, made) == made
     table = {"main_table": readme.folded(readme.main_table())}
     assert updated(COMPARING, table)["main_table"] == table["main_table"]
+
+
+def test_the_claims_are_those_of_the_committed_results() -> None:
+    """Every number of them, in docs/claims.md."""
+    made = readme.claims_blocks(*committed()[1:])
+    assert updated(CLAIMS, made) == made
 
 
 def test_only_the_named_block_is_filled(tmp_path: Path) -> None:

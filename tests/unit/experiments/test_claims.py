@@ -1,11 +1,13 @@
 """Claims are checked against results of known outcome."""
 
+import math
+
 import pandas as pd
 import pytest
 from figure_rows import bins_frame
 
 from benchmarks.index import results_of
-from benchmarks.readme import claims_table, kept_of_items
+from benchmarks.readme import claims_table, in_short, kept_of_items
 from heapr_lab.experiments import claims as tested
 from heapr_lab.experiments.claims import Evidence, answer_of, claims
 from heapr_lab.figures import bins_data
@@ -38,6 +40,12 @@ def bins(slope: float) -> pd.DataFrame:
     """Ten tenths whose loss is the score times `slope`, in both orders."""
     rows = bins_frame()
     return bins_data(rows.assign(delta_nll=slope * rows["score_sum"], dataset="text"))
+
+
+def removed(**shares: float) -> pd.DataFrame:
+    """The state at 20 % of the atoms, which are half of the model."""
+    row = {"ratio": 0.2, "parameters_saved": 0.1, "flops_saved": 0.2} | shares
+    return pd.DataFrame([row])
 
 
 def shares(last: float) -> pd.DataFrame:
@@ -89,7 +97,7 @@ def test_there_are_twelve_each_with_a_verdict() -> None:
     assert "8% at 20%" in paper[4]
     assert "59.5, 60.0, 60.7" in paper[5]
     assert "6.54 against 6.9 at 20%" in paper[7]
-    assert "93% of the accuracy at <0.4 of the model" in paper[9]
+    assert "93% of the accuracy and 20% fewer FLOPs at <0.4 of the model" in paper[9]
 
 
 @pytest.mark.parametrize(
@@ -162,14 +170,37 @@ def test_accuracy_counts_item_by_item() -> None:
     """Half of the items lost on all of forty is more than 0.03."""
     right = {("dense", 0.0): [1] * 40, ("heapr", 0.2): [1, 0] * 20}
     assert verdicts(items=items(right))[3] == "disagrees"
-    kept = kept_of_items(items(right), {0.2: 0.1})
+    kept = kept_of_items(items(right), removed())
     assert kept["value"].tolist() == [0.5]
     assert kept["guessing"].tolist() == pytest.approx([2.2 / 7])
     assert verdicts(kept=kept)[9] == "disagrees"
     # What is kept is of the items that both were asked.
     more = {("dense", 0.0): [1] * 40 + [0] * 40, ("heapr", 0.2): [1, 0] * 20}
-    kept = kept_of_items(items(more), {0.2: 0.1})
+    kept = kept_of_items(items(more), removed())
     assert kept["value"].tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("flops", "verdict", "said"),
+    [
+        (0.25, "agrees", "and 25% fewer FLOPs at 10% of the model"),
+        (0.15, "disagrees", "and 15% fewer FLOPs at 10% of the model"),
+        (math.nan, "agrees", ") of the accuracy at 10% of the model"),
+    ],
+)
+def test_the_boundary_is_of_accuracy_and_flops(
+    flops: float, verdict: str, said: str
+) -> None:
+    """Where all answers are kept, the FLOPs decide; half of the model are atoms."""
+    right = {("dense", 0.0): [1, 0] * 20, ("heapr", 0.2): [1, 0] * 20}
+    kept = kept_of_items(items(right), removed(flops_saved=flops))
+    row = claims(Evidence("text", kept=kept)).set_index("number").loc[9]
+    assert row["verdict"] == verdict
+    assert said in row["found"]
+    end = "measured to 10%; 90% cannot be reached: 50% of it are routed"
+    assert row["found"].endswith(end)
+    reached = claims(Evidence("text", kept=kept.assign(removed=0.19)))
+    assert "cannot be reached" not in reached.set_index("number").loc[9, "found"]
 
 
 @pytest.mark.parametrize(("saved", "verdict"), [(0.07, "disagrees"), (0.19, "agrees")])
@@ -206,7 +237,7 @@ def test_an_answer_begins_with_what_is_refuted() -> None:
         "of its atoms than the middle, the last layer 10 (10 to 10) points less",
         "This model **agrees**: Spearman 1.00",
         "the costliest tenth: 2.0 × its scores, the others 2.0 ×. The paper",
-        "(93% of the accuracy at <0.4 of the model",
+        "(93% of the accuracy and 20% fewer FLOPs at <0.4 of the model",
         "It **cannot be tested** here: not measured. More.",
     )
     places = [text.index(part) for part in parts]
@@ -307,3 +338,8 @@ def test_refuted_claims_come_first() -> None:
     assert len(table) == 12
     assert bold.iloc[0]
     assert bold.is_monotonic_decreasing
+    short, names = in_short(table), list(table)
+    for name in names[1:]:
+        assert all(map(str.startswith, table[name], short[name]))
+    lab_verdicts = {"agrees", "**disagrees**", "undecided", "cannot be tested here"}
+    assert {*short[names[2]]} <= lab_verdicts | {"the same"}
