@@ -1,7 +1,8 @@
 """A browser, a model and texts for the tests that drive the panel as people do."""
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,19 @@ def chromium() -> Iterator["Browser"]:
         yield chrome
 
 
+@pytest.fixture
+def visit(chromium: "Browser") -> Iterator[Callable[..., "Page"]]:
+    """Opens an address in a window of its own, which must be clean in the end."""
+    from browser.pages import opened
+
+    with contextlib.ExitStack() as stack:
+        yield (
+            lambda *words, **options: (
+                stack.enter_context(opened(chromium, *words, **options)).page
+            )
+        )
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in a folder."""
@@ -103,33 +117,25 @@ def address(server: Lab, tiny_model: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def watched(chromium: "Browser", address: str) -> Iterator[tuple["Page", "Watch"]]:
+def watched(chromium: "Browser", address: str) -> Iterator["Watch"]:
     """The notebook in the browser, run from top to bottom.
 
     Starting a kernel takes far longer than any test, so all share one page.
     """
-    from browser.pages import Watch, run_all
+    from browser.pages import opened, run_all
 
-    context = chromium.new_context(viewport={"width": 1280, "height": 1400})
-    page = context.new_page()
-    watch = Watch.of(context, page)
-    page.goto(address)
-    run_all(page)
-    yield page, watch
-    context.close()
+    with opened(chromium, address, height=1400) as watch:
+        run_all(watch.page)
+        yield watch
 
 
 @pytest.fixture
-def page(watched: tuple["Page", "Watch"]) -> Iterator["Page"]:
+def page(watched: "Watch") -> Iterator["Page"]:
     """The page, which must be clean after each test as well."""
     from browser.pages import panels
 
-    notebook, watch = watched
-    for panel in panels(notebook):
+    for panel in panels(watched.page):
         panel.is_ready()
-    yield notebook
-    assert watch.complaints == []
-    assert watch.requests == []
-    assert notebook.locator(".jp-Dialog, .Toastify__toast").count() == 0
-    stderr = "[data-mime-type='application/vnd.jupyter.stderr']"
-    assert notebook.locator(stderr).all_inner_texts() == []
+    yield watched.page
+    watched.is_clean()
+    assert watched.page.locator(".jp-Dialog, .Toastify__toast").count() == 0

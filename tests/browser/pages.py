@@ -3,7 +3,8 @@
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 
@@ -11,7 +12,6 @@ import numpy as np
 from matplotlib.image import imread
 from playwright.sync_api import (
     Browser,
-    BrowserContext,
     ConsoleMessage,
     Locator,
     Page,
@@ -23,6 +23,7 @@ TIMEOUT = 180_000
 """Milliseconds for a kernel to import torch, on a busy machine."""
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""
+TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _MILLISECONDS = 20_000
 """Each step takes part of a second; a busy machine is given time."""
 _FLAGS = (
@@ -70,19 +71,24 @@ def browser(executable: str) -> Iterator[Browser]:
 class Watch:
     """What a page must not do: complain, or ask another machine for anything."""
 
+    page: Page
     complaints: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     """Addresses off this machine; the browser could not reach them."""
 
-    @classmethod
-    def of(cls, context: BrowserContext, page: Page) -> "Watch":
-        """Begin to watch a page."""
-        watch = cls()
-        context.on("request", lambda request: watch._asked(request.url))
-        page.on("websocket", lambda socket: watch._asked(socket.url))
-        page.on("console", watch._said)
-        page.on("pageerror", lambda error: watch.complaints.append(str(error)))
-        return watch
+    def __post_init__(self) -> None:
+        page = self.page
+        page.context.on("request", lambda request: self._asked(request.url))
+        page.on("websocket", lambda socket: self._asked(socket.url))
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def is_clean(self) -> None:
+        """Check that it did neither, and that no cell of it has printed a warning."""
+        assert self.complaints == []
+        assert self.requests == []
+        stderr = "[data-mime-type='application/vnd.jupyter.stderr']"
+        assert self.page.locator(stderr).all_inner_texts() == []
 
     def _asked(self, url: str) -> None:
         if _NETWORK.match(url) and not _LOCAL.match(url):
@@ -235,6 +241,25 @@ class Panel:
             self.root.page.keyboard.press(key)
             taken.append(float(self.root.page.evaluate("window.heaprPress")))
         return taken
+
+
+@contextlib.contextmanager
+def opened(chrome: Browser, address: str, *, height: int = 1000) -> Iterator[Watch]:
+    """A page in a window of its own, which must be clean in the end."""
+    context = chrome.new_context(viewport={"width": 1280, "height": height})
+    watch = Watch(context.new_page())
+    watch.page.goto(address, timeout=TIMEOUT)
+    yield watch
+    watch.is_clean()
+    context.close()
+
+
+def wait_until(page: Page, shown: Callable[[], bool], fault: str) -> None:
+    """Look again until a picture, which is painted later, is as it must be."""
+    until = time.monotonic() + TIMEOUT / 1000
+    while not shown():
+        assert time.monotonic() < until, fault
+        page.wait_for_timeout(50)
 
 
 def run_all(page: Page) -> None:

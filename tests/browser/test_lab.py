@@ -3,17 +3,11 @@
 import re
 
 import pytest
-from browser.pages import (
-    N_ATOMS,
-    panels,
-    use_theme,
-    violations,
-)
+from browser.pages import N_ATOMS, TABS, panels, use_theme, violations
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 pytestmark = pytest.mark.browser
-TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 DEFAULTS = {"estimator": "heapr", "scope": "global", "granularity": "atom"}
 
 

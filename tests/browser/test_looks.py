@@ -1,17 +1,15 @@
 """Both themes, and windows from narrow to wide."""
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from browser.pages import TIMEOUT, Panel, panels, pixels, use_theme
+from browser.pages import TABS, TIMEOUT, Panel, panels, pixels, use_theme, wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 pytestmark = pytest.mark.browser
 
-TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _WIDE = "node => node.scrollWidth - node.clientWidth"
 
 
@@ -51,10 +49,8 @@ def test_arrows_of_lists_are_seen_in_both_themes(other: "sync_api.Page") -> None
     panel, _ = panels(other)
     for theme in ("Light", "Dark"):
         use_theme(other, f"JupyterLab {theme}")
-        until = time.monotonic() + TIMEOUT / 1000
-        while contrast_of_arrow(panel) <= 0.3:  # a picture, which is painted later
-            assert time.monotonic() < until, f"no arrow in the theme {theme}"
-            other.wait_for_timeout(50)
+        fault = f"no arrow in the theme {theme}"
+        wait_until(other, lambda: contrast_of_arrow(panel) > 0.3, fault)
 
 
 def contrast_of_arrow(panel: Panel) -> float:
@@ -71,11 +67,12 @@ def blueness(pixels: np.ndarray) -> np.ndarray:
 
 def with_blue_bars(panel: Panel) -> np.ndarray:
     """The picture in full colour, which the test before may have left grey."""
-    until = time.monotonic() + TIMEOUT / 1000
-    while (blueness(light := panel.pixels()) > 0.5).sum() <= 100:
-        assert time.monotonic() < until, "no bar of the picture ever was blue"
-        panel.root.page.wait_for_timeout(50)
-    return light
+    wait_until(
+        panel.root.page,
+        lambda: (blueness(panel.pixels()) > 0.5).sum() > 100,
+        "no bar of the picture ever was blue",
+    )
+    return panel.pixels()
 
 
 @pytest.mark.parametrize("width", [1000, 1280, 1920])
@@ -111,8 +108,6 @@ def test_the_picture_is_as_wide_as_a_wide_window(other: "sync_api.Page") -> None
     panel, _ = panels(other)
     other.set_viewport_size({"width": 1920, "height": 1400})
     panel.open("Choose")
-    natural = "image => image.naturalWidth"
-    until = time.monotonic() + TIMEOUT / 1000
-    while panel.picture.evaluate(natural) <= 1100:
-        assert time.monotonic() < until, "the picture is as narrow as at first"
-        other.wait_for_timeout(50)
+    wide, picture = "image => image.naturalWidth > 1100", panel.picture
+    fault = "the picture is as narrow as at first"
+    wait_until(other, lambda: picture.evaluate(wide), fault)

@@ -3,10 +3,10 @@
 Nothing is prepared but the scores of the lab model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
-from browser.pages import Watch, panels
+from browser.pages import panels
 from browser.servers import Lab
 
 from heapr_lab import open_workbench
@@ -26,21 +26,8 @@ SCROLLED = """() => {
 """Scrolls to the output, until it stays there: a page that was resized still moves."""
 
 
-@pytest.fixture
-def page(chromium: "sync_api.Browser", server: Lab) -> Iterator["sync_api.Page"]:
-    """JupyterLab as `make lab` opens it: the launcher, and no notebook."""
-    context = chromium.new_context(viewport={"width": 1280, "height": 1000})
-    page = context.new_page()
-    watch = Watch.of(context, page)
-    page.goto(server.page("newcomer"))
-    yield page
-    context.close()
-    assert watch.complaints == []
-    assert watch.requests == []
-
-
 def test_the_first_minute(
-    page: "sync_api.Page",
+    visit: Callable[..., "sync_api.Page"],
     server: Lab,
     environment: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -48,6 +35,7 @@ def test_the_first_minute(
     """Three clicks at most to what 25 % costs, and three to a smaller model."""
     from benchmarks.first_minute import STEPS, Clock, cells_of, in_notebook
 
+    page = visit(server.page("newcomer"))  # the launcher, and no notebook
     clicks: dict[str, int] = {}
     panel, _ = panels(page)
     files = page.get_by_role("button", name="New Folder")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser.pages import TIMEOUT, Panel, Watch, run_all
+from browser.pages import TIMEOUT, Panel, opened, run_all
 from browser.servers import lab
 
 from heapr_lab import open_workbench
@@ -40,18 +40,15 @@ def page(
 ) -> Iterator["sync_api.Page"]:
     """The notebook, its table being in the cache, without the file browser."""
     open_workbench("lab").importance()
-    context = chromium.new_context(viewport={"width": 1280, "height": 900})
-    page = context.new_page()
-    watch = Watch.of(context, page)
     silent = {"HEAPR_LAB_PROGRESS": "0"}
-    with lab(private=tmp_path, environment=silent) as server:
-        page.goto(server.notebook("panels", [CELL]))
+    with (
+        lab(private=tmp_path, environment=silent) as server,
+        opened(chromium, server.notebook("panels", [CELL]), height=900) as watch,
+    ):
+        page = watch.page
         run_all(page)
         page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
         yield page
-        context.close()
-    assert watch.complaints == []
-    assert watch.requests == []
 
 
 def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
