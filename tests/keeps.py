@@ -13,6 +13,7 @@ from torch import nn
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.pruning.surgery import masking
 
 
 def random_keep(model: nn.Module, *, seed: int = 0, share: float = 0.5) -> KeepMask:
@@ -87,7 +88,19 @@ def logits_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, use_cache=False).logits
 
 
+def masked_logits(model: nn.Module, ids: torch.Tensor, *mask: Any) -> torch.Tensor:
+    """Logits under a mask, and with the W_down that replace the model's, if any."""
+    with masking(model, *mask):
+        return logits_of(model, ids)
+
+
 def window_nll(model: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """The mean loss of each window, (n_windows,) float64."""
     losses = evaluate_perplexity(model, ids, **options).windows
     return torch.tensor(losses, dtype=torch.float64)
+
+
+def masked_nll(model: nn.Module, ids: torch.Tensor, *mask: Any) -> torch.Tensor:
+    """The mean loss of each window under a mask, (n_windows,) float64."""
+    with masking(model, *mask):
+        return window_nll(model, ids)

@@ -1,7 +1,7 @@
 """Tiny models saved in files, the tensors in them, and how a test changes these."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,11 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def same_tensors(folder: Path, other: Path) -> None:
     """Two folders have tensors of the same names, types, shapes and bits."""
-    ours, theirs = tensors_in(folder), tensors_in(other)
+    same_bits(tensors_in(folder), tensors_in(other))
+
+
+def same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Both have tensors of the same names, types, shapes and bits."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype, name
@@ -47,6 +51,16 @@ def changed_tensors(path: Path) -> Iterator[dict[str, torch.Tensor]]:
     yield tensors
     kept = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file(kept, path, metadata={"format": "pt"})
+
+
+def stored(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """What changes the tensors in a file, or in the only one of a folder."""
+
+    def damage(path: Path) -> None:
+        with changed_tensors(path) as tensors:
+            change(tensors)
+
+    return damage
 
 
 @contextmanager

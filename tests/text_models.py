@@ -1,5 +1,6 @@
 """Tiny models that read text, and what their experts do with it, by loops."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -11,12 +12,14 @@ from tiny_folder import D_VOCAB
 from torch import nn
 
 from heapr_lab.models.experts import find_experts
+from heapr_lab.text.corpora import Corpus
 
 FAMILIES = ["qwen2_moe", "deepseek_v3", "gpt_oss", "nemotron_h"]
 """With and without gates, biases, shared experts, scaled routing, dense layers."""
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 SINGLE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
 """The tolerance where a family computes a part in float32, whatever its type."""
+SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
 TEXT = "the weather, then naïve Ω€ 漢字 🙂 paths"
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -29,6 +32,20 @@ def tolerance(family: str) -> dict[str, Any]:
 def model_of(family: str, **changes: Any) -> Any:
     """A tiny float64 model that knows the tokenizer's ids."""
     return tiny_model(family, vocab_size=D_VOCAB, **changes)
+
+
+def byte_model(family: str = "qwen2_moe", **changes: Any) -> Any:
+    """A tiny float32 model over the bytes, for long texts."""
+    return tiny_model(family, dtype=torch.float32, **SIZES, **changes)
+
+
+def corpus_of(n_texts: int, *, n_words: int = 70, words: Sequence[str] = "w") -> Corpus:
+    """Texts of numbered words: word j of text i is `<word><i>x<j>`, words in turn."""
+    texts = [
+        " ".join(f"{words[j % len(words)]}{i}x{j}" for j in range(n_words))
+        for i in range(n_texts)
+    ]
+    return Corpus("numbered", "test", tuple(texts), "made here")
 
 
 def experts_calls(model: nn.Module, ids: torch.Tensor) -> dict[int, Call]:

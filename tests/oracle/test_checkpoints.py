@@ -14,7 +14,7 @@ import torch
 from families import FAMILIES, tiny_ids, tiny_model
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
-from keeps import logits_of, random_keep, widths_keep
+from keeps import logits_of, masked_logits, random_keep, widths_keep
 from processes import run_each
 from safetensors import safe_open
 from stored_tensors import (
@@ -93,8 +93,7 @@ def test_what_is_loaded_is_the_masked_model(
     config.json or beside it.
     """
     model, keep = saved(tmp_path / "one", family, structure)
-    with masking(model, keep):
-        expected = logits_of(model, IDS)
+    expected = masked_logits(model, IDS, keep)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype="float32")
     torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
     ragged = [m for m in loaded.modules() if isinstance(m, RaggedExperts)]
@@ -146,8 +145,7 @@ def test_bfloat16_and_shards(tmp_path: Path) -> None:
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
-    with masking(model, keep):
-        expected = logits_of(model, IDS)
+    expected = masked_logits(model, IDS, keep)
     torch.testing.assert_close(logits_of(loaded, IDS), expected, rtol=0, atol=0.02)
     mapped = AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="auto")
     torch.testing.assert_close(logits_of(mapped, IDS), logits_of(loaded, IDS))
@@ -241,8 +239,7 @@ def test_it_loads_where_heapr_lab_is_not(tmp_path: Path) -> None:
     What lacks a weight or its widths, the module refuses.
     """
     model, keep = saved(tmp_path / "out", "gpt_oss", "ragged")
-    with masking(model, keep):
-        logits = logits_of(model, IDS)
+    logits = masked_logits(model, IDS, keep)
     torch.save(IDS, tmp_path / "ids.pt")
     with_holes(tmp_path / "out")
     router, widths = run_each(LOAD.format(folder=str(tmp_path))).splitlines()

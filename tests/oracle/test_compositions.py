@@ -1,6 +1,7 @@
 """Experts that are left out, shared or factored, against the same by hand."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,13 @@ def composed(
 
 def by_hand(model: Any, kept: dict[int, tuple[int, ...]]) -> torch.Tensor:
     """Logits of the dense model, where router logits of dropped experts are −∞."""
-    hooks = []
-    for layer in find_experts(model):
-        block = model.get_submodule(layer.name.rpartition(".")[0])
-        router = getattr(block, "gate", None) or block.router
-        rule = _rule(model, kept[layer.layer])
-        hooks.append(router.register_forward_hook(rule))
-    logits = logits_of(model, IDS)
-    for hook in hooks:
-        hook.remove()
-    return logits
+    with ExitStack() as hooks:
+        for layer in find_experts(model):
+            block = model.get_submodule(layer.name.rpartition(".")[0])
+            router = getattr(block, "gate", None) or block.router
+            rule = _rule(model, kept[layer.layer])
+            hooks.enter_context(router.register_forward_hook(rule))
+        return logits_of(model, IDS)
 
 
 def _rule(model: Any, kept: tuple[int, ...]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import TINY, invoke, manifest_of, one_line, run, said
 from families import tiny_ids, tiny_model
-from keeps import window_nll
+from keeps import masked_nll, window_nll
 from quantised_folder import (
     LAYOUTS,
     POWERS,
@@ -36,7 +36,7 @@ from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.models.loading import load_model
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import prune
 from heapr_lab.recipes.export import savings
 from heapr_lab.streaming.plan import plan
 from heapr_lab.streaming.stream import stream_of
@@ -158,8 +158,7 @@ def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> N
     bench = Workbench(model, tokenizer, name="tiny", profile=PROFILES["small"])
     session: Any = PruningSession(table, workbench=bench)
     session.choose(Selection(0.5))
-    with masking(model, session.keep):
-        masked = window_nll(model, WINDOWS.ids)
+    masked = masked_nll(model, WINDOWS.ids, session.keep)
     folder = save_pruned(prune(model, session.keep), tmp_path / "pruned")
     again, _ = load_model(folder, device="cpu", dtype="float32", stream=False)
     assert torch.allclose(window_nll(again, WINDOWS.ids), masked, rtol=0.02)
@@ -184,11 +183,10 @@ def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> N
 
 
 def test_the_command_prunes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By a table or a text. It streams by itself and says so."""
     packed, _ = pair_of("fp8", tmp_path)
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
     table, cpu = tmp_path / "table.parquet", ("--device", "cpu")
     base = "prune", packed, "--ratio", 0.5, *cpu

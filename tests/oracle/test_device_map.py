@@ -8,7 +8,7 @@ import torch
 from accelerate import dispatch_model
 from devices import GPU, OF_DEVICES
 from families import tiny_ids, tiny_model
-from keeps import window_nll
+from keeps import masked_nll, window_nll
 from oracles.streamed import same_tables
 from torch import nn
 
@@ -47,8 +47,7 @@ def check_equal(model: nn.Module, twin: nn.Module, near: float = EXACT) -> None:
     keep = half(twin)
     losses = []
     for each in (model, twin):
-        with masking(each, keep):
-            masked = window_nll(each, WINDOWS.ids)
+        masked = masked_nll(each, WINDOWS.ids, keep)
         sliced = window_nll(prune(each, keep), WINDOWS.ids)
         dense = evaluate_perplexity(each, WINDOWS.ids).value
         best = window_nll(compress(each, WINDOWS, ratio=0.5), WINDOWS.ids)

@@ -232,11 +232,8 @@ def test_others_are_written_in_floats(
 
 
 @ONE_FAMILY
-def test_the_command_keeps_fp8(
-    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_keeps_fp8(folders: Folders, cache: Path, tmp_path: Path) -> None:
     """It measures what is written, and says how many bytes that is."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
     shape = "--ratio", 0.3, "--structure", "uniform", "--multiple", 8
     args = "prune", folders.fp8, *shape, "--method", "paper", "--device", "cpu", *text

@@ -15,7 +15,7 @@ import pytest
 import torch
 from devices import GPU
 from families import REPRESENTATIVES, tiny_ids, tiny_model
-from keeps import logits_of, window_nll
+from keeps import logits_of, masked_nll, window_nll
 from tiny_folder import write_model, write_text
 
 import heapr_lab
@@ -28,7 +28,7 @@ from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.models.experts import find_experts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import compress
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.refinement.own_text import continuations
@@ -213,11 +213,8 @@ def passage_of(side: Side) -> Any:
 def written(side: Side) -> torch.Tensor:
     """Tokens that every draw gives, because the model is sure of each."""
     head = side.model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda _head, _states, logits: 1e3 * logits)
-    try:
+    with head.register_forward_hook(lambda _head, _states, logits: 1e3 * logits):
         return continuations(side.model, IDS, n_new=4)
-    finally:
-        hook.remove()
 
 
 INSPECTED: dict[str, Callable[[Side], Any]] = {
@@ -255,8 +252,7 @@ def streamed(side: Side) -> list[Any]:
     windows = side.windows
     table = collect_statistics(model, windows)
     keep = select(table, ratio=0.5)
-    with masking(model, keep):
-        masked = window_nll(model, windows.ids)
+    masked = masked_nll(model, windows.ids, keep)
     assert find_experts(model)[0].device.type == side.device
     folder = heapr_lab.save_pruned(prune(model, keep), side.place / "streamed")
     again, _ = heapr_lab.load_model(folder, device="cpu", dtype="float64")
@@ -297,8 +293,7 @@ def test_families_by_every_implementation(family: str) -> None:
     model: Any = tiny_model(family, dtype=torch.float32)
     table = collect_statistics(model, windows)
     keep = select(table, ratio=0.5)
-    with masking(model, keep):
-        losses = window_nll(model, windows.ids)
+    losses = masked_nll(model, windows.ids, keep)
     model.to(GPU)
     for name in ("eager", "batched_mm", "grouped_mm"):
         model.set_experts_implementation(name)
@@ -307,8 +302,7 @@ def test_families_by_every_implementation(family: str) -> None:
         for column in ("sum_h2", "sum_hg2"):
             ours, theirs = (torch.tensor(f[column]) for f in (table.frame, frame))
             assert (theirs - ours).norm() < 1e-3 * ours.norm(), (name, column)
-        with masking(model, keep):
-            again = window_nll(model, windows.ids)
+        again = masked_nll(model, windows.ids, keep)
         torch.testing.assert_close(again, losses, rtol=1e-4, atol=1e-4)
 
 
@@ -320,8 +314,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     keep = select(collect_statistics(model, windows), ratio=0.5)
     for device in ("cpu", GPU):
         model.to(device)
-        with masking(model, keep):
-            masked = window_nll(model, windows.ids)
+        masked = masked_nll(model, windows.ids, keep)
         frame = collect_statistics(model, windows).frame
         pruned = window_nll(prune(model, keep), windows.ids)
         best = evaluate_perplexity(compress(model, windows, ratio=0.2), windows.ids)

@@ -9,7 +9,7 @@ import families
 import pytest
 import torch
 from families import tiny_ids, tiny_model
-from keeps import logits_of
+from keeps import logits_of, masked_logits
 from oracles.streamed import same_tables
 from stored_tensors import changed_json, changed_tensors, tensors_in
 from tiny_folder import opened, write_folder
@@ -22,7 +22,6 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.export import check_checkpoint
 from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.plan import plan
@@ -149,8 +148,7 @@ def test_pruned_and_reloaded(hub: Path, tmp_path: Path, structure: str) -> None:
     model, stock = opened(hub, stream=False), structure == "per_layer"
     table = collect_statistics(model, CalibrationSet.from_ids(IDS))
     keep = select(table, ratio=0.4, structure=structure, multiple=2 if stock else None)
-    with masking(model, keep):
-        expected = logits_of(model, IDS)
+    expected = masked_logits(model, IDS, keep)
     out = prune_folder(hub, keep, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype="float64")
     loaded.set_experts_implementation("eager")

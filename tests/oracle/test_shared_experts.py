@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_ids, tiny_model
-from keeps import logits_of, widths_keep
+from keeps import logits_of, masked_logits, widths_keep
 from stored_tensors import same_tensors, tensors_in
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -22,7 +22,7 @@ from heapr_lab.checkpoints.uniform import stock_config, wider
 from heapr_lab.models.folders import read_config
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import prune
 
 IDS = tiny_ids()
 SHAPES = Path(__file__).parents[1] / "data" / "shapes"
@@ -47,8 +47,7 @@ def check_masked(folder: Path, model: nn.Module, keep: KeepMask) -> None:
     """The stock model in `folder` is the masked one."""
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     assert not [m for m in loaded.modules() if isinstance(m, RaggedExperts)]
-    with masking(model, keep):
-        expected = logits_of(model, IDS)
+    expected = masked_logits(model, IDS, keep)
     torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from families import REPRESENTATIVES
-from keeps import random_keep, widths_keep, window_nll
+from keeps import masked_nll, random_keep, widths_keep, window_nll
 from oracles.streamed import ROUNDED, WINDOWS, both, resident, stream
 from stored_tensors import same_tensors
 from tiny_folder import opened
@@ -15,7 +15,7 @@ from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
 from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement import activation_grams
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
@@ -70,8 +70,7 @@ def test_a_streamed_model_is_pruned_and_saved(
     pruned = [prune(model, keep, down_projs=down_projs) for model in models]
     assert resident(models[1]) == {0}
     folder = assert_saved_alike(pruned, tmp_path, family)
-    with masking(models[1], keep, down_projs):
-        masked = window_nll(models[1], WINDOWS.ids)
+    masked = masked_nll(models[1], WINDOWS.ids, keep, down_projs)
     streamed = opened(folder, stream=True)
     tolerance = 1e-4 if family in ROUNDED else 1e-9
     assert torch.allclose(window_nll(streamed, WINDOWS.ids), masked, rtol=tolerance)

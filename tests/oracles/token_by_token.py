@@ -114,17 +114,16 @@ def run(model: Any, ids: torch.Tensor) -> tuple[float, dict[int, Tokens]]:
     model.requires_grad_(False)
     previous = model.config._experts_implementation
     model.set_experts_implementation("token_by_token")
-    hook = model.get_input_embeddings().register_forward_hook(
-        lambda _m, _a, output: output.requires_grad_(True)
-    )
     try:
-        logits = model(ids, use_cache=False).logits[:, :-1]
+        with model.get_input_embeddings().register_forward_hook(
+            lambda _m, _a, output: output.requires_grad_(True)
+        ):
+            logits = model(ids, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(
             logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
         )
         loss.backward()
     finally:
-        hook.remove()
         model.set_experts_implementation(previous)
     return loss.item(), dict(_records)
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from keeps import window_nll
+from keeps import masked_nll, window_nll
 from tiny_folder import write_text
 
 from benchmarks import methods as script
 from benchmarks.machine import Rows
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.workbench.settings import PROFILES
 from heapr_lab.workbench.workbench import Workbench
 
@@ -70,8 +69,7 @@ def test_the_rows_of_a_method_that_removes_atoms(tiny: str) -> None:
     ids = case.bench.test_windows(script.CORPUS).ids
     assert len(ids) == script.PROFILE.n_test
     dense = float(window_nll(case.model, ids).mean())
-    with masking(case.model, keep.keep):
-        masked = float(window_nll(case.model, ids).mean())
+    masked = float(masked_nll(case.model, ids, keep.keep).mean())
     row = rows[1]
     assert row[f"nll {script.CORPUS}"] == pytest.approx(masked, abs=1e-6)
     assert row[f"delta_nll {script.CORPUS}"] == pytest.approx(masked - dense, abs=1e-6)

@@ -10,7 +10,7 @@ import torch
 from families import tiny_model
 from keeps import random_keep
 from safetensors.torch import load_file
-from stored_tensors import INDEX, SINGLE, changed_json, changed_tensors
+from stored_tensors import INDEX, SINGLE, changed_json, changed_tensors, stored
 from tiny_folder import write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -50,16 +50,6 @@ def without(name: str) -> Callable[[Path], None]:
 def reshaped(name: str) -> Callable[[Path], None]:
     """What halves the tensor `name` in the file in a folder."""
     return stored(lambda t: t.update({name: t[name][: len(t[name]) // 2]}))
-
-
-def stored(change: Callable[[Any], object]) -> Callable[[Path], None]:
-    """What changes the tensors in the file in a folder."""
-
-    def damage(folder: Path) -> None:
-        with changed_tensors(folder) as tensors:
-            change(tensors)
-
-    return damage
 
 
 def half_of_the_index(folder: Path) -> None:

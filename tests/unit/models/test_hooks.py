@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_ids, tiny_model
-from keeps import logits_of, random_keep
+from keeps import logits_of, masked_logits, random_keep
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -61,8 +61,7 @@ def test_dense_and_masked_forwards_at_once(family: str) -> None:
     def forward(keep: KeepMask | None) -> torch.Tensor:
         if keep is None:
             return logits_of(model, IDS)
-        with masking(model, keep):
-            return logits_of(model, IDS)
+        return masked_logits(model, IDS, keep)
 
     expected = [forward(keep) for keep in keeps]
     assert not torch.allclose(expected[0], expected[1])
@@ -142,8 +141,7 @@ def test_nested_masks_keep_what_both_keep() -> None:
     both = KeepMask.from_arrays(
         {k: first.by_layer(k) & second.by_layer(k) for k in first.layers}
     )
-    with masking(model, both):
-        expected = logits_of(model, IDS)
+    expected = masked_logits(model, IDS, both)
     with masking(model, first):
         outer = logits_of(model, IDS)
         with masking(model, second):

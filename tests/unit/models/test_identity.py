@@ -48,11 +48,9 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
+def bench(cache: Path, tmp_path: Path) -> Workbench:
     """A workbench with a cache of its own."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-    write_model(tmp_path / "moe")
-    return open_workbench(str(tmp_path / "moe"), profile="small")
+    return open_workbench(str(write_model(tmp_path / "moe")), profile="small")
 
 
 def spec_of(model: nn.Module) -> dict[str, Any]:
@@ -325,15 +323,12 @@ def test_hooks_are_named(
 ) -> None:
     """Their module is named, also where it is the model itself."""
     for module, called in ((model, "model"), (model.lm_head, "lm_head")):
-        handle = getattr(module, register)(hook)
         message = f"module '{called}' has a hook, {name}, which"
-        try:
+        with getattr(module, register)(hook):
             with pytest.raises(SpecError, match=message):
                 refuse_disturbed(model, remedy="ask")
             with pytest.raises(SpecError, match=message):
                 identity_in_force(model)
-        finally:
-            handle.remove()
     refuse_disturbed(model, remedy="ask")
 
 
@@ -345,12 +340,11 @@ def test_hooks_of_these_packages_are_known(
 ) -> None:
     """They watch, or belong to how the model runs."""
     monkeypatch.setattr(watch, "__module__", f"{package}.somewhere")
-    handle = model.lm_head.register_forward_hook(watch)
+    model.lm_head.register_forward_hook(watch)
     refuse_disturbed(model, remedy="ask")
     monkeypatch.setattr(watch, "__module__", f"{package}_of_another")
     with pytest.raises(SpecError, match="has a hook, watch"):
         refuse_disturbed(model, remedy="ask")
-    handle.remove()
 
 
 def test_autocast_of_another_device_does_not_matter() -> None:

@@ -23,11 +23,8 @@ def input_gradient(model, ids, **options):
         kept.append(output.detach().requires_grad_())
         return kept[0]
 
-    hook = model.get_input_embeddings().register_forward_hook(keep)
-    try:
+    with model.get_input_embeddings().register_forward_hook(keep):
         token_nll(model, ids, **options).sum().backward()
-    finally:
-        hook.remove()
     return kept[0].grad
 
 
@@ -58,11 +55,10 @@ def test_chunked_gradient(model):
 def test_logits_never_exist_whole(model):
     """The head sees at most `chunk_tokens` tokens at once, in both directions."""
     seen = []
-    hook = model.lm_head.register_forward_hook(
+    model.lm_head.register_forward_hook(
         lambda _module, _args, output: seen.append(output.shape[:-1].numel())
     )
     input_gradient(model, tiny_ids(n_sequences=3, seq_len=9), chunk_tokens=5)
-    hook.remove()
     assert max(seen) == 5
     assert sum(seen) == 3 + 2 * 24  # one position a window, then twice all tokens
 

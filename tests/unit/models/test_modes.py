@@ -24,16 +24,10 @@ PATIENCE = 30
 """Seconds after which a thread that should have gone on has not."""
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    """A tiny qwen2_moe that no other test uses: these change it."""
-    return tiny_model("qwen2_moe")
-
-
 # --- threads ----------------------------------------------------------------------
 
 
-def test_two_threads_evaluate_a_model_in_training_mode(model: nn.Module) -> None:
+def test_two_threads_evaluate_a_model_in_training_mode() -> None:
     """With dropout of a half, both get the perplexity of evaluation mode."""
     model = tiny_model("qwen2_moe", attention_dropout=0.5)
     expected = evaluate_perplexity(model, WINDOWS.ids, batch_size=1)
@@ -115,9 +109,9 @@ def test_a_pass_within_a_pass_is_refused(model: nn.Module) -> None:
     collect_statistics(model, WINDOWS)  # and the model is free again
 
 
-def test_a_copy_made_beside_a_pass(model: nn.Module) -> None:
+def test_a_copy_made_beside_a_pass() -> None:
     """It waits, and has the modes and flags of the model, and no hook of the pass."""
-    model.train()
+    model = tiny_model("qwen2_moe").train()
     model.lm_head.weight.requires_grad_(False)
     copies, jobs = [], []
 

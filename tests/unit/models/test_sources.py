@@ -116,8 +116,7 @@ def test_damaged_files_are_named(
 ) -> None:
     """Loading and pruning name them in one line, and pruning writes nothing."""
     message = SAID.get(name, "model-00002")
-    folder = tmp_path / "moe"
-    shutil.copytree(source, folder)
+    folder = Path(shutil.copytree(source, tmp_path / "moe"))
     DAMAGES[name](shards(folder)[1])
     for attempt in (
         lambda: load_model(folder),
@@ -155,8 +154,7 @@ def test_a_folder_is_not_pruned_into_itself(
     source: Path, keep: KeepMask, tmp_path: Path
 ) -> None:
     """Links to it and its files are refused, too; a folder below it is not."""
-    folder = tmp_path / "moe"
-    shutil.copytree(source, folder)
+    folder = Path(shutil.copytree(source, tmp_path / "moe"))
     (tmp_path / "link").symlink_to(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for out in (folder, tmp_path / "link", folder / "config.json", folder / "x" / ".."):
@@ -171,8 +169,7 @@ def test_the_single_file_counts_where_there_are_both(
     source: Path, keep: KeepMask, tmp_path: Path
 ) -> None:
     """Loading and pruning read the same one of two sets of weights."""
-    folder = tmp_path / "moe"
-    shutil.copytree(source, folder)
+    folder = Path(shutil.copytree(source, tmp_path / "moe"))
     doubled = {name: tensor * 2 for name, tensor in tensors_in(folder).items()}
     save_file(doubled, folder / "model.safetensors", metadata={"format": "pt"})
     model, _ = load_model(folder, device="cpu")

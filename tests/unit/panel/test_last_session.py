@@ -22,13 +22,12 @@ WAIT_SECONDS = 30
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where sessions are kept, in a cache of its own; nothing is displayed."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(jobs, "SECONDS", 0.01)
     monkeypatch.setattr(static_copy, "display", lambda *_, **__: None)
-    return tmp_path / "cache" / KEPT
+    return cache / KEPT
 
 
 def displayed(source: Any, **options: Any) -> Explorer:

@@ -11,7 +11,7 @@ from commands import refused, run, text_of
 from families import randomise
 from keeps import assert_same_logits, logits_of
 from safetensors.torch import load_file
-from stored_tensors import changed_tensors
+from stored_tensors import changed_tensors, stored
 from tiny_folder import D_VOCAB, write_folder, write_text
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -39,13 +39,7 @@ SIZES = {
     "initializer_range": 0.02,
 }
 SHAPES = ((1, 1), (1, 17), (3, 100))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test's own."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def write_dense(
@@ -271,16 +265,6 @@ def test_settings_nobody_can_express_are_refused(
         setattr(config, name, value)
     with pytest.raises(LayoutError, match=why):
         one_expert_config(config)
-
-
-def stored(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """What changes the tensors in a file."""
-
-    def damage(path: Path) -> None:
-        with changed_tensors(path) as tensors:
-            change(tensors)
-
-    return damage
 
 
 BIAS, UP = (

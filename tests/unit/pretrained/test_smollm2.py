@@ -35,16 +35,13 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test's own; no wheel is given, and pip knows no index."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder))
+def no_index(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cache of the test's own no wheel is given, and pip knows no index."""
     monkeypatch.delenv(VARIABLE, raising=False)
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    return folder
 
 
 @pytest.fixture

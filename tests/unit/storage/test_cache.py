@@ -25,12 +25,7 @@ FRAME = pd.DataFrame(
 )
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of this test's own."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 # --- places ---------------------------------------------------------------------

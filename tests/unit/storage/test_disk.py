@@ -62,32 +62,26 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A new folder, which has the cache as well."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path
-
-
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_a_full_disk_is_one_line(write: Callable[[Path], Any], place: Path) -> None:
+def test_a_full_disk_is_one_line(write: Callable[[Path], Any], tmp_path: Path) -> None:
     """An error of this package with what to do; no file is left of what was begun."""
     with full_disk(), pytest.raises(SpecError, match=r"(?i)file too large") as error:
-        write(place / "out")
+        write(tmp_path / "out")
     assert "free" in str(error.value)
-    assert not [p for p in place.rglob("*") if p.is_file() and p.suffix != ".lock"]
-    write(place / "out")
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"]
+    write(tmp_path / "out")
 
 
 def test_a_cache_below_a_file_is_one_line(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it is asked for something."""
-    (place / "file").write_text("a file")
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(place / "file" / "cache"))
+    (tmp_path / "file").write_text("a file")
+    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     for name in ("a result", "rows", "a folder"):
         with pytest.raises(SpecError, match="part of this path is missing or is not"):
-            WRITERS[name](place)
+            WRITERS[name](tmp_path)
 
 
 def test_other_errors_are_left_as_they_are(tmp_path: Path) -> None:

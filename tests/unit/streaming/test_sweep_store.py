@@ -205,16 +205,13 @@ def test_another_or_a_damaged_key_is_refused(text: str, tmp_path: Path) -> None:
     assert files(state) == {"-a"}
 
 
-def test_temporary_files_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporary_files_are_removed(cache: Path) -> None:
     """They go with the store, and when a pass ends or is interrupted."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
     store = sweep_store.temporary(0)
     store.put("a", group(1.0))
     assert files(store.folder) == {"-a"}
     del store
-    assert not list((tmp_path / "sweeps").iterdir())
+    assert not list((cache / "sweeps").iterdir())
     with contextlib.suppress(_KilledError), opened(None, KEY, budget=0) as second:
         second.put("a", group(1.0))
         raise _KilledError
@@ -229,11 +226,9 @@ def _with_a_store(here: Any) -> None:
     here.recv()
 
 
-def test_files_of_killed_processes_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("cache")
+def test_files_of_killed_processes_are_removed() -> None:
     """The next store removes them, but not those of processes that run."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
     fork = multiprocessing.get_context("fork")
     folders, processes = [], []
     for _ in range(2):
