@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import tiny_ids, tiny_model
+from heard import stop_at
 from keeps import logits_of, random_keep, zeroed_twin
 from oracles import token_by_token
 from text_models import SINGLE, experts_calls
@@ -146,13 +147,8 @@ def test_it_can_be_ended() -> None:
     model, ids = tiny_model("qwen2_moe"), tiny_ids()
     keep, before = random_keep(model), logits_of(model, ids)
     flags = [weight.requires_grad for weight in model.parameters()]
-
-    def stop(done: int, _total: int) -> None:
-        if done >= 2:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        attribute_loss(model, keep, ids, progress=stop)
+        attribute_loss(model, keep, ids, progress=stop_at(2))
     assert torch.equal(logits_of(model, ids), before)
     assert [weight.requires_grad for weight in model.parameters()] == flags
 

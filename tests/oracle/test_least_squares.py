@@ -4,8 +4,8 @@ Elimination is greedy least squares: what goes is made up for by what stays.
 """
 
 import functools
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,9 +52,8 @@ def test_another_thread_s_forward_is_not_summed() -> None:
     with observed(layers, [observer] * len(layers)):
         logits_of(model, WINDOWS.ids)
         assert len(seen) == len(layers)
-        thread = threading.Thread(target=logits_of, args=(model, WINDOWS.ids))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(logits_of, model, WINDOWS.ids).result()
     assert len(seen) == len(layers)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
+from heard import Heard
 from methods_by_hand import IDS, SIX, WINDOWS, fitted, gradients_by_hand, routed
 from oracles.token_by_token import RoutedToken
 from oracles.token_by_token import matrices as by_hand
@@ -147,10 +148,8 @@ def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]
 @pytest.mark.parametrize("family", [*FAMILIES, "nemotron_h"])
 def test_squared_gradients_are_those_of_autograd(family: str) -> None:
     """Of every matrix, through the family's own code; windows are reported."""
-    model, progress = tiny_model(family), list[tuple[int, int]]()
-    sums = sum_over_windows(
-        model, WINDOWS, squares, lambda *done: progress.append(done)
-    )
+    model, progress = tiny_model(family), Heard()
+    sums = sum_over_windows(model, WINDOWS, squares, progress)
     fisher = fisher_by_hand(model)
     for (layer, expert, name), mean in fisher.items():
         square = sums[layer][name][expert] / len(IDS)
@@ -193,10 +192,11 @@ def test_gradients_that_are_missing_or_not_finite_are_refused() -> None:
         sum_over_windows(model, WINDOWS, squares)
     model.config.num_hidden_layers = 2
     weight = find_experts(model)[1].module.down_proj
-    hook = weight.register_hook(lambda gradient: gradient * torch.inf)
-    with pytest.raises(HeaprLabError, match="non-finite gradients in layer 1"):
+    with (
+        weight.register_hook(lambda gradient: gradient * torch.inf),
+        pytest.raises(HeaprLabError, match="non-finite gradients in layer 1"),
+    ):
         sum_over_windows(model, WINDOWS, squares)
-    hook.remove()
     torch.testing.assert_close(sum_over_windows(model, WINDOWS, squares), before)
 
 

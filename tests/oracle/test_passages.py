@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from families import tiny_ids
+from heard import Heard
 from keeps import full_keep, logits_of, random_keep, zeroed_twin
 from text_models import (
     CLOSE,
@@ -103,11 +104,9 @@ def test_token_losses(tokenizer: Any, family: str) -> None:
     model = model_of(family)
     keep = random_keep(model)
     passage = read_passage(model, tokenizer, text=TEXT)
-    steps: list[tuple[int, int]] = []
+    steps = Heard()
 
-    losses = token_losses(
-        model, passage, keep=keep, progress=lambda *step: steps.append(step)
-    )
+    losses = token_losses(model, passage, keep=keep, progress=steps)
 
     for column, twin in (
         ("dense_nll", model),
@@ -144,20 +143,14 @@ def test_continuations(tokenizer: Any, family: str) -> None:
     model.generation_config.repetition_penalty = 3.0  # of the checkpoint: not wanted
     keep = random_keep(model)
     prompt = read_passage(model, tokenizer, text="the north", room=9)
-    steps: list[tuple[int, int]] = []
+    steps = Heard()
     texts = []
     for mask, twin in ((None, model), (keep, zeroed_twin(model, keep))):
         ids = prompt.ids
         for _ in range(9):
             ids = torch.cat([ids, logits_of(twin, ids)[:, -1:].argmax(-1)], dim=1)
-        tokens = continue_text(
-            model,
-            tokenizer,
-            prompt=prompt,
-            n_tokens=9,
-            keep=mask,
-            progress=lambda *step: steps.append(step),
-        )
+        options = {"n_tokens": 9, "keep": mask, "progress": steps}
+        tokens = continue_text(model, tokenizer, prompt=prompt, **options)
         expected = ids[0, prompt.ids.shape[1] :].tolist()
         assert tokens["token_id"].tolist() == expected
         assert tokens["step"].tolist() == list(range(9))
@@ -268,7 +261,7 @@ def test_top_contexts(
     top = every[every["layer"].eq(layer) & every["expert"].eq(expert)]
     top = top[top["atom"].eq(atom)].assign(size=lambda frame: frame["h"].abs())
     top = top.nlargest(6, "size")
-    steps: list[tuple[int, int]] = []
+    steps = Heard()
 
     rows = top_contexts(
         model,
@@ -279,7 +272,7 @@ def test_top_contexts(
         atom=atom,
         n=6,
         width=3,
-        progress=lambda *step: steps.append(step),
+        progress=steps,
     )
 
     assert (rows["window"] * 11 + rows["position"]).tolist() == top["place"].tolist()

@@ -8,18 +8,19 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from families import tiny_ids
-from keeps import random_keep, window_nll
+from keeps import masked_nll, random_keep, window_nll
 from oracles.streamed import free_on_disk, written
 from tiny_folder import opened
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import LayerSolver, fit_compensation
 from heapr_lab.refinement.compress import fit_compression
@@ -43,11 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the files; compensated weights are taken, better or not."""
     monkeypatch.setattr("heapr_lab.refinement.compensation.STANDARD_ERRORS", -math.inf)
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "sweeps"
+    return cache / "sweeps"
 
 
 def left(files: Path) -> list[Path]:
@@ -124,8 +124,7 @@ def test_the_same_without_room(
     for budget in ("1GB", room):
         model = opened(folder, stream=True, host_memory=budget)
         keep, fit = make(model)
-        with masking(model, keep, fit.down_projs):
-            masked = window_nll(model, WINDOWS.ids)
+        masked = masked_nll(model, WINDOWS.ids, keep, fit.down_projs)
         pruned = prune(model, keep, down_projs=fit.down_projs)
         fits.append((keep.fingerprint, fit))
         losses.append(window_nll(pruned, WINDOWS.ids))
@@ -161,13 +160,10 @@ def test_an_interrupted_one_leaves_no_file(
     folder: Path, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even those that a part of the layers was put into."""
-    solve, n_solved = LayerSolver.solve, 0
+    solve, stop = LayerSolver.solve, Mock(side_effect=[None, None, KeyboardInterrupt])
 
     def stopped(*args: Any, **options: Any) -> Any:
-        nonlocal n_solved
-        n_solved += 1
-        if n_solved > 2:
-            raise KeyboardInterrupt
+        stop()
         return solve(*args, **options)
 
     monkeypatch.setattr(LayerSolver, "solve", stopped)

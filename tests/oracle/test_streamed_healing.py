@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import manifest_of, run, text_of
 from families import REPRESENTATIVES
+from heard import Heard, stop_at
 from keeps import random_keep, weights_of, widths_keep, window_nll
 from oracles.streamed import ROUNDED, WINDOWS, both, free_on_disk, resident, stream
 from stored_tensors import tensors_in
@@ -140,12 +141,12 @@ def test_an_interrupted_one_resumes(
     whole = pruned_of(dense)
     calls = itertools.count()
     left = dict.fromkeys(("put", "drop"), 0)
-    stop_at: float = float("inf")
+    limit: float = float("inf")
 
     def counted(name: str, inner: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
             left[name] += 1
-            if next(calls) >= stop_at:
+            if next(calls) >= limit:
                 raise KeyboardInterrupt
             inner(*arguments)
 
@@ -159,11 +160,11 @@ def test_an_interrupted_one_resumes(
     assert min(left.values()) > 10
     stream(dense).host_memory = 0
     state, resumed = tmp_path / "state.safetensors", 0
-    for stop_at in range(3, n_calls, n_calls // STOPS):
+    for limit in range(3, n_calls, n_calls // STOPS):
         halves, again, calls = pruned_of(dense), pruned_of(dense), itertools.count()
         with pytest.raises(KeyboardInterrupt):
             heal(halves, dense, text, state=state, **options)
-        calls, was, stop_at = itertools.count(), stop_at, float("inf")
+        calls, was, limit = itertools.count(), limit, float("inf")
         heal(again, dense, text, state=state, **options)
         resumed += next(calls) < n_calls - 3
         assert again.heapr_healing.equals(whole.heapr_healing), was
@@ -243,7 +244,7 @@ def test_one_part_is_in_memory_and_the_dense_model_is_read_once(tmp_path: Path) 
 def test_files_are_removed_when_asked(tmp_path: Path) -> None:
     """Temporary ones are with the model; a training that ended is not run again."""
     _, dense = in_files(tmp_path / "dense")
-    state, steps = tmp_path / "state.safetensors", list[int]()
+    state, steps = tmp_path / "state.safetensors", Heard()
     folder, cache = state.with_suffix(".training"), cache_dir() / "sweeps"
     pruned = pruned_of(dense)
     heal(pruned, dense, TEXT, state=state, **OPTIONS)
@@ -254,8 +255,7 @@ def test_files_are_removed_when_asked(tmp_path: Path) -> None:
     del pruned
     gc.collect()
     again = pruned_of(dense)  # as after an error while the first was written
-    report = lambda step, _: steps.append(step)  # noqa: E731
-    heal(again, dense, TEXT, state=state, progress=report, **OPTIONS)
+    heal(again, dense, TEXT, state=state, progress=steps, **OPTIONS)
     assert steps == []
     assert_same(again, expected)
     temporary = pruned_of(dense)
@@ -275,17 +275,11 @@ def test_what_cannot_go_on_is_an_error(
     """Another training, a missing or damaged file, a full disk, 16 bits; one line."""
     _, dense = in_files(tmp_path / "dense")
     state = tmp_path / "state.safetensors"
-
-    def stop(step: int, _: int) -> None:
-        if step == 2:
-            raise KeyboardInterrupt
-
+    options = OPTIONS | {"state": state}
     with pytest.raises(KeyboardInterrupt):
-        heal(pruned_of(dense), dense, TEXT, state=state, progress=stop, **OPTIONS)
+        heal(pruned_of(dense), dense, TEXT, progress=stop_at(2), **options)
     with pytest.raises(CacheError, match="is the state of another pass"):
-        heal(
-            pruned_of(dense), dense, TEXT, state=state, **OPTIONS | {"batch_tokens": 18}
-        )
+        heal(pruned_of(dense), dense, TEXT, **options | {"batch_tokens": 18})
     free_on_disk(monkeypatch, 1000)
     pruned = pruned_of(dense)
     before = weights(pruned)

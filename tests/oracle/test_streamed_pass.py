@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from families import tiny_ids, tiny_model
+from heard import Heard
 from oracles.streamed import free_on_disk, same_tables, stream, written
 from processes import CONTEXT
 from tiny_folder import opened
@@ -19,7 +21,6 @@ from heapr_lab.errors import CacheError, HeaprLabError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.streaming import sweep_store, two_sweeps
-from heapr_lab.streaming.stream import Stream
 from heapr_lab.streaming.sweep_store import SweepStore
 from heapr_lab.streaming.two_sweeps import fitting_windows
 from heapr_lab.text.calibration import CalibrationSet
@@ -46,10 +47,9 @@ def table(folder: Path) -> ImportanceTable:
 @pytest.mark.parametrize("host_memory", [0, 5000, "1GB"])
 def test_states_beyond_the_budget_are_in_files(
     host_memory: int | str, folder: Path, table: ImportanceTable,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, cache: Path,
 ) -> None:  # fmt: skip
     """The same table, and nothing is left behind."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
     n_files, put = [0], SweepStore.put
 
     def noted(store: SweepStore, name: str, group: Any) -> None:
@@ -64,7 +64,7 @@ def test_states_beyond_the_budget_are_in_files(
     model = opened(folder, stream=True, host_memory=host_memory)
     same_tables(collect_statistics(model, WINDOWS, batch_size=2), table)
     assert (max(n_files) > 0) == (host_memory != "1GB")
-    assert not list((tmp_path / "sweeps").iterdir())
+    assert not list((cache / "sweeps").iterdir())
 
 
 def test_windows_go_in_parts_where_the_disk_is_small(
@@ -116,13 +116,10 @@ def test_a_full_disk_is_named(
         patch.setattr(sweep_store, "save_file", full)
         with pytest.raises(HeaprLabError, match=r"No space left.*HEAPR_CACHE_DIR"):
             collect_statistics(model, WINDOWS, batch_size=2, state=state)
-    filled: list[int] = []
-    fill = Stream.fill
-    monkeypatch.setattr(
-        Stream, "fill", lambda self, number: (filled.append(number), fill(self, number))
-    )
+    fill = Mock(wraps=stream(model).fill)
+    monkeypatch.setattr(stream(model), "fill", fill)
     collect_statistics(model, WINDOWS, batch_size=2, state=state)
-    first = [number for number in filled if number >= 0]
+    first = [call.args[0] for call in fill.mock_calls if call.args[0] >= 0]
     assert first[0] == 2  # layers 0 and 1 are not run again in the first sweep
     assert not list(tmp_path.iterdir())
 
@@ -179,14 +176,7 @@ def test_a_killed_pass_resumes_to_the_same_bits(
 
 def interrupted(model: Any, state: Path, at: int, **options: Any) -> None:
     """A pass that ends after so many steps."""
-    n_calls = 0
-
-    def stop(_done: int, _total: int) -> None:
-        nonlocal n_calls
-        n_calls += 1
-        if n_calls == at:
-            raise KeyboardInterrupt
-
+    stop = Mock(side_effect=[*[None] * (at - 1), KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
         collect_statistics(model, WINDOWS, state=state, progress=stop, **options)
 
@@ -232,11 +222,9 @@ def test_progress_names_sweep_and_layer(
     """It says what was read, too, beside a bar that only goes up."""
     notes: list[str] = []
     monkeypatch.setattr(two_sweeps, "noted", lambda _, text: notes.append(text))
-    done: list[tuple[int, int]] = []
+    done = Heard()
     model = opened(folder, stream=True)
-    collect_statistics(
-        model, WINDOWS, batch_size=2, progress=lambda *at: done.append(at)
-    )
+    collect_statistics(model, WINDOWS, batch_size=2, progress=done)
     assert notes[0].startswith("sweep 1 of 2, layer 1 of 3, 0.0 GB read")
     assert notes[-1].startswith("sweep 2 of 2, layer 1 of 3")
     assert len(notes) == 24

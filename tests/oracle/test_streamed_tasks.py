@@ -1,29 +1,28 @@
 """Tasks on streamed models, which are read once for many batches of requests."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from heard import Heard
 from keeps import random_keep
 from oracles.streamed import both, stream, written
-from tiny_folder import D_VOCAB, opened
+from text_models import SIZES, corpus_of
+from tiny_folder import opened
 
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.tasks.harness import continuation_task, run_tasks
-from heapr_lab.text.corpora import Corpus
 
-SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
 TOKENS_AT_ONCE = 2100
 """The tokens of five requests or so."""
-TEXTS = tuple(" ".join(f"w{i}x{j}" for j in range(70)) for i in range(9))
 
 
 def task(n_items: int = 7) -> Any:
     """28 requests, or fewer, of several lengths, four for each context."""
-    corpus = Corpus("numbered", "test", TEXTS, "made here")
-    lm_task = continuation_task(corpus, n_items=n_items)
+    lm_task = continuation_task(corpus_of(9), n_items=n_items)
     lm_task.build_all_requests(limit=None, rank=0, world_size=1)
     return lm_task
 
@@ -85,25 +84,19 @@ def test_parts_are_read_once(
     folder = written(tmp_path, "qwen2_moe", **SIZES)
     streamed = opened(folder, stream=True, host_memory=host_memory)
     stream(streamed).drop()
-    reads: list[int] = []
-    read = FileReader.read
-
-    def noted(self: FileReader, number: int, names: Any) -> None:
-        reads.append(number)
-        read(self, number, names)
-
-    monkeypatch.setattr(FileReader, "read", noted)
+    reader = stream(streamed).reader
+    read = Mock(wraps=reader.read)
+    monkeypatch.setattr(reader, "read", read)
     answers(streamed, tokenizer, n=7)
-    assert {part: reads.count(part) for part in reads} == dict.fromkeys(
-        range(-1, 3), n_reads
-    )
+    numbers = [call.args[0] for call in read.mock_calls]
+    assert Counter(numbers) == dict.fromkeys(range(-1, 3), n_reads)
 
 
 def test_accuracies(tokenizer: Any, tmp_path: Path) -> None:
     """Rows, and the progress of every request."""
-    heard: list[tuple[int, int]] = []
+    heard = Heard()
     frames = [
-        run_tasks(model, tokenizer, [task()], progress=lambda *step: heard.append(step))
+        run_tasks(model, tokenizer, [task()], progress=heard)
         for model in both(tmp_path, "qwen2_moe", **SIZES)
     ]
     assert frames[0].equals(frames[1])

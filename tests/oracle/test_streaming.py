@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import TINY, run, text_of
 from families import FAMILIES, HANDING, REPRESENTATIVES, tiny_model
+from heard import stop_at
 from keeps import random_keep, window_nll
 from oracles.streamed import (
     ROUNDED,
@@ -127,12 +128,8 @@ def test_weights_have_the_type_that_is_asked_for(
     in_memory, on_disk = (
         opened(tmp_path, dtype=asked, stream=way) for way in (False, True)
     )
-    expected = in_memory.state_dict()
     tensors = dict(stream(on_disk).each(torch.clone))
-    assert tensors.keys() == expected.keys()
-    for name, tensor in tensors.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert torch.equal(tensor, expected[name]), name
+    torch.testing.assert_close(tensors, dict(in_memory.state_dict()), rtol=0, atol=0)
     assert model_identity(on_disk) == model_identity(in_memory)
     kind = torch.bfloat16 if asked == "bfloat16" else torch.float32
     assert on_disk.dtype == stream(on_disk).dtype == kind
@@ -435,13 +432,8 @@ def test_no_thread_drops_a_layer_that_another_reads(
 def test_an_interrupted_pass_leaves_the_model_usable(pair: tuple[Any, Any]) -> None:
     """No lock is held, and nothing stands in for its layers."""
     _, model = pair
-
-    def stop(done: int, _total: int) -> None:
-        if done > 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        collect_statistics(model, WINDOWS, batch_size=1, progress=stop)
+        collect_statistics(model, WINDOWS, batch_size=1, progress=stop_at(4))
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(evaluate_perplexity, model, WINDOWS.ids).result(timeout=60)
     assert other.nll == evaluate_perplexity(pair[0], WINDOWS.ids).nll

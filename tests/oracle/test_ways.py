@@ -1,11 +1,12 @@
 """How experts run: ragged ones against single atoms, all on all tokens against some."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
-from keeps import logits_of, random_keep, widths_keep
+from keeps import logits_of, masked_logits, random_keep, widths_keep
 from tiny_folder import write_model
 from torch import nn
 
@@ -15,7 +16,7 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.hooks import Edit, _routed_forward
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.ragged_experts import RaggedExperts, normalises
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import prune
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -159,23 +160,16 @@ def test_where_it_is_used(
     n_active: int, used: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models loaded on a CPU use it, masked or not, if most experts are active."""
-    calls: list[int] = []
-    original = fast.all_experts
-
-    def noted(*args: Any, **options: Any) -> torch.Tensor:
-        calls.append(1)
-        return original(*args, **options)
-
+    spy = Mock(wraps=fast.all_experts)
     for module in ("heapr_lab.models.all_experts", "heapr_lab.models.hooks"):
-        monkeypatch.setattr(f"{module}.all_experts", noted)
+        monkeypatch.setattr(f"{module}.all_experts", spy)
     folder = write_model(tmp_path, num_experts_per_tok=n_active)
     model, _ = load_model(folder, device="cpu")
     assert model.config._experts_implementation == fast.ON_CPU
     keep, ids = random_keep(model), tiny_ids()
     dense = logits_of(model, ids)
-    with masking(model, keep):
-        masked = logits_of(model, ids)
-    assert len(calls) == (2 * model.config.num_hidden_layers if used else 0)
+    masked = masked_logits(model, ids, keep)
+    assert spy.call_count == (2 * model.config.num_hidden_layers if used else 0)
     model.set_experts_implementation("eager")
     torch.testing.assert_close(dense, logits_of(model, ids), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(dense, masked)

@@ -2,9 +2,9 @@
 
 import http.server
 import os
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import pytest
@@ -52,15 +52,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv(hub.UNREACHABLE, "")
     hub.is_reachable.cache_clear()
-    with Server() as here:
+    with Server() as here, ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(
             constants, "ENDPOINT", f"http://127.0.0.1:{here.server_port}"
         )
-        serving = threading.Thread(target=here.serve_forever)
-        serving.start()
+        pool.submit(here.serve_forever)
         yield here
         here.shutdown()
-        serving.join()
     hub.is_reachable.cache_clear()
 
 

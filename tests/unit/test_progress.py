@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import pytest
+from heard import Heard
 
 from heapr_lab.panel import jobs
 from heapr_lab.panel.jobs import Job, Report
@@ -29,8 +30,8 @@ class Clock:
 
 def test_parts_count_through() -> None:
     """Three parts of 4, 2 and 3, of which the second never reports."""
-    calls: list[tuple[int, int]] = []
-    parts = Parts(9, lambda *counts: calls.append(counts))
+    calls = Heard()
+    parts = Parts(9, calls)
     parts(2, 4)
     parts(4, 4)
     parts.end(4)

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from families import tiny_model
+from heard import Heard, stop_at
 from keeps import random_keep
 
 from benchmarks import real
@@ -137,27 +138,19 @@ def test_more_windows_are_some_more_windows(
 
 
 def test_windows_are_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their losses are those of one pass; an interrupt keeps earlier windows."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(real, "TOKENS_AT_ONCE", 64)
     dense = tiny_model("qwen2_moe", dtype=torch.float32)
     ids = torch.randint(48, (7, 32), generator=torch.Generator().manual_seed(0))
-    heard: list[tuple[int, int]] = []
-
-    def stop(done: int, _total: int) -> None:
-        if done == 4:
-            raise KeyboardInterrupt
-
+    heard = Heard()
     for mask in (contextlib.nullcontext(), masking(dense, random_keep(dense))):
         with mask:
             whole = evaluate_perplexity(dense, ids).windows
             with pytest.raises(KeyboardInterrupt):
-                real.stored_losses(dense, ids, progress=stop)
+                real.stored_losses(dense, ids, progress=stop_at(4))
             for _ in range(2):
-                losses = real.stored_losses(
-                    dense, ids, progress=lambda *now: heard.append(now)
-                )
+                losses = real.stored_losses(dense, ids, progress=heard)
                 assert losses == pytest.approx(whole)
     assert heard == [(4, 7), (6, 7), (7, 7), (7, 7)] * 2

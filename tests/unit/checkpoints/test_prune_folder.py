@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_ids, tiny_model
-from keeps import logits_of, random_keep, widths_keep
+from heard import Heard, stop_at
+from keeps import logits_of, masked_logits, random_keep, widths_keep
 from processes import says
 from safetensors.torch import load_file, save_file
 from stored_tensors import (
@@ -28,7 +29,7 @@ from heapr_lab.errors import CacheError, LayoutError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import prune
 from heapr_lab.streaming.opening import open_streamed
 
 FAMILIES = (
@@ -44,8 +45,7 @@ CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 def check_masked(folder: Path, model: Any, keep: KeepMask) -> None:
     """The checkpoint in `folder` has the logits of the masked model."""
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    with masking(model, keep):
-        expected = logits_of(model, IDS)
+    expected = masked_logits(model, IDS, keep)
     torch.testing.assert_close(logits_of(loaded, IDS), expected, **CLOSE)
 
 
@@ -53,10 +53,8 @@ def check_masked(folder: Path, model: Any, keep: KeepMask) -> None:
 def test_files_are_those_of_the_pruned_model(family: str, tmp_path: Path) -> None:
     """A file for each part, which is counted, and an index with each tensor's place."""
     model, source = source_of(tmp_path, family)
-    keep, told = random_keep(model), []
-    out = prune_folder(
-        source, keep, tmp_path / "out", progress=lambda *counts: told.append(counts)
-    )
+    keep, told = random_keep(model), Heard()
+    out = prune_folder(source, keep, tmp_path / "out", progress=told)
     same_tensors(out, save_pruned(prune(model, keep), tmp_path / "expected"))
     index, tensors = json.loads((out / INDEX).read_text()), tensors_in(out)
     assert index["weight_map"].keys() == tensors.keys()
@@ -193,12 +191,8 @@ sys.stdout.write(str(peak() - before))
 def begun(tmp_path: Path) -> tuple[Path, Any, Path]:
     """A source, its model, and the one file that an interrupted pruning finished."""
     model, source = source_of(tmp_path)
-
-    def stop(*_counts: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        prune_folder(source, random_keep(model), tmp_path / "out", progress=stop)
+        prune_folder(source, random_keep(model), tmp_path / "out", progress=stop_at(1))
     (finished,) = partial_of(tmp_path / "out").glob("*.safetensors")
     return source, model, finished
 
@@ -259,14 +253,9 @@ def test_compensated_weights_are_not_resumed(tmp_path: Path) -> None:
     keep = random_keep(model)
     down_projs = {k.layer: k.down.detach() * 2 for k in find_experts(model)}
     dense = open_streamed(source, dtype=torch.float32, device=torch.device("cpu"))
-
-    def stop(*_counts: int) -> None:
-        raise KeyboardInterrupt
-
+    pruned = prune(dense, keep, down_projs=down_projs)
     with pytest.raises(KeyboardInterrupt):
-        save_pruned(
-            prune(dense, keep, down_projs=down_projs), tmp_path / "out", progress=stop
-        )
+        save_pruned(pruned, tmp_path / "out", progress=stop_at(1))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

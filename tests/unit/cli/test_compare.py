@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from commands import TINY, invoke, one_line, run, said
+from heard import Heard
 
 from heapr_lab import methods
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -96,14 +97,8 @@ def test_an_interrupted_comparison_continues(
         compare_methods(bench, wanted, [text], calibration=calibration)
     again = [*entries(["magnitude", "frequency"], [0.25]), *entries(["reap"], [0.25])]
     again += entries(["reap"], [0.25], {"reap": {"protect_super_experts": True}})
-    done: list[tuple[int, int]] = []
-    compare_methods(
-        bench,
-        again,
-        [text],
-        calibration=calibration,
-        progress=lambda *counts: done.append(counts),
-    )
+    done = Heard()
+    compare_methods(bench, again, [text], calibration=calibration, progress=done)
     assert [name for name, _ in fitted] == ["magnitude", "frequency", "reap", "reap"]
     assert done == [(n, 5) for n in range(1, 6)]
 

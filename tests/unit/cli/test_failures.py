@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from commands import invoke, one_line, text_of
@@ -17,11 +18,7 @@ OPEN = "heapr_lab.workbench.workbench.open_workbench"
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Let models be loaded with this error."""
-
-    def raising(*_args: Any, **_options: Any) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr(OPEN, raising)
+    monkeypatch.setattr(OPEN, Mock(side_effect=error))
 
 
 @pytest.mark.parametrize(

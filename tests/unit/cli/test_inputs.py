@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from families import D_VOCAB, tiny_ids, tiny_model
+from heard import Heard
 from keeps import full_keep, random_keep
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
@@ -21,12 +22,6 @@ from heapr_lab.text.calibration import CalibrationSet
 IDS = tiny_ids(n_sequences=4)
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    """A tiny qwen2_moe that no other test uses: these change it."""
-    return tiny_model("qwen2_moe")
-
-
 # --- token ids --------------------------------------------------------------------
 
 
@@ -36,23 +31,18 @@ def test_ids_outside_the_vocabulary_are_named(model: nn.Module, bad: int) -> Non
     ids = IDS.clone()
     ids[3, 5] = bad
     windows = CalibrationSet.from_ids(ids)
-    done: list[Any] = []
-
-    def note(*counts: int) -> None:
-        done.append(counts)
-
-    keep = full_keep(model)
+    keep, done = full_keep(model), Heard()
     for call in (
-        lambda: evaluate_perplexity(model, ids, batch_size=1, progress=note),
-        lambda: evaluate_divergence(model, keep, ids, batch_size=1, progress=note),
-        lambda: collect_statistics(model, windows, batch_size=1, progress=note),
-        lambda: [*iter_grams(model, windows, span="expert", progress=note)],
-        lambda: fit_compensation(model, keep, windows, progress=note),
+        lambda: evaluate_perplexity(model, ids, batch_size=1, progress=done),
+        lambda: evaluate_divergence(model, keep, ids, batch_size=1, progress=done),
+        lambda: collect_statistics(model, windows, batch_size=1, progress=done),
+        lambda: [*iter_grams(model, windows, span="expert", progress=done)],
+        lambda: fit_compensation(model, keep, windows, progress=done),
     ):
         message = f"token id {bad} at window 3, position 5 .* vocabulary of {D_VOCAB}"
         with pytest.raises(SpecError, match=message):
             call()
-    assert not done
+    assert len(done) == 0
 
 
 def test_perplexity_takes_any_whole_numbers(model: nn.Module) -> None:
@@ -102,9 +92,10 @@ def test_limits_of_tasks_are_whole_numbers(model: nn.Module, limit: Any) -> None
 
 
 def test_long_windows_of_rotary_positions_are_told_once(
-    model: nn.Module, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Beyond 64 positions: one warning for each model; up to them: none."""
+    model = tiny_model("qwen2_moe")
     evaluate_perplexity(model, tiny_ids(seq_len=64))
     assert not caplog.text
     for _ in range(2):

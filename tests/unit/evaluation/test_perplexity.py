@@ -3,10 +3,12 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
 from families import tiny_ids, tiny_model
+from heard import Heard
 from keeps import full_keep, random_keep
 from torch import nn
 
@@ -29,11 +31,8 @@ def room_for(model: nn.Module, n_windows: int, *, error: Exception) -> Iterator[
         if len(args[0]) > n_windows:
             raise error
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(check)
-    try:
+    with model.get_input_embeddings().register_forward_pre_hook(check):
         yield sizes
-    finally:
-        hook.remove()
 
 
 FULL = torch.OutOfMemoryError("CUDA out of memory.")
@@ -54,17 +53,15 @@ def test_what_is_tried_again_counts_once(model: nn.Module) -> None:
     ids, keep = tiny_ids(n_sequences=5), random_keep(model)
     whole = evaluate_perplexity(model, ids)
     apart = evaluate_divergence(model, keep, ids)
-    heard: list[tuple[int, int]] = []
+    heard = Heard()
     with room_for(model, 3, error=FULL) as sizes:
-        again = evaluate_perplexity(model, ids, progress=lambda *n: heard.append(n))
+        again = evaluate_perplexity(model, ids, progress=heard)
     assert again.nll == pytest.approx(whole.nll, rel=1e-12)
     assert sizes == [5, 2, 2, 1]
     assert heard == [(2, 5), (4, 5), (5, 5)]
     heard.clear()
     with room_for(model, 1, error=FULL) as sizes:
-        divergence = evaluate_divergence(
-            model, keep, ids, progress=lambda *n: heard.append(n)
-        )
+        divergence = evaluate_divergence(model, keep, ids, progress=heard)
     assert heard == [(done, 5) for done in range(1, 6)]
     assert sizes == [5, 2, *[1] * 10]
     assert divergence.kl == pytest.approx(apart.kl, rel=1e-12)
@@ -76,19 +73,11 @@ def test_a_batch_that_fails_halfway_counts_once(model: nn.Module) -> None:
     """Memory may run out in the masked half of a batch's work."""
     ids, keep = tiny_ids(n_sequences=4), random_keep(model)
     expected = evaluate_divergence(model, keep, ids)
-    calls: list[int] = []
-
-    def second_fails(_module: nn.Module, args: tuple[torch.Tensor]) -> None:
-        calls.append(len(args[0]))
-        if len(calls) == 2:
-            raise FULL
-
-    hook = model.get_input_embeddings().register_forward_pre_hook(second_fails)
-    try:
+    check = Mock(side_effect=[None, FULL, *[None] * 4])
+    with model.get_input_embeddings().register_forward_pre_hook(check):
         divergence = evaluate_divergence(model, keep, ids)
-    finally:
-        hook.remove()
-    assert calls == [4, 4, 2, 2, 2, 2]
+    sizes = [len(call.args[1][0]) for call in check.mock_calls]
+    assert sizes == [4, 4, 2, 2, 2, 2]
     assert divergence.kl == pytest.approx(expected.kl, rel=1e-12)
 
 

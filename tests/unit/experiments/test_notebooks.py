@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 import pytest
+from heard import Heard
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from heapr_lab.errors import HeaprLabError
@@ -110,11 +111,9 @@ class TestExecute:
     def test_only_what_changed_is_executed(self, tmp_path: Path) -> None:
         """Sources, parameters and inputs each bring a notebook back."""
         path = _written(tmp_path, "A = 1", "A")
-        seen: list[tuple[int, int]] = []
+        seen = Heard()
         settings = {"parameters": {"A": "1"}, "inputs": "x"}
-        assert execute_all(
-            tmp_path, **settings, progress=lambda *step: seen.append(step)
-        ) == [path]
+        assert execute_all(tmp_path, **settings, progress=seen) == [path]
         first = path.read_bytes()
         assert execute_all(tmp_path, **settings) == []
         assert execute_all(tmp_path, **settings, force=True) == [path]
@@ -135,14 +134,9 @@ class TestExecute:
             for name, source in sources.items()
         }
         before = paths["a"].read_bytes()
-        seen: list[tuple[int, int]] = []
+        seen = Heard()
         with pytest.raises(HeaprLabError) as error:
-            execute_all(
-                tmp_path,
-                parameters={"A": ""},
-                n_kernels=2,
-                progress=lambda *step: seen.append(step),
-            )
+            execute_all(tmp_path, parameters={"A": ""}, n_kernels=2, progress=seen)
         message = str(error.value)
         assert message.startswith("2 of 4 notebooks failed:")
         assert message.index("a.ipynb, cell 2") < message.index("c.ipynb, cell 2")

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
+from heard import Heard
 from tiny_folder import write_model
 
 from heapr_lab.errors import HeaprLabError, SpecError
@@ -50,8 +51,8 @@ def done_by(bench: Workbench, executor: Executor | None, folder: Path) -> set[st
     """
     folder.mkdir()
     steps = [functools.partial(note, folder=folder, name=name) for name in "abcd"]
-    seen: list[tuple[int, int]] = []
-    workers.run_steps(steps, bench, executor, progress=lambda *step: seen.append(step))
+    seen = Heard()
+    workers.run_steps(steps, bench, executor, progress=seen)
     assert sorted(path.name for path in folder.iterdir()) == [*"abcd"]
     pids, weights = zip(
         *((folder / name).read_text().split() for name in "abcd"), strict=True

@@ -16,6 +16,7 @@ import pytest
 import torch
 from devices import GPU, OF_DEVICES
 from families import FAMILIES, REPRESENTATIVES, tiny_ids, tiny_model
+from heard import Heard, stop_at
 from keeps import logits_of
 from torch import nn
 
@@ -25,7 +26,6 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.likelihood import token_nll
-from heapr_lab.progress import Progress
 from heapr_lab.text.calibration import CalibrationSet
 
 ROUNDING = 1e-12
@@ -39,20 +39,6 @@ def assert_same(
     """Both tables have the same rows and, to `rtol`, the same numbers."""
     pd.testing.assert_frame_equal(got.frame, expected.frame, rtol=rtol, atol=0)
     assert got.metadata["N"] == expected.metadata["N"]
-
-
-class InterruptError(Exception):
-    """Stands for whatever ends a pass early."""
-
-
-def interrupt_at(window: int) -> Progress:
-    """A progress callback that raises when `window` windows are done."""
-
-    def progress(done: int, total: int) -> None:
-        if done >= window:
-            raise InterruptError
-
-    return progress
 
 
 # --- what is counted --------------------------------------------------------------
@@ -71,13 +57,9 @@ def test_the_batch_size_does_not_matter(family: str, batch_size: int | None) -> 
 
 def test_every_token_of_every_window_is_counted() -> None:
     """5 windows of 9 tokens to 2 experts each: 90 routed in each layer, N = 5·8."""
-    done = []
-    table = collect_statistics(
-        tiny_model("qwen2_moe"),
-        WINDOWS,
-        batch_size=2,
-        progress=lambda *counts: done.append(counts),
-    )
+    done = Heard()
+    model = tiny_model("qwen2_moe")
+    table = collect_statistics(model, WINDOWS, batch_size=2, progress=done)
     assert done == [(2, 5), (4, 5), (5, 5)]
     experts = table.frame.drop_duplicates(["layer", "expert"])
     assert experts.groupby("layer")["tokens"].sum().to_dict() == {0: 90, 1: 90}
@@ -182,8 +164,9 @@ def test_the_model_is_left_as_it_was() -> None:
 
     collect_statistics(model, WINDOWS, batch_size=2)
     check()
-    with pytest.raises(InterruptError):
-        collect_statistics(model, WINDOWS, batch_size=2, progress=interrupt_at(2))
+    stop = stop_at(2, InterruptedError)
+    with pytest.raises(InterruptedError):
+        collect_statistics(model, WINDOWS, batch_size=2, progress=stop)
     check()
 
 
@@ -203,23 +186,16 @@ def test_an_interrupted_pass_goes_on(window: int, tmp_path: Path) -> None:
     """Stopped at any window and resumed with other batches, the table is the same."""
     model, state = tiny_model("qwen2_moe"), tmp_path / "pass.state"
     expected = collect_statistics(model, WINDOWS, batch_size=1)
-    with pytest.raises(InterruptError):
-        collect_statistics(
-            model, WINDOWS, batch_size=1, state=state, progress=interrupt_at(window)
-        )
+    stop = stop_at(window, InterruptedError)
+    with pytest.raises(InterruptedError):
+        collect_statistics(model, WINDOWS, batch_size=1, state=state, progress=stop)
     assert state.exists()
-    done = []
-    table = collect_statistics(
-        model,
-        WINDOWS,
-        batch_size=2,
-        state=state,
-        progress=lambda *counts: done.append(counts[0]),
-    )
+    done = Heard()
+    table = collect_statistics(model, WINDOWS, batch_size=2, state=state, progress=done)
     assert_same(table, expected)
     # The batch in which it stopped was not saved yet.
     assert table.metadata["provenance"]["resumed_at"] == window - 1
-    assert done[0] == min(window + 1, 5)
+    assert done[0] == (min(window + 1, 5), 5)
     assert not state.exists()
 
 
@@ -227,10 +203,9 @@ def test_an_interrupted_pass_goes_on(window: int, tmp_path: Path) -> None:
 def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
     """Another model's or calibration set's state is an error, and is left alone."""
     model, state = tiny_model("qwen2_moe"), tmp_path / "pass.state"
-    with pytest.raises(InterruptError):
-        collect_statistics(
-            model, WINDOWS, batch_size=1, state=state, progress=interrupt_at(3)
-        )
+    stop = stop_at(3, InterruptedError)
+    with pytest.raises(InterruptedError):
+        collect_statistics(model, WINDOWS, batch_size=1, state=state, progress=stop)
     content = state.read_bytes()
     other_windows = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seed=9))
     for other, windows in (

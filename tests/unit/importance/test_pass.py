@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from families import tiny_ids, tiny_model
+from heard import stop_at
 from torch import nn
 
 from heapr_lab.errors import CoverageError, LayoutError
@@ -189,13 +190,9 @@ def test_windows_that_are_written_to_are_other_windows(model: nn.Module) -> None
 
 def interrupted(model: nn.Module, state: Path, at: int) -> None:
     """A pass of single windows that ends with an error after window `at`."""
-
-    def progress(done: int, _total: int) -> None:
-        if done == at:
-            raise KeyboardInterrupt
-
+    options: Any = {"state": state, "progress": stop_at(at)}
     with pytest.raises(KeyboardInterrupt):
-        collect_statistics(model, WINDOWS, batch_size=1, state=state, progress=progress)
+        collect_statistics(model, WINDOWS, batch_size=1, **options)
 
 
 def test_a_state_says_what_it_is_of(

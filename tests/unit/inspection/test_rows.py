@@ -1,10 +1,10 @@
 """Rows are computed once, some at a time, and an interrupt keeps what was computed."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pandas as pd
 import pytest
+from heard import Heard
 
 from heapr_lab.errors import CacheError
 from heapr_lab.inspection.stored import cached_rows
@@ -12,12 +12,7 @@ from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import write_frame
 
 KEY = {"state": "dense"}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache folder of this test's own."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def squares(
@@ -38,16 +33,11 @@ def squares(
 def test_only_missing_rows_are_computed() -> None:
     """Their order is that of the numbers, some at a time; another key has its own."""
     asked: list[list[int]] = []
-    heard: list[tuple[int, int]] = []
+    heard = Heard()
     first = cached_rows("rows", KEY, [5, 2, 4], squares(asked), at_once=2)
     assert first["square"].to_dict() == {5: 25.0, 2: 4.0, 4: 16.0}
     more = cached_rows(
-        "rows",
-        KEY,
-        [9, 5, 1, 7],
-        squares(asked),
-        at_once=2,
-        progress=lambda *now: heard.append(now),
+        "rows", KEY, [9, 5, 1, 7], squares(asked), at_once=2, progress=heard
     )
     assert list(more.index) == [9, 5, 1, 7]
     assert asked == [[5, 2], [4], [9, 1], [7]]

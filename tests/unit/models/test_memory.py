@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -67,15 +68,10 @@ def test_sizes_are_halved_and_said(
     model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
     """10, 5, 2, 1: a line for each, and then an error that says what to do."""
-    tried: list[int] = []
-
-    def never(size: int) -> None:
-        tried.append(size)
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
+    never = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
     with pytest.raises(HeaprLabError, match="one window needs more") as info:
         halving_batches(never, 10, model=model)
-    assert tried == [10, 5, 2, 1]
+    assert [call.args for call in never.mock_calls] == [(10,), (5,), (2,), (1,)]
     assert isinstance(info.value.__cause__, torch.OutOfMemoryError)
     assert [record.args[1] for record in caplog.records] == [5, 2, 1]
     assert caplog.messages[0] == "out of memory on cpu: batch size now 5"
@@ -104,15 +100,10 @@ def test_tensors_of_a_failed_try_are_gone_before_the_next(model: nn.Module) -> N
 
 def test_other_errors_are_not_tried_again(model: nn.Module) -> None:
     """They are raised as they are, at once."""
-    tried: list[int] = []
-
-    def wrong(size: int) -> None:
-        tried.append(size)
-        raise RuntimeError("shapes do not match")
-
+    wrong = Mock(side_effect=RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         halving_batches(wrong, 8, model=model)
-    assert tried == [8]
+    wrong.assert_called_once_with(8)
 
 
 def test_a_real_shortage_is_recognised() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -66,17 +67,11 @@ def test_the_box_says_what_is_chosen() -> None:
 def test_a_move_of_the_slider_selects_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One selection and one picture, as the box and the slider follow each other."""
     panel = explore(random_table(2, 4, 16))
-    drawn: list[float] = []
-    draw = panel._picture.draw
-
-    def counted(keep: Any, **how: str) -> bytes:
-        drawn.append(keep.achieved_ratio)
-        return draw(keep, **how)
-
-    monkeypatch.setattr(panel._picture, "draw", counted)
+    draw = Mock(wraps=panel._picture.draw)
+    monkeypatch.setattr(panel._picture, "draw", draw)
     panel.controls.slider.value = 50
     panel.controls.ratio.value = "0.75"
-    assert drawn == [0.5, 0.75]
+    assert [call.args[0].achieved_ratio for call in draw.mock_calls] == [0.5, 0.75]
 
 
 # --- what is out of date --------------------------------------------------------------

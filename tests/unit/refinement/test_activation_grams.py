@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_ids, tiny_model
+from heard import Heard
 from oracles.features import all_grams, features_of
 from torch import nn
 
@@ -69,8 +70,8 @@ def assert_right(layers: dict[int, LayerGrams], model: nn.Module, span: str) -> 
 
 def watched(model: nn.Module, span: str) -> tuple[dict[int, LayerGrams], list[Any]]:
     """What iter_grams gives, and what it tells."""
-    told: list[Any] = []
-    grams = iter_grams(model, WINDOWS, span=span, progress=lambda *n: told.append(n))
+    told = Heard()
+    grams = iter_grams(model, WINDOWS, span=span, progress=told)
     return {layer.layer: sums for layer, sums in grams}, told
 
 

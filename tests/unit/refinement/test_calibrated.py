@@ -1,6 +1,7 @@
 """What is measured of a model on calibration windows is measured once."""
 
-from typing import Any
+import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,15 +26,11 @@ def test_elimination_and_compensation_share_one_pass(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sums for the scores are those that W_down is solved from."""
-    calibrated, passes = CalibratedModel(model, WINDOWS), []
-
-    def counted(*args: Any, **options: Any) -> Any:
-        passes.append(args)
-        return iter_grams(*args, **options)
-
-    monkeypatch.setattr(refinement, "iter_grams", counted)
+    passes = Mock(wraps=iter_grams)
+    monkeypatch.setattr(refinement, "iter_grams", passes)
+    calibrated = CalibratedModel(model, WINDOWS)
     calibrated.compensated(Selection(0.5, estimator="elimination"))
-    assert len(passes) == 1
+    passes.assert_called_once()
 
 
 @pytest.mark.parametrize("largest", [0, 4096])
@@ -56,13 +53,8 @@ def test_masks_and_weights_are_those_of_single_steps(
 
 def test_statistics_come_from_elsewhere_once(model: nn.Module) -> None:
     """They come from a cache, say; elimination and compensation use the same ones."""
-    calls = []
-
-    def measure(windows: CalibrationSet, **_options: object) -> object:
-        calls.append(windows)
-        return collect_statistics(model, windows)
-
-    calibrated = CalibratedModel(model, WINDOWS, measure=measure)  # type: ignore[arg-type]
+    measure = Mock(wraps=functools.partial(collect_statistics, model))
+    calibrated = CalibratedModel(model, WINDOWS, measure=measure)
     for estimator in ("elimination", "heapr", "fisher"):
         calibrated.compensated(Selection(0.5, estimator=estimator))
-    assert calls == [WINDOWS]
+    assert [call.args for call in measure.mock_calls] == [(WINDOWS,)]

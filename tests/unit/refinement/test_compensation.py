@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_ids, tiny_model
+from heard import Heard
 from keeps import random_keep
 from torch import nn
 
@@ -235,11 +236,9 @@ def test_the_pruned_model_has_the_report_and_says_what_was_done(
 ) -> None:
     """It names the windows, the span, and the layers whose weights stayed."""
     keep = random_keep(model)
-    done: list[tuple[int, int]] = []
+    done = Heard()
     options = {"span": "expert", "ridge": 0.5}
-    pruned = compensate(
-        model, keep, WINDOWS, progress=lambda *now: done.append(now), **options
-    )
+    pruned = compensate(model, keep, WINDOWS, progress=done, **options)
     fit = fit_compensation(model, keep, WINDOWS, **options)
     assert done[-1] == (8, 8)
     assert fit.settings == options

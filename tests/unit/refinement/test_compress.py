@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import tiny_ids, tiny_model
-from keeps import window_nll
+from heard import Heard
+from keeps import masked_nll, window_nll
 from torch import nn
 
 import heapr_lab
@@ -93,10 +94,8 @@ def test_it_is_never_worse_than_heapr_on_the_windows_that_decide() -> None:
     fitted = CalibratedModel(model, FIT)
     for ratio in (0.0, 0.1, 0.5, 0.9):
         compression = fit_compression(model, WINDOWS, ratio=ratio, fitted=fitted)
-        with masking(model, paper(model, ratio)):
-            theirs = window_nll(model, DECIDING.ids)
-        with masking(model, compression.keep, compression.down_projs):
-            ours = window_nll(model, DECIDING.ids)
+        theirs = masked_nll(model, DECIDING.ids, paper(model, ratio))
+        ours = masked_nll(model, DECIDING.ids, compression.keep, compression.down_projs)
         assert float((ours - theirs).mean()) <= 1e-12
         assert compression.keep.n_kept == paper(model, ratio).n_kept
 
@@ -121,10 +120,9 @@ def test_the_report_has_the_measured_losses(
     keep, weights = fitted.compensated(Selection(0.5, estimator="elimination"))
     losses = {}
     for name, windows in (("deciding", DECIDING), ("reported", REPORTED)):
-        with masking(model, paper(model, 0.5)):
-            theirs = window_nll(model, windows.ids)
-        with masking(model, keep, weights.down_projs):
-            losses[name] = window_nll(model, windows.ids), theirs
+        theirs = masked_nll(model, windows.ids, paper(model, 0.5))
+        ours = masked_nll(model, windows.ids, keep, weights.down_projs)
+        losses[name] = ours, theirs
     ours, theirs = losses["reported"]
     dense = window_nll(model, REPORTED.ids)
     row = rows.loc[ELIMINATION]
@@ -214,8 +212,8 @@ def test_it_takes_less_than_twice_the_scores(seen: list[float]) -> None:
 
 def test_progress_reaches_its_end(model: nn.Module) -> None:
     """It only grows, and ends at the number it named from the beginning."""
-    seen: list[tuple[int, int]] = []
-    fit_compression(model, WINDOWS, HALF, progress=lambda *now: seen.append(now))
+    seen = Heard()
+    fit_compression(model, WINDOWS, HALF, progress=seen)
     done, totals = zip(*seen, strict=True)
     assert list(done) == sorted(done)
     assert set(totals) == {2 * 18 + 7 * 3}

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny_ids, tiny_model
+from heard import Heard
 from torch import nn
 
 from heapr_lab.errors import SpecError
@@ -133,8 +134,8 @@ def test_the_specification_has_all_that_determines_the_scores(
 
     Its one pass reports the windows.
     """
-    done: list[tuple[int, int]] = []
-    scored = eliminate(model, table, WINDOWS, progress=lambda *now: done.append(now))
+    done = Heard()
+    scored = eliminate(model, table, WINDOWS, progress=done)
     assert done[-1] == (4, 4)
     spec = scored.metadata["spec"]
     assert spec == elimination_spec(table, WINDOWS)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
+from heard import Heard
 
 from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement import expert_calls
@@ -35,9 +36,9 @@ def test_calls_are_those_of_a_forward_pass(
 
 def test_progress_of_calls_counts_decoder_layers() -> None:
     """Layers without experts count, too."""
-    done: list[tuple[int, int]] = []
+    done = Heard()
     ids = tiny_ids(n_sequences=2)
     dense = tiny_model("deepseek_v2")
-    for _ in iter_expert_calls(dense, ids, progress=lambda *d: done.append(d)):
+    for _ in iter_expert_calls(dense, ids, progress=done):
         pass
     assert done == [(1, 3), (2, 3), (3, 3)]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from devices import GPU
 from families import REPRESENTATIVES, tiny_ids, tiny_model
+from heard import Heard, stop_at
 from keeps import random_keep, weights_of
 from torch import nn
 
@@ -117,9 +118,9 @@ def test_two_rises_end_it(dense: nn.Module, monkeypatch: pytest.MonkeyPatch) -> 
         healing, "evaluate_perplexity", lambda *_: SimpleNamespace(nll=next(losses))
     )
     pruned = pruned_of(dense)
-    before, seen = weights_of(pruned), list[int]()
-    heal(pruned, dense, TEXT, progress=lambda step, _n_steps: seen.append(step))
-    assert seen == [*range(1, 7)]
+    before, seen = weights_of(pruned), Heard()
+    heal(pruned, dense, TEXT, progress=seen)
+    assert seen == [(step, 12) for step in range(1, 7)]
     assert pruned.heapr_healing["tokens"].tolist() == [0, 54, 108]
     assert "then healed on 108 tokens" in pruned.heapr_weights
     assert_same(pruned, before)
@@ -138,22 +139,17 @@ def test_an_interrupted_one_resumes(
     heal(whole, dense, TEXT, learning_rate=1e-2)
     monkeypatch.setattr(healing, "_SAVE_SECONDS", -1.0)
     state = tmp_path / "state.safetensors"
-
-    def stop_at(step: int, _n_steps: int) -> None:
-        if step == 8:
-            raise KeyboardInterrupt
-
     options = {"learning_rate": 1e-2, "state": state}
     with pytest.raises(KeyboardInterrupt):
-        heal(halves, dense, TEXT, progress=stop_at, **options)
-    seen: list[tuple[int, int]] = []
+        heal(halves, dense, TEXT, progress=stop_at(8), **options)
+    seen = Heard()
     again = pruned_of(dense)
-    heal(again, dense, TEXT, progress=lambda *done: seen.append(done), **options)
+    heal(again, dense, TEXT, progress=seen, **options)
     assert seen == [(step, 12) for step in range(9, 13)]
     assert again.heapr_healing.equals(whole.heapr_healing)
     assert_same(again, weights_of(whole))
     third = pruned_of(dense)
-    heal(third, dense, TEXT, progress=lambda *done: seen.append(done), **options)
+    heal(third, dense, TEXT, progress=seen, **options)
     assert len(seen) == 4
     assert third.heapr_healing.equals(whole.heapr_healing)
     assert_same(third, weights_of(whole))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from commands import manifest_of, one_line, run, said, text_of
 from families import tiny_model
+from heard import Heard, stop_at
 from keeps import logits_of
 from tiny_folder import D_VOCAB
 
@@ -75,19 +76,12 @@ def test_a_seed_is_one_text(tokenizer: Any) -> None:
 
 def test_progress_counts_every_token_and_can_stop(tokenizer: Any) -> None:
     """Batch by batch to the end; an exception ends the work."""
-    seen: list[tuple[int, int]] = []
-    own_text(
-        model_of(), tokenizer, n_sequences=3, seq_len=4, batch_size=2,
-        progress=lambda *done: seen.append(done),
-    )  # fmt: skip
+    seen = Heard()
+    shape = {"n_sequences": 3, "seq_len": 4, "batch_size": 2}
+    own_text(model_of(), tokenizer, **shape, progress=seen)
     assert seen == [(n, 9) for n in (2, 4, 6, 6, 7, 8, 9, 9)]
-
-    def stop(done: int, _total: int) -> None:
-        if done > 4:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        own_text(model_of(), tokenizer, n_sequences=3, seq_len=9, progress=stop)
+        own_text(model_of(), tokenizer, **shape, progress=stop_at(5))
 
 
 def test_what_cannot_be_written_is_refused(tokenizer: Any) -> None:
@@ -161,14 +155,11 @@ def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.equal(drawn.ids[8:], windows.ids[8:])
 
 
-def test_a_table_says_what_it_was_measured_on(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_says_what_it_was_measured_on(root: Path, cache: Path) -> None:
     """Read back it is the calibration; other joined windows are nobody's.
 
     A table in the cache may name another file with the same text.
     """
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
     bench, text = bench_of(root), str(root / "text.txt")
     spec = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
     table = bench.importance(spec)

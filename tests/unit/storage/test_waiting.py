@@ -4,8 +4,10 @@ import logging
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,7 +33,7 @@ def test_waiting_is_said_only_of_a_lock_that_is_held(
     """The one that waits reads what the other has made, and says what it waits for."""
     caplog.set_level(logging.INFO)
     path = cache.cache_path("answers", {"x": 1}, extension="json")
-    inside, results = threading.Event(), []
+    inside = threading.Event()
 
     def slow() -> int:
         inside.set()
@@ -39,14 +41,10 @@ def test_waiting_is_said_only_of_a_lock_that_is_held(
             pass
         return 1
 
-    first = threading.Thread(
-        target=lambda: results.append(cache.cached_json("answers", {"x": 1}, slow))
-    )
-    first.start()
-    assert inside.wait(60)
-    results.append(answer(2))
-    first.join()
-    assert results == [1, 1]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(cache.cached_json, "answers", {"x": 1}, slow)
+        assert inside.wait(60)
+        assert answer(2) == first.result() == 1
     message = f"waiting for {path}, which another is computing"
     assert [m for m in caplog.messages if "waiting" in m] == [message]
     caplog.clear()
@@ -95,15 +93,10 @@ def test_the_key_is_written_before_the_result() -> None:
 
 def test_results_are_parquet_files_unless_it_is_said() -> None:
     """The extension is that of the file which is written."""
-    written: list[Path] = []
-
-    def write(path: Path, value: int) -> None:
-        written.append(path)
-        files.write_json(path, value)
-
+    write = Mock(wraps=files.write_json)
     cache.cached("numbers", {}, lambda: 4, read=files.read_json, write=write)
     assert cache.cache_path("numbers", {}, extension="parquet").exists()
-    assert [path.suffix for path in written] == [".parquet"]
+    assert [call.args[0].suffix for call in write.mock_calls] == [".parquet"]
 
 
 def test_the_right_to_write_is_held_beside_the_output(folder: Path) -> None:
@@ -133,11 +126,8 @@ def test_after_a_failure_others_can_compute_at_once() -> None:
     """Nothing is held by a thread that has failed, while its error is looked at."""
     with pytest.raises(ZeroDivisionError) as failed:
         cache.cached_json("answers", {"x": 1}, lambda: 1 // 0)
-    results: list[int] = []
-    other = threading.Thread(target=lambda: results.append(answer(2)), daemon=True)
-    other.start()
-    other.join(30)
-    assert results == [2]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(answer, 2).result(30) == 2
     assert failed.value.args
 
 
@@ -197,11 +187,7 @@ def test_a_folder_that_fails_is_not_there(folder: Path) -> None:
 
 def test_a_folder_of_another_key_is_refused(folder: Path) -> None:
     """It is refused as any cached result is."""
-
-    def make(partial: Path) -> None:
-        (partial / "a").touch()
-
-    target = cache.cached_folder("models", {"x": 1}, make, name="tiny")
+    target = cache.cached_folder("models", {"x": 1}, Mock(), name="tiny")
     files.write_json(target.with_name("tiny.key.json"), {"x": 2})
     with pytest.raises(CacheError, match="was made for another key"):
-        cache.cached_folder("models", {"x": 1}, make, name="tiny")
+        cache.cached_folder("models", {"x": 1}, Mock(), name="tiny")

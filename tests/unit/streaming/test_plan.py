@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import plan_table
@@ -152,15 +153,10 @@ def test_without_torch(folder: Path) -> None:
 
 def test_a_hub_id_whose_files_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its config.json is fetched, by either name of a model of the paper."""
-    calls = []
-
-    def fetched(name: str, *, allow_patterns: str) -> str:
-        calls.append((name, allow_patterns))
-        return str(CONFIGS / "Qwen3-30B-A3B")
-
-    monkeypatch.setattr(planning, "snapshot_download", fetched)
+    fetch = Mock(return_value=str(CONFIGS / "Qwen3-30B-A3B"))
+    monkeypatch.setattr(planning, "snapshot_download", fetch)
     assert plan("qwen3-30b-a3b").n_atoms == 48 * 128 * 768
-    assert calls == [("Qwen/Qwen3-30B-A3B", "config.json")]
+    fetch.assert_called_once_with("Qwen/Qwen3-30B-A3B", allow_patterns="config.json")
 
 
 def test_a_dense_model_as_a_moe(tmp_path: Path) -> None:

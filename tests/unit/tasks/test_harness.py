@@ -1,5 +1,6 @@
 """The harness: continuation items, sources of tasks, packed contexts."""
 
+import functools
 import itertools
 import os
 import re
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import text_models
 import torch
-from families import tiny_model
+from heard import Heard
 from lm_eval.api.instance import Instance
-from tiny_folder import D_VOCAB
+from text_models import byte_model
 
 from heapr_lab.errors import CorpusError, SpecError
 from heapr_lab.tasks.harness import (
@@ -26,26 +28,12 @@ from heapr_lab.tasks.paper_tasks import CHOICES, PAPER_TASKS, check_defined
 from heapr_lab.text.corpora import Corpus
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
+corpus_of = functools.partial(text_models.corpus_of, words=WORDS)
 WORD = re.compile(r"[a-z]+(?P<text>\d+)x(?P<place>\d+)")
 local_tasks = pytest.mark.skipif(
     not Path(os.environ.get("HEAPR_TASKS_DIR", "none")).is_dir(),
     reason="the tasks' items are not in $HEAPR_TASKS_DIR",
 )
-
-
-def corpus_of(n_texts, *, n_words=70):
-    """Texts of numbered words: word j of text i is `<word><i>x<j>`."""
-    texts = tuple(
-        " ".join(f"{WORDS[j % 5]}{i}x{j}" for j in range(n_words))
-        for i in range(n_texts)
-    )
-    return Corpus("numbered", "test", texts, "made here")
-
-
-def byte_model(family="qwen2_moe", **changes):
-    """A tiny model over the bytes, float32."""
-    sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
-    return tiny_model(family, dtype=torch.float32, **sizes, **changes)
 
 
 def asked(n_items):
@@ -141,13 +129,9 @@ def test_accuracy_is_that_of_the_likelihoods(tokenizer):
         norm = [s / n for s, n in zip(scores, lengths, strict=True)]
         right.append(scores.index(max(scores)) == item.gold)
         right_norm.append(norm.index(max(norm)) == item.gold)
-    heard = []
-    frame = run_tasks(
-        model,
-        tokenizer,
-        [continuation_task(corpus, n_items=10)],
-        progress=lambda done, total: heard.append((done, total)),
-    ).set_index("metric")
+    heard = Heard()
+    task = continuation_task(corpus, n_items=10)
+    frame = run_tasks(model, tokenizer, [task], progress=heard).set_index("metric")
     assert frame.loc["acc", "value"] == pytest.approx(sum(right) / 10)
     assert frame.loc["acc_norm", "value"] == pytest.approx(sum(right_norm) / 10)
     variance = pd.Series(right).astype(float).var()

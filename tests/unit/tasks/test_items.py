@@ -1,15 +1,14 @@
 """Accuracy item by item: which items, what is kept, and differences between states."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from families import tiny_model
+from heard import Heard, stop_at
 from keeps import random_keep
-from tiny_folder import D_VOCAB
+from text_models import byte_model, corpus_of
 
 from heapr_lab.errors import SpecError
 from heapr_lab.pruning.surgery import masking
@@ -17,27 +16,13 @@ from heapr_lab.tasks import items as module
 from heapr_lab.tasks.harness import continuation_task, run_tasks
 from heapr_lab.tasks.items import drawn_items, task_items
 from heapr_lab.tasks.summary import task_difference, task_summary
-from heapr_lab.text.corpora import Corpus
 
-TEXTS = tuple(" ".join(f"w{i}x{j}" for j in range(70)) for i in range(16))
-SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache folder of this test's own."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
-
-
-def model() -> Any:
-    """A tiny Qwen2-MoE."""
-    return tiny_model("qwen2_moe", dtype=torch.float32, **SIZES)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def task(n_items: int = 12) -> Any:
     """Four-way continuations."""
-    corpus = Corpus("numbered", "test", TEXTS, "made here")
-    return continuation_task(corpus, n_items=n_items)
+    return continuation_task(corpus_of(16), n_items=n_items)
 
 
 # --- items ------------------------------------------------------------------------
@@ -54,8 +39,8 @@ def test_draws_are_nested() -> None:
 
 def test_all_items_have_the_accuracies_of_run_tasks(tokenizer: Any) -> None:
     """The standard errors are the same, too, whatever the order of the draw."""
-    items = task_items(model(), tokenizer, [task()], n_items=None)
-    frame = run_tasks(model(), tokenizer, [task()]).set_index("metric")
+    items = task_items(byte_model(), tokenizer, [task()], n_items=None)
+    frame = run_tasks(byte_model(), tokenizer, [task()]).set_index("metric")
     for metric in ("acc", "acc_norm"):
         row = task_summary(items, metric=metric).iloc[0]
         assert row["value"] == pytest.approx(frame.loc[metric, "value"])
@@ -78,12 +63,10 @@ def test_items_are_answered_once(
         "_answered",
         lambda self, lm, items: [runs.append(len(items)), answered(self, lm, items)][1],
     )
-    heard: list[tuple[int, int]] = []
-    dense = model()
+    heard = Heard()
+    dense = byte_model()
     few = task_items(dense, tokenizer, [task()], n_items=4)
-    more = task_items(
-        dense, tokenizer, [task()], n_items=9, progress=lambda *now: heard.append(now)
-    )
+    more = task_items(dense, tokenizer, [task()], n_items=9, progress=heard)
     assert runs == [4, 5]
     assert list(dict.fromkeys(heard)) == [(done, 9) for done in range(4, 10)]
     pd.testing.assert_frame_equal(more.head(4), few)
@@ -104,23 +87,18 @@ def test_an_interrupt_keeps_earlier_items(
 ) -> None:
     """It ends the work through the progress; the rest is computed afterwards."""
     monkeypatch.setattr(module, "_ITEMS_AT_ONCE", 5)
-
-    def stop(done: int, _total: int) -> None:
-        if done == 6:
-            raise KeyboardInterrupt
-
-    dense = model()
+    dense = byte_model()
     with pytest.raises(KeyboardInterrupt):
-        task_items(dense, tokenizer, [task()], progress=stop)
-    heard: list[tuple[int, int]] = []
-    task_items(dense, tokenizer, [task()], progress=lambda *now: heard.append(now))
+        task_items(dense, tokenizer, [task()], progress=stop_at(6))
+    heard = Heard()
+    task_items(dense, tokenizer, [task()], progress=heard)
     assert list(dict.fromkeys(heard)) == [(done, 12) for done in range(5, 13)]
 
 
 def test_answers_that_are_not_stored_are_the_same(tokenizer: Any) -> None:
     """They come in the order of the draw, and are given again each time."""
-    heard: list[tuple[int, int]] = []
-    dense, options = model(), {"n_items": 6, "progress": lambda *now: heard.append(now)}
+    dense, heard = byte_model(), Heard()
+    options = {"n_items": 6, "progress": heard}
     frames = [
         task_items(dense, tokenizer, [task()] * 2, stored=stored, **options)
         for stored in (False, False, True)
@@ -134,9 +112,9 @@ def test_answers_that_are_not_stored_are_the_same(tokenizer: Any) -> None:
 def test_refusals(tokenizer: Any) -> None:
     """No tasks, and no items."""
     with pytest.raises(SpecError, match="no tasks given; for example openbookqa"):
-        task_items(model(), tokenizer, [])
+        task_items(byte_model(), tokenizer, [])
     with pytest.raises(SpecError, match="n_items must be a whole number from 1"):
-        task_items(model(), tokenizer, [task()], n_items=0)
+        task_items(byte_model(), tokenizer, [task()], n_items=0)
 
 
 # --- tables -----------------------------------------------------------------------

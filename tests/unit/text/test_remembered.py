@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from heard import Heard
 from tiny_folder import write_model, write_piqa, write_text
 
 from heapr_lab.tasks.harness import items_fingerprint
@@ -119,12 +120,12 @@ def test_accuracy_is_of_the_items_as_they_are(
     """Another $HEAPR_TASKS_DIR, or another item in it, is another result."""
     for name, changed in (("one", None), ("two", 3)):
         write_piqa(tmp_path / name / "piqa", 12, changed=changed)
-    done: list[tuple[int, int]] = []
+    done = Heard()
 
     def asked(folder: str) -> int:
         monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path / folder))
         done.clear()
-        bench.task_accuracy(None, "piqa", progress=lambda *now: done.append(now))
+        bench.task_accuracy(None, "piqa", progress=done)
         return len(done)
 
     assert asked("one") > 0

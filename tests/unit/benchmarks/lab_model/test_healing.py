@@ -1,12 +1,13 @@
 """Distillation of a dense model into its experts: its gradient, and resuming."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from carved_models import D_VOCAB, dense_model, student_of
+from heard import Heard, stop_at
+from stored_tensors import same_bits
 
 from benchmarks.lab_model.healing import HealSpec, heal, kl_gradient
 from heapr_lab.pretrained.carved import Layout
@@ -14,10 +15,6 @@ from heapr_lab.pretrained.carved import Layout
 _LAYOUT = Layout.named("s4e5x4k2")
 _IDS = torch.randint(D_VOCAB, (32, 16), generator=torch.Generator().manual_seed(5))
 _SPEC = HealSpec(n_tokens=32 * 16, learning_rate=1e-2)
-
-
-class StopError(Exception):
-    """Stands for a killed run."""
 
 
 def test_the_gradient_is_that_of_autograd() -> None:
@@ -53,23 +50,18 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     work = dense, _IDS, _SPEC
     whole = student_of(dense, _LAYOUT)
     expected = heal(whole, *work)
-
-    def stop(step: int, _n: int, _kl: float) -> None:
-        if step == 7:
-            raise StopError
-
     state = tmp_path / "state.safetensors"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.lab_model.healing._SAVE_SECONDS", 0.0)
-        with pytest.raises(StopError):
+        stop = stop_at(7, InterruptedError)
+        with pytest.raises(InterruptedError):
             heal(student_of(dense, _LAYOUT), *work, state=state, on_step=stop)
     student = student_of(dense, _LAYOUT)
-    steps: list[Any] = []
-    losses = heal(student, *work, state=state, on_step=lambda *at: steps.append(at))
+    steps = Heard()
+    losses = heal(student, *work, state=state, on_step=steps)
     assert [step for step, *_ in steps] == [*range(7, 17)]  # the seventh was not saved
     assert losses == expected
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(student.state_dict()[name], weight)
+    same_bits(student.state_dict(), whole.state_dict())
 
 
 def test_without_a_rate_weights_stay() -> None:

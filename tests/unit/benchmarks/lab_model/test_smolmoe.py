@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -79,16 +80,10 @@ def test_what_is_done_is_not_done_again(
 ) -> None:
     """A second run reads the trials and the healed state, and writes the same."""
     first = build_smolmoe(tmp_path / "one", tmp_path / "work", _SPEC)
-    steps: list[int] = []
-    heal = smolmoe.heal
-
-    def counting(*args: Any, **options: Any) -> list[float]:
-        losses = heal(*args, **options)
-        steps.append(options.get("state") is None)
-        return losses
-
-    monkeypatch.setattr(smolmoe, "heal", counting)
+    heal = Mock(wraps=smolmoe.heal)
+    monkeypatch.setattr(smolmoe, "heal", heal)
     second = build_smolmoe(tmp_path / "two", tmp_path / "work", _SPEC)
+    steps = [call.kwargs.get("state") is None for call in heal.mock_calls]
     assert steps == [False, True]  # the resumed one and the settling: no trial
     for name in ("delta.safetensors", "training.json", "README.md"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
