@@ -17,13 +17,13 @@ alone costs and of what restoring it in the pruned model gains: its Shapley valu
 A token's attribution is that of what is removed *at* it. The loss that rises may be
 that of any later token.
 
-Shapes: B windows of L tokens; E n_experts, I d_inter; n routed rows of a call, sorted
-by expert. Units: nats per predicted token, of which there are B · (L − 1).
+Shapes: L tokens of the text; E n_experts, I d_inter; n routed rows of a call, sorted by
+expert. Units: nats per predicted token, of which there are L − 1.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,6 @@ from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.models.hooks import check_gradients, masked, observed
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
 from heapr_lab.models.modes import differentiating
-from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of
 from heapr_lab.text.calibration import token_windows
@@ -58,7 +57,7 @@ class Attribution:
     atoms: Mapping[int, np.ndarray]
     """Attribution of each atom (E, I), by layer; 0 for kept atoms."""
     tokens: np.ndarray
-    """Attribution of what is removed at each token in each layer, (B, L, n_layers)."""
+    """Attribution of what is removed at each token in each layer, (L, n_layers)."""
 
     @property
     def total(self) -> float:
@@ -73,49 +72,27 @@ class Attribution:
         return frame
 
 
-def attribute_loss(
-    model: nn.Module,
-    keep: KeepMask,
-    ids: Any,
-    *,
-    progress: Progress | None = None,
-) -> Attribution:
+def attribute_loss(model: nn.Module, keep: KeepMask, ids: Any) -> Attribution:
     """What each removed atom, and what is removed at each token, adds to the loss.
-
-    Every window is a batch of its own.
 
     Args:
         model: the dense model, which must be in memory; it is not changed.
         keep: the kept atoms of the pruned model.
-        ids: token ids in windows, (B, L).
-        progress: called with (windows done, windows in all); what it raises ends the
-            work.
+        ids: token ids of one text, (1, L).
 
     Raises:
-        SpecError: `keep` is of another model, the ids are not windows of the model's
+        SpecError: `keep` is of another model, the ids are not one window of the model's
             tokens, or the model is streamed.
-        CoverageError: a layer did not take part in a backward pass once.
+        CoverageError: a layer did not take part in the backward pass once.
         HeaprLabError: a gradient is not finite.
     """
     with differentiating(model):  # also within inference mode, whose tensors are frozen
-        return _attributed(_Run(model, keep, ids), progress or no_report)
-
-
-def _attributed(run: "_Run", report: Progress) -> Attribution:
-    n_windows, seq_len = run.windows.shape
-    removed = [~kept for kept in keeps_of(run.layers, run.keep)]
-    sums = [_Sums(mask, seq_len) for mask in removed]
-    seen = [_Observer(mask, one.take) for mask, one in zip(removed, sums, strict=True)]
-    tokens = np.zeros((n_windows, seq_len, len(sums)))
-    for window in range(n_windows):
-        run.backward(run.layers, seen, window=window)
-        tokens[window] = np.stack([total.taken() for total in sums], axis=1)
-        report(window + 1, n_windows)
-    pairs = zip(run.layers, sums, strict=True)
-    atoms = {
-        layer.layer: total.atoms.numpy() / run.n_predicted for layer, total in pairs
-    }
-    return Attribution(run.keep, atoms, tokens / run.n_predicted)
+        run = _Run(model, keep, ids)
+        sums = {k: _Sums(keep.by_layer(k).shape, run.n_tokens) for k in keep.layers}
+        run.backward({k: total.take for k, total in sums.items()})
+    atoms = {k: total.atoms.numpy() / run.n_predicted for k, total in sums.items()}
+    tokens = np.stack([total.tokens.numpy() for total in sums.values()], axis=1)
+    return Attribution(keep, atoms, tokens / run.n_predicted)
 
 
 def attribute_token(
@@ -129,7 +106,7 @@ def attribute_token(
     Args:
         model: the dense model, which must be in memory.
         keep: the kept atoms of the pruned model.
-        ids: token ids of one window, (1, L).
+        ids: token ids of one text, (1, L).
         layer: number of a MoE layer.
         position: index of the token, from 0.
 
@@ -145,10 +122,8 @@ def attribute_token(
     with differentiating(model):
         run = _Run(model, keep, ids)
         removed, calls = ~keep.by_layer(layer), list[_Rows]()
-        _check_token(run, position)
-        observer = _Observer(torch.from_numpy(removed), calls.append)
-        chosen = [experts for experts in run.layers if experts.layer == layer]
-        run.backward(chosen, [observer], window=0)
+        _check_position(position, run.n_tokens)
+        run.backward({layer: calls.append})
     frames = (_of_token(call, removed, position) for call in calls)
     frame = pd.concat(itertools.chain(*frames), ignore_index=True)
     frame["first_order"] /= run.n_predicted
@@ -158,12 +133,10 @@ def attribute_token(
     return order.drop(columns="size")
 
 
-def _check_token(run: "_Run", position: int) -> None:
-    n_windows, seq_len = run.windows.shape
-    if n_windows != 1 or not 0 <= position < seq_len:
+def _check_position(position: int, n_tokens: int) -> None:
+    if not 0 <= position < n_tokens:
         raise SpecError(
-            f"position is {position} of {n_windows} windows of {seq_len} tokens, "
-            f"expected 0 to {seq_len - 1} of one window"
+            f"position is {position} of {n_tokens} tokens, expected 0 to {n_tokens - 1}"
         )
 
 
@@ -171,40 +144,36 @@ def _check_token(run: "_Run", position: int) -> None:
 
 
 class _Run:
-    """Passes of a model whose removed atoms are halved."""
+    """A pass of a model, whose removed atoms are halved, over one text."""
 
     def __init__(self, model: nn.Module, keep: KeepMask, ids: Any) -> None:
         backend_of(model).require_loaded(
             remedy="gradients of a text need all layers, so load it with stream=False",
         )
-        self.model, self.keep, self.windows = model, keep, token_windows(ids)
-        check_fits(model, self.windows)
-        self.layers = find_experts(model)
-        self._kept = [kept.double() for kept in keeps_of(self.layers, keep)]
+        self._model, self._ids = model, token_windows(ids)
+        if len(self._ids) != 1:
+            raise SpecError(f"the ids are {len(self._ids)} windows, expected one text")
+        check_fits(model, self._ids)
+        self._layers = find_experts(model)
+        self._kept = keeps_of(self._layers, keep)
+        self.n_tokens = self._ids.shape[1]
+        self.n_predicted = self.n_tokens - 1
 
-    @property
-    def n_predicted(self) -> int:
-        """Predicted tokens of all windows."""
-        n_windows, seq_len = self.windows.shape
-        return n_windows * (seq_len - 1)
-
-    def backward(
-        self,
-        seen: list[ExpertsLayer],
-        observers: Sequence["_Observer"],
-        *,
-        window: int,
-    ) -> None:
-        """Show the products of one window to `observers`, one for each of `seen`."""
-        factors = [kept + _HALF * (1 - kept) for kept in self._kept]
-        for observer in observers:
-            observer.begin()
-        ids = self.windows[window : window + 1].clone().to(input_device(self.model))
+    def backward(self, takes: Mapping[int, Callable[["_Rows"], None]]) -> None:
+        """Give the products of each of these layers, by number, to its function."""
+        observers = [
+            _Observer(layer, ~kept, takes[layer.layer])
+            for layer, kept in zip(self._layers, self._kept, strict=True)
+            if layer.layer in takes
+        ]
+        seen = [observer.layer for observer in observers]
+        factors = [kept + _HALF * ~kept for kept in self._kept]
+        ids = self._ids.clone().to(input_device(self._model))
         # Observers come first: they end the masks of contexts around them.
-        with observed(seen, observers), masked(self.layers, factors):
-            token_nll(self.model, ids).sum().backward()
-        for layer, observer in zip(seen, observers, strict=True):
-            observer.check(layer.layer)
+        with observed(seen, observers), masked(self._layers, factors):
+            token_nll(self._model, ids).sum().backward()
+        for observer in observers:
+            observer.check()
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,24 +193,27 @@ class _Rows:
 
 
 class _Observer:
-    """Hands the products of one layer to `take` in each backward pass."""
+    """Hands the products of one layer to `take` in the backward pass."""
 
-    def __init__(self, removed: torch.Tensor, take: Callable[[_Rows], None]) -> None:
-        self._removed, self._take = removed, take
-        self.begin()
-
-    def begin(self) -> None:
-        """Expect one pass."""
+    def __init__(
+        self,
+        layer: ExpertsLayer,
+        removed: torch.Tensor,
+        take: Callable[[_Rows], None],
+    ) -> None:
+        self.layer, self._removed, self._take = layer, removed, take
         self._backwards, self._finite = 0, True
 
-    def check(self, number: int) -> None:
+    def check(self) -> None:
         """Check that the layer took part in the pass.
 
         Raises:
             CoverageError: it did not, or more than once.
             HeaprLabError: its gradients are not finite.
         """
-        check_gradients(number, self._backwards, finite=self._finite, where="the text")
+        check_gradients(
+            self.layer.layer, self._backwards, finite=self._finite, where="the text"
+        )
 
     def observe(
         self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
@@ -274,22 +246,16 @@ class _Observer:
 
 
 class _Sums:
-    """The products summed for each atom, and for each token of a pass."""
+    """The products summed for each atom (E, I), and for each token (L,)."""
 
-    def __init__(self, removed: torch.Tensor, seq_len: int) -> None:
-        self.atoms = torch.zeros(removed.shape, dtype=torch.float64)
-        self._tokens = torch.zeros(seq_len, dtype=torch.float64)
+    def __init__(self, shape: tuple[int, ...], n_tokens: int) -> None:
+        self.atoms = torch.zeros(shape, dtype=torch.float64)
+        self.tokens = torch.zeros(n_tokens, dtype=torch.float64)
 
     def take(self, rows: _Rows) -> None:
         """Add the products of one call."""
         self.atoms.index_add_(0, rows.experts, rows.products)
-        self._tokens.index_add_(0, rows.tokens, rows.products.sum(1))
-
-    def taken(self) -> np.ndarray:
-        """The sums of the tokens of this pass (L,), which begin again."""
-        sums: np.ndarray = self._tokens.numpy().copy()
-        self._tokens.zero_()
-        return sums
+        self.tokens.index_add_(0, rows.tokens, rows.products.sum(1))
 
 
 def _of_token(

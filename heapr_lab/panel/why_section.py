@@ -106,7 +106,7 @@ class WhySection(ipw.VBox):
         self.attribution = attribution
         view = attribution_html(
             attribution.layers(),
-            attribution.tokens[0],
+            attribution.tokens,
             passage.tokens,
             change=losses["delta_nll"].mean(),
             pruned=pruned,

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import tiny_ids, tiny_model
-from heard import stop_at
 from keeps import logits_of, random_keep, zeroed_twin
 from oracles import token_by_token
 from text_models import SINGLE, experts_calls
@@ -45,21 +44,20 @@ def nll_of(model: nn.Module, ids: torch.Tensor) -> float:
 def by_hand(model: nn.Module, keep: KeepMask, ids: torch.Tensor) -> pd.DataFrame:
     """−⟨∂ℓ/∂y, removed output⟩ of every atom, token after token, half pruned."""
     twin, rows = scaled_twin(model, keep, 0.5), []
-    for window, tokens in enumerate(ids.split(1)):
-        calls = experts_calls(twin, tokens)
-        _, records = token_by_token.run(twin, tokens)
-        for layer in find_experts(twin):
-            record, index = records[id(layer.module)], calls[layer.layer][1]
-            for expert, served in record.items():
-                kept = keep.by_layer(layer.layer)[expert]
-                places = [t for t, row in enumerate(index.tolist()) if expert in row]
-                for place, token in zip(places, served, strict=True):
-                    for atom in np.flatnonzero(~kept):
-                        whole = token.e[atom] / 0.5
-                        value = -float(token.E.grad @ whole)
-                        where = window, layer.layer, place, expert, atom
-                        rows.append((*where, float(token.p), value))
-    names = ["window", "layer", "place", "expert", "atom", "p", "value"]
+    calls = experts_calls(twin, ids)
+    _, records = token_by_token.run(twin, ids)
+    for layer in find_experts(twin):
+        record, index = records[id(layer.module)], calls[layer.layer][1]
+        for expert, served in record.items():
+            kept = keep.by_layer(layer.layer)[expert]
+            places = [t for t, row in enumerate(index.tolist()) if expert in row]
+            for place, token in zip(places, served, strict=True):
+                for atom in np.flatnonzero(~kept):
+                    whole = token.e[atom] / 0.5
+                    value = -float(token.E.grad @ whole)
+                    where = layer.layer, place, expert, atom
+                    rows.append((*where, float(token.p), value))
+    names = ["layer", "place", "expert", "atom", "p", "value"]
     frame = pd.DataFrame(rows, columns=names)
     frame["value"] /= ids[:, 1:].numel()
     return frame
@@ -71,7 +69,7 @@ def test_attribution(family: str) -> None:
 
     They are of the mask that is given, also while another is on.
     """
-    model, ids = tiny_model(family), tiny_ids()
+    model, ids = tiny_model(family), tiny_ids(n_sequences=1, seq_len=27)
     keep = random_keep(model)
     expected = by_hand(model, keep, ids)
     close = tolerance(family)
@@ -83,33 +81,34 @@ def test_attribution(family: str) -> None:
             wanted[row.expert, row.atom] += row.value
         np.testing.assert_allclose(values, wanted, **close)
         assert not values[keep.by_layer(layer)].any()
-    wanted = np.zeros((*ids.shape, len(keep.layers)))
+    wanted = np.zeros((ids.shape[1], len(keep.layers)))
     for row in expected.itertuples():
-        wanted[row.window, row.place, keep.layers.index(row.layer)] += row.value
+        wanted[row.place, keep.layers.index(row.layer)] += row.value
     np.testing.assert_allclose(attribution.tokens, wanted, **close)
     layers = attribution.layers()
-    np.testing.assert_allclose(layers["first_order"], wanted.sum((0, 1)), **close)
+    np.testing.assert_allclose(layers["first_order"], wanted.sum(0), **close)
     assert layers["n_removed"].sum() == keep.n_removed
     assert attribution.total == pytest.approx(expected["value"].sum(), rel=1e-5)
     with masking(model, random_keep(model, seed=5)), torch.inference_mode():
         inside = attribute_loss(model, keep, ids).tokens
     np.testing.assert_array_equal(inside, attribution.tokens)
-    check_token(model, keep, expected)
+    check_token(model, keep, ids, expected)
 
 
-def check_token(model: nn.Module, keep: KeepMask, expected: pd.DataFrame) -> None:
+def check_token(
+    model: nn.Module, keep: KeepMask, ids: torch.Tensor, expected: pd.DataFrame
+) -> None:
     """Every removed atom of its experts, largest first, adding up to the token's."""
-    ids, layer, place = tiny_ids()[:1], keep.layers[-1], 3
-    expected = expected.query("window == 0 and layer == @layer and place == @place")
+    layer, place = keep.layers[-1], 3
+    expected = expected.query("layer == @layer and place == @place")
     frame = attribute_token(model, keep, ids, layer=layer, position=place)
     assert frame["first_order"].abs().is_monotonic_decreasing
     pairs = frame.merge(expected, on=["expert", "atom"], validate="one_to_one")
     assert len(pairs) == len(frame) == len(expected)
     close = tolerance(model.config.model_type)
-    alone = len(tiny_ids()) * pairs["value"]  # of one window
-    np.testing.assert_allclose(pairs["first_order"], alone, **close)
+    np.testing.assert_allclose(pairs["first_order"], pairs["value"], **close)
     np.testing.assert_allclose(pairs["p_x"], pairs["p_y"], **close)
-    whole = attribute_loss(model, keep, ids).tokens[0, place, -1]
+    whole = attribute_loss(model, keep, ids).tokens[place, -1]
     assert frame["first_order"].sum() == pytest.approx(whole, rel=1e-5, abs=1e-9)
 
 
@@ -119,7 +118,7 @@ def gentle(family: str) -> tuple[nn.Module, KeepMask, torch.Tensor]:
     with torch.no_grad():
         for layer in find_experts(model):
             layer.down.mul_(0.1)
-    return model, random_keep(model), tiny_ids(n_sequences=2)
+    return model, random_keep(model), tiny_ids(n_sequences=1, seq_len=27)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
@@ -142,13 +141,19 @@ def test_shares_add_up_to_the_change(family: str) -> None:
     assert abs(total - change) < 0.5 * min(abs(dense - change), abs(pruned - change))
 
 
-def test_it_can_be_ended() -> None:
-    """An exception from progress ends it; the model is as it was."""
-    model, ids = tiny_model("qwen2_moe"), tiny_ids()
+def test_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt in the pass, say."""
+    model, ids = tiny_model("qwen2_moe"), tiny_ids(n_sequences=1)
     keep, before = random_keep(model), logits_of(model, ids)
     flags = [weight.requires_grad for weight in model.parameters()]
+
+    def interrupted(*args: torch.Tensor) -> torch.Tensor:
+        token_nll(*args).sum().backward()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("heapr_lab.inspection.attribution.token_nll", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        attribute_loss(model, keep, ids, progress=stop_at(2))
+        attribute_loss(model, keep, ids)
     assert torch.equal(logits_of(model, ids), before)
     assert [weight.requires_grad for weight in model.parameters()] == flags
 
@@ -157,20 +162,20 @@ def test_what_is_not_there() -> None:
     """Layers and positions that do not exist are named."""
     model, ids = tiny_model("qwen2_moe"), tiny_ids()
     keep = random_keep(model)
-    with pytest.raises(SpecError, match="position is 9 of 1 windows of 9"):
+    with pytest.raises(SpecError, match="position is 9 of 9 tokens"):
         attribute_token(model, keep, ids[:1], layer=0, position=9)
-    with pytest.raises(SpecError, match="of 3 windows"):
+    with pytest.raises(SpecError, match="3 windows, expected one text"):
         attribute_token(model, keep, ids, layer=0, position=1)
     with pytest.raises(SpecError, match="no layer 5"):
         attribute_token(model, keep, ids[:1], layer=5, position=1)
     other = random_keep(tiny_model("mixtral", num_hidden_layers=3))
     with pytest.raises(SpecError, match="made for another model"):
-        attribute_loss(model, other, ids)
+        attribute_loss(model, other, ids[:1])
 
 
 def test_passes_that_cannot_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that runs twice, and a gradient that is not finite, are errors."""
-    model, ids = tiny_model("qwen2_moe"), tiny_ids()
+    model, ids = tiny_model("qwen2_moe"), tiny_ids(n_sequences=1)
     keep = random_keep(model)
     mlp = model.model.layers[0].mlp
     forward = mlp.forward

@@ -32,7 +32,7 @@ def test_attribute(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
     losses = token_losses(bench.model, passage, keep=tab.session.keep)
     assert f"measured, Δ is {losses['delta_nll'].mean():+.4f}" in page
     assert len(rows) == n_layers + passage.ids.shape[1]
-    assert rows[n_layers + 3][3] == f"{1000 * expected.tokens[0, 3, 0]:+.2f}"
+    assert rows[n_layers + 3][3] == f"{1000 * expected.tokens[3, 0]:+.2f}"
 
 
 def test_explain(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
