@@ -44,8 +44,6 @@ from heapr_lab.errors import HeaprLabError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.experiments.paper import methods_of_table1
-from heapr_lab.inspection.stored import State as ModelState
-from heapr_lab.inspection.stored import cached_rows
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.models.experts import describe
@@ -62,7 +60,8 @@ from heapr_lab.refinement.compress import COMPENSATED
 from heapr_lab.refinement.own_text import own_text
 from heapr_lab.storage import paths
 from heapr_lab.storage.files import checksum, replacing
-from heapr_lab.tasks.items import task_items
+from heapr_lab.tasks.items import State as ModelState
+from heapr_lab.tasks.items import cached_rows, task_items
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.tasks.summary import MEAN, task_difference, task_summary
 from heapr_lab.text.calibration import (

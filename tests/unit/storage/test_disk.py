@@ -17,10 +17,10 @@ from score_tables import make_table
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import SpecError
 from heapr_lab.figures.files import write_files
-from heapr_lab.inspection import stored
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import cache, disk, files
+from heapr_lab.tasks import items
 
 MASK = KeepMask.from_arrays({0: [[True, False]]})
 
@@ -55,7 +55,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "a figure": lambda path: write_files(path, {"csv": b"1"}),
     "a checkpoint": checkpoint,
     "a result": lambda _: cache.cached_json("kind", {}, lambda: [1]),
-    "rows": lambda _: stored.cached_rows("kind", {}, [1], row, at_once=1),
+    "rows": lambda _: items.cached_rows("kind", {}, [1], row, at_once=1),
     "a folder": lambda _: cache.cached_folder(
         "kind", {}, lambda folder: MASK.write(folder / "mask"), name="x"
     ),

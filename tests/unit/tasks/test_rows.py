@@ -7,9 +7,9 @@ import pytest
 from heard import Heard
 
 from heapr_lab.errors import CacheError
-from heapr_lab.inspection.stored import cached_rows
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import write_frame
+from heapr_lab.tasks.items import cached_rows
 
 KEY = {"state": "dense"}
 pytestmark = pytest.mark.usefixtures("cache")
