@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from benchmarks.lab_model.recipes import TrainSpec
 from heapr_lab.errors import CacheError
 from heapr_lab.models.folders import read_weights
+from heapr_lab.refinement.healing import restore_training, save_training
 from heapr_lab.storage.files import share_mode
 from heapr_lab.storage.hashing import canonical_json, digest
 from heapr_lab.text.corpora import Corpus
@@ -99,33 +99,22 @@ def save_state(
     work: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
     """Write parameters, optimizer state and step to `work`, atomically."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.data
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"{key}.{name}"] = value
-    temporary = work / "state.tmp"
-    save_file(tensors, temporary, metadata={"step": str(step)})
-    temporary.replace(work / "state.safetensors")
+    done = {"step": torch.tensor(step)}
+    save_training(_state(work), dict(model.named_parameters()), optimizer, done)
 
 
 def restore(
     work: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> int:
     """Load the state of `save_state`; the step to resume from, 0 if there is none."""
-    path = work / "state.safetensors"
-    if not path.exists():
+    if not _state(work).exists():
         return 0
-    tensors = load_file(path)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-            optimizer.state[parameter] = {
-                key: tensors[f"{key}.{name}"].clone().to(parameter.device)
-                for key in ("step", "exp_avg", "exp_avg_sq")
-            }
-    with safe_open(path, "pt") as file:
-        return int(file.metadata()["step"])
+    trained = dict(model.named_parameters())
+    return int(restore_training(_state(work), trained, optimizer)["step"])
+
+
+def _state(work: Path) -> Path:
+    return work / "state.safetensors"
 
 
 def begin_from(work: Path, earlier: Path, model: torch.nn.Module) -> None:

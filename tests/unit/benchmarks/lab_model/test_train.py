@@ -135,7 +135,7 @@ def test_the_written_model_is_the_trained_one(tmp_path: Path, mixture: Mixture) 
     assert type(model).__name__ == "Qwen2MoeForCausalLM"
     trained = load_file(tmp_path / "state.safetensors")
     W = model.model.layers[0].mlp.experts.down_proj
-    master = trained["model.model.layers.0.mlp.experts.down_proj"]
+    master = trained["weight.model.layers.0.mlp.experts.down_proj"]
     assert torch.equal(W, master.to(torch.bfloat16))
     untrained = build_lab_model(SPEC).model.layers[0].mlp.experts.down_proj
     assert not torch.equal(master, untrained)
@@ -195,6 +195,7 @@ def test_either_precision_learns_alike(tmp_path: Path, mixture: Mixture) -> None
     ]
     np.testing.assert_allclose(*losses, rtol=5e-3)
     state = load_file(tmp_path / "bfloat16" / "state.safetensors")
+    assert state.pop("other.step").item() == SPEC.n_steps
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
