@@ -39,11 +39,12 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import RESULTS, machine, write_results
+from benchmarks.shapes import random_model
 from benchmarks.two_stage import running, two_stage_scores
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe, find_experts
@@ -108,9 +109,7 @@ def build_model(configuration: Configuration, device: str) -> Any:
         head_dim=min(64, c.d_model // 2),
         use_cache=False,
     )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval().requires_grad_(False).to(device)
+    return random_model(config, dtype=torch.float32, device="cpu").to(device)
 
 
 def calibration_set(configuration: Configuration) -> CalibrationSet:

@@ -42,12 +42,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.latency import in_turns, seconds_of
 from benchmarks.machine import RESULTS, machine, write_results
+from benchmarks.shapes import random_model
 from heapr_lab import KeepMask, masking, prune
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import describe, find_experts
@@ -147,10 +148,8 @@ def build_model(
         num_key_value_heads=c.d_model // 64,
         head_dim=64,
     )
-    torch.manual_seed(0)
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval().requires_grad_(False).to(device)
+    return random_model(config, dtype=dtype, device="cpu").to(device)
 
 
 def ragged_mask(configuration: Configuration, ratio: float) -> KeepMask:
