@@ -185,9 +185,7 @@ def dense_model() -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def build_smolmoe(
-    out: Path, work: Path, spec: SmolmoeSpec | None = None, *, layout: str | None = None
-) -> Path:
+def build_smolmoe(out: Path, work: Path, spec: SmolmoeSpec | None = None) -> Path:
     """Choose the layout, heal it, and write its change of the dense model to `out`.
 
     Everything that takes long is kept in `work`, from which an interrupted run goes on.
@@ -197,7 +195,6 @@ def build_smolmoe(
         out: folder for `delta.safetensors` and `training.json`.
         work: folder of the trials and of the state of the healing.
         spec: layouts, lengths and seed.
-        layout: the one to take, by default the best of the trials.
 
     Raises:
         CorpusError: one of the corpora or tasks is not available here.
@@ -216,7 +213,7 @@ def build_smolmoe(
             name: try_layout(name, dense, tokenizer, spec, kept)
             for name in spec.layouts
         }
-        chosen = layout or min(trials, key=lambda name: _mean_log(trials[name]))
+        chosen = min(trials, key=lambda name: _mean_log(trials[name]))
         record = heal_layout(chosen, dense, tokenizer, spec, kept, out)
     record |= {"spec": asdict(spec), "trials": trials, "chosen": chosen}
     record |= {"n_judged": N_JUDGED, "n_items": N_ITEMS, "torch": torch.__version__}
