@@ -95,7 +95,7 @@ class Setting:
     Example:
         Short for `Setting(Selection(0.25, scope="layer"), Calibration("ptb", seed=1))`:
 
-        >>> setting = Setting(0.25, scope="layer", calibration="ptb", seed=1)
+        >>> setting = Setting(0.25, Calibration("ptb", seed=1), scope="layer")
         >>> setting.selection.scope, setting.calibration.corpus
         ('layer', 'ptb')
     """
@@ -107,29 +107,22 @@ class Setting:
         self,
         selection: Selection | float,
         calibration: Calibration | str = DEFAULT_CORPUS,
-        *,
-        n_sequences: int | None = None,
-        seed: int = 0,
         **options: Any,
     ) -> None:
         """Pair a selection with a calibration.
 
         Args:
             selection: the selection, or its ratio, with `options`.
-            calibration: the calibration, or its corpus, with `n_sequences` and `seed`.
-            n_sequences: as in `Calibration`.
-            seed: as in `Calibration`.
+            calibration: the calibration, or its corpus.
             **options: the other fields of `Selection`.
 
         Raises:
             SpecError: a field has an invalid value.
-            TypeError: an option is given besides a `Selection` or `Calibration`.
+            TypeError: an option is given besides a `Selection`.
         """
         selection = selection_of(selection, options)
         if not isinstance(calibration, Calibration):
-            calibration = Calibration(calibration, n_sequences, seed=seed)
-        elif n_sequences is not None or seed != 0:
-            raise TypeError("give a Calibration or its fields, not both")
+            calibration = Calibration(calibration)
         object.__setattr__(self, "selection", selection)
         object.__setattr__(self, "calibration", calibration)
 

@@ -272,15 +272,13 @@ def test_a_calibration_that_cannot_be_used(fields: dict[str, Any]) -> None:
 
 def test_a_setting_is_a_pair() -> None:
     """The short form gives the same; wholes and their parts are not mixed."""
-    short = Setting(0.4, scope="layer", calibration="ptb", n_sequences=8, seed=1)
-    pair = Setting(Selection(0.4, scope="layer"), Calibration("ptb", 8, seed=1))
+    short = Setting(0.4, "ptb", scope="layer")
+    pair = Setting(Selection(0.4, scope="layer"), Calibration("ptb"))
     assert short == pair
     assert hash(short) == hash(pair)
     assert pair.at(0.7) == Setting(Selection(0.7, scope="layer"), pair.calibration)
     with pytest.raises(TypeError, match="not both"):
         Setting(pair.selection, scope="layer")
-    with pytest.raises(TypeError, match="not both"):
-        Setting(0.4, pair.calibration, seed=3)
 
 
 def test_columns_tell_settings_apart() -> None:
