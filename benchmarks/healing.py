@@ -31,7 +31,7 @@ from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.healing import heal
 from heapr_lab.storage.files import replacing
-from heapr_lab.tasks.summary import MEAN, task_difference, task_summary
+from heapr_lab.tasks.summary import task_summary
 from heapr_lab.text.calibration import load_calibration
 
 ITEMS = "healing_items.parquet"
@@ -122,15 +122,10 @@ def _row(
         row[f"perplexity {corpus}"] = math.exp(statistics.fmean(losses))
         difference, error = real.difference(losses, dense.losses(corpus))
         row |= {f"delta_nll {corpus}": difference, f"stderr {corpus}": error}
-    mean = task_summary(results.items).set_index("task").loc[MEAN]
-    row |= {"accuracy": mean["value"], "accuracy_stderr": mean["stderr"]}
+    row |= real.mean_of("accuracy", task_summary(results.items).set_index("task"))
     for name, items in {"dense": dense.items, "unhealed": unhealed}.items():
-        keys = ["task", "item"]
-        both = results.items[keys].merge(items[keys])
-        pair = (both.merge(answers) for answers in (results.items, items))
-        change = task_difference(*pair).set_index("task").loc[MEAN]
-        row[f"against_{name}"] = change["value"]
-        row[f"against_{name}_stderr"] = change["stderr"]
+        change = real.more_right(results.items, items)
+        row |= real.mean_of(f"against_{name}", change)
     return row
 
 

@@ -423,26 +423,27 @@ def row_of(state: State, by_state: dict[State, Results]) -> dict[str, Any]:
     accuracies = task_summary(results.items).set_index("task")
     for task in PAPER_TASKS:
         row[f"accuracy {task}"] = accuracies.loc[task, "value"]
-    row |= _mean("accuracy", accuracies)
-    row |= _mean("against_dense", _difference(results, dense))
+    row |= mean_of("accuracy", accuracies)
+    row |= mean_of("against_dense", more_right(results.items, dense.items))
     row |= {"against_heapr": math.nan, "against_heapr_stderr": math.nan}
     reference = by_state.get(state.reference)
     if reference is not None and state.method not in (DENSE, "heapr"):
-        row |= _mean("against_heapr", _difference(results, reference))
+        row |= mean_of("against_heapr", more_right(results.items, reference.items))
     row["windows"] = ", ".join(str(len(results.losses(corpus))) for corpus in CORPORA)
     row["items"] = int(accuracies["n"].drop(MEAN).min())
     return row
 
 
-def _difference(pruned: Results, other: Results) -> pd.DataFrame:
-    """The difference on the items that both have answered."""
+def more_right(items: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+    """The difference on the items that both have answered, by task."""
     keys = ["task", "item"]
-    shared = pruned.items[keys].merge(other.items[keys])
-    pair = (shared.merge(results.items) for results in (pruned, other))
+    shared = items[keys].merge(others[keys])
+    pair = (shared.merge(answers) for answers in (items, others))
     return task_difference(*pair).set_index("task")
 
 
-def _mean(name: str, table: pd.DataFrame) -> dict[str, float]:
+def mean_of(name: str, table: pd.DataFrame) -> dict[str, float]:
+    """The columns of the mean over tasks, and of its standard error."""
     value, error = table.loc[MEAN, ["value", "stderr"]]
     return {name: value, f"{name}_stderr": error}
 
