@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows
-from benchmarks.quality import model_folder
+from benchmarks.quality import bench_of
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.pruning.selection import select
@@ -30,7 +30,7 @@ from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.own_text import continuations
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench, open_workbench
+from heapr_lab.workbench.workbench import Workbench
 
 RATIOS = (0.4, 0.6)
 CORPUS, OTHER = "pydocs", "wikitext2"
@@ -93,9 +93,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = Rows(options.name)
     for name in options.models.split(","):
-        bench = open_workbench(
-            model_folder(name), device="cpu", dtype="float32", profile="lab"
-        )
+        bench = bench_of(name)
         details = {"n_test": bench.profile.n_test}
         for suffix, text_of in TEXTS.items():
             missing = [

@@ -29,14 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.latency import in_turns
 from benchmarks.machine import Rows
-from benchmarks.quality import model_folder
+from benchmarks.quality import bench_of
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import open_workbench
 
 RATIO = 0.125
 N_WINDOWS, SEQ_LEN, BATCH, N_ROUNDS = 16, 128, 4, 3
@@ -275,9 +274,7 @@ def main() -> None:
     parser.add_argument("--model", default="lab")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    bench = open_workbench(
-        model_folder(options.model), device="cpu", dtype="float32", profile="lab"
-    )
+    bench = bench_of(options.model)
     windows = bench.calibration_set(Calibration(n_sequences=N_WINDOWS, seq_len=SEQ_LEN))
     rows = Rows("method_twins")
     rows.rows = []  # all are of one run

@@ -228,6 +228,13 @@ def model_folder(name: str) -> str:
     return str(folder) if folder.is_dir() else name
 
 
+def bench_of(name: str) -> Workbench:
+    """The workbench of such a model, in float32 and with the windows of the lab's."""
+    return open_workbench(
+        model_folder(name), device="cpu", dtype="float32", profile="lab"
+    )
+
+
 def main() -> None:
     """Measure all variants and write the table."""
     parser = argparse.ArgumentParser(description="Measure what additions are worth.")
@@ -244,9 +251,7 @@ def main() -> None:
 
 def measure_model(name: str, variants: list[Variant], seeds: list[int]) -> None:
     """Measure what has no rows yet on one model, and add it to the table."""
-    bench = open_workbench(
-        model_folder(name), device="cpu", dtype="float32", profile="lab"
-    )
+    bench = bench_of(name)
     rows, details = Rows("quality"), {"n_test": bench.profile.n_test}
     measured: Measured | None = None
     for corpus, seed, variant, ratio in runs(variants, seeds):

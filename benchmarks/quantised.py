@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import machine, write_results
-from benchmarks.quality import model_folder
+from benchmarks.quality import bench_of
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.experts import sliced_experts
@@ -30,7 +30,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
-from heapr_lab.workbench.workbench import Workbench, open_workbench
+from heapr_lab.workbench.workbench import Workbench
 
 RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 FLOATS = "bfloat16"
@@ -108,9 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     rows, identities = [], {}
     for name in options.models.split(","):
-        bench = open_workbench(
-            model_folder(name), device="cpu", dtype="float32", profile="lab"
-        )
+        bench = bench_of(name)
         rows += measure(bench, name, options.corpus)
         identities[f"{name} model"] = bench.identity
     details = machine() | {
