@@ -44,7 +44,7 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import RESULTS, machine, write_results
-from benchmarks.shapes import random_model
+from benchmarks.shapes import random_ids, random_model
 from benchmarks.two_stage import running, two_stage_scores
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe, find_experts
@@ -115,9 +115,8 @@ def build_model(configuration: Configuration, device: str) -> Any:
 def calibration_set(configuration: Configuration) -> CalibrationSet:
     """The same random ids for every method."""
     c = configuration
-    generator = torch.Generator().manual_seed(1)
-    shape = c.n_tokens // c.seq_len, c.seq_len
-    return CalibrationSet.from_ids(torch.randint(c.d_vocab, shape, generator=generator))
+    ids = random_ids(c.d_vocab, c.n_tokens // c.seq_len, c.seq_len)
+    return CalibrationSet.from_ids(ids)
 
 
 def run_plain(

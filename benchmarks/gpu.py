@@ -50,6 +50,7 @@ from benchmarks.shapes import (
     SHAPES,
     Shape,
     depth_within,
+    random_ids,
     random_model,
     write_checkpoint,
 )
@@ -135,9 +136,7 @@ class Run:
 
     def windows(self, shape: Shape) -> CalibrationSet:
         """Random ids, the same for all methods."""
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(shape.d_vocab, self.size, generator=generator)
-        return CalibrationSet.from_ids(ids)
+        return CalibrationSet.from_ids(random_ids(shape.d_vocab, *self.size))
 
     def wait(self) -> None:
         """Wait until the device has done what it was given."""

@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.latency import in_turns
 from benchmarks.machine import RESULTS, machine, write_results
+from benchmarks.shapes import random_ids
 from benchmarks.speed import (
     QUICK,
     Configuration,
@@ -82,12 +83,9 @@ class Load:
 
     def prompts(self, d_vocab: int) -> list[list[int]]:
         """Random token ids."""
-        generator = torch.Generator().manual_seed(1)
-        size = self.batch_size, self.prompt_len
-        ids: list[list[int]] = torch.randint(
-            d_vocab, size, generator=generator
-        ).tolist()
-        return ids
+        ids = random_ids(d_vocab, self.batch_size, self.prompt_len)
+        prompts: list[list[int]] = ids.tolist()
+        return prompts
 
     def n_tokens(self, phase: str) -> int:
         """Number of tokens processed in the time of a phase."""

@@ -1,4 +1,4 @@
-"""The models of the paper in their true shapes, with random weights.
+"""The models of the paper in their true shapes, with random weights and tokens.
 
 DeepSeekMoE-16B is a Qwen2-MoE of its sizes here. That has one more row in each MoE
 layer, the gate of the shared experts; the router is the same.
@@ -81,6 +81,12 @@ def random_model(config: Any, *, dtype: torch.dtype, device: str) -> Any:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
+
+
+def random_ids(d_vocab: int, *size: int) -> torch.Tensor:
+    """Random token ids, the same whenever they are asked for."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(d_vocab, size, generator=generator)
 
 
 def n_parameters(shape: Shape, n_layers: int) -> int:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cost import Configuration, build_model, calibration_set
 from benchmarks.machine import Rows, machine
+from benchmarks.shapes import SHAPES
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.selection import select
@@ -43,18 +44,10 @@ PASSES = 0.75 * (3 + 3) + 7 / 8
 quarters of the windows, for two masks; and seven losses of an eighth."""
 TIMED = 2048
 LAYERS = {
-    "DeepSeekMoE-16B": Configuration(
-        "qwen3_moe", 2048, 1408, 64, 1, TIMED, TIMED, top_k=6
-    ),
-    "Qwen1.5-MoE-A2.7B": Configuration(
-        "qwen3_moe", 2048, 1408, 60, 1, TIMED, TIMED, top_k=4
-    ),
-    "Qwen3-30B-A3B": Configuration(
-        "qwen3_moe", 2048, 768, 128, 1, TIMED, TIMED, top_k=8
-    ),
-    "Qwen2-57B-A14B": Configuration(
-        "qwen3_moe", 3584, 2560, 64, 1, TIMED, TIMED, top_k=8
-    ),
+    name: Configuration(
+        "qwen3_moe", s.d_model, s.d_inter, s.n_experts, 1, TIMED, TIMED, top_k=s.top_k
+    )
+    for name, s in SHAPES.items()
 }
 """One layer of each; experts alone matter, and these are alike in all families."""
 PARTS = {"Qwen3-30B-A3B": 4, "Qwen2-57B-A14B": 4}

@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.latency import in_turns, seconds_of
 from benchmarks.machine import RESULTS, machine, write_results
-from benchmarks.shapes import random_model
+from benchmarks.shapes import random_ids, random_model
 from heapr_lab import KeepMask, masking, prune
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import describe, find_experts
@@ -295,9 +295,7 @@ def measure(
     """The rows of one mode."""
     model = methods[0].model
     shape, d_vocab = describe(model), model.config.vocab_size
-    generator = torch.Generator().manual_seed(1)
-    size = mode.batch_size, mode.prompt_len
-    prompt = torch.randint(d_vocab, size, generator=generator).to(model.device)
+    prompt = random_ids(d_vocab, mode.batch_size, mode.prompt_len).to(model.device)
     predicted = predicted_speedups(methods, keeps, mode, prompt)
     seconds = measure_seconds(methods, mode, prompt, n_repeats)
     dense = min(seconds[: len(DENSE)], key=statistics.median)

@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows, machine
-from benchmarks.shapes import write_shards
+from benchmarks.shapes import random_ids, write_shards
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
@@ -67,9 +67,7 @@ class Shape:
 
     def ids(self) -> torch.Tensor:
         """Random tokens, the same for each way."""
-        generator = torch.Generator().manual_seed(1)
-        size = self.n_windows, self.seq_len
-        return torch.randint(0, self.d_vocab, size, generator=generator)
+        return random_ids(self.d_vocab, self.n_windows, self.seq_len)
 
 
 SHAPES = {
