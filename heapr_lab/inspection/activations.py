@@ -17,6 +17,7 @@ from heapr_lab.errors import CoverageError, SpecError
 from heapr_lab.inspection.passages import (
     Passage,
     as_float64,
+    check_position,
     observe,
     routed_experts,
     token_texts,
@@ -105,11 +106,7 @@ def atoms_of_token(
         SpecError: there is no such layer or position, or the text has only one token.
     """
     chosen = _layer_of(model, layer)
-    if not 0 <= position < len(passage.tokens):
-        raise SpecError(
-            f"position is {position}, expected 0 to {len(passage.tokens) - 1}: the "
-            f"text has {len(passage.tokens)} tokens"
-        )
+    check_position(position, len(passage.tokens))
     observer = _AtToken(position)
     observe(model, passage, [chosen], [observer])
     frame = pd.concat([_atoms(chosen, *row) for row in observer.rows])

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.inspection.passages import as_float64, routed_experts
+from heapr_lab.inspection.passages import as_float64, check_position, routed_experts
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
@@ -122,7 +122,7 @@ def attribute_token(
     with differentiating(model):
         run = _Run(model, keep, ids)
         removed, calls = ~keep.by_layer(layer), list[_Rows]()
-        _check_position(position, run.n_tokens)
+        check_position(position, run.n_tokens)
         run.backward({layer: calls.append})
     frames = (_of_token(call, removed, position) for call in calls)
     frame = pd.concat(itertools.chain(*frames), ignore_index=True)
@@ -131,13 +131,6 @@ def attribute_token(
         ["size", "expert", "atom"], ascending=[False, True, True], ignore_index=True
     )
     return order.drop(columns="size")
-
-
-def _check_position(position: int, n_tokens: int) -> None:
-    if not 0 <= position < n_tokens:
-        raise SpecError(
-            f"position is {position} of {n_tokens} tokens, expected 0 to {n_tokens - 1}"
-        )
 
 
 # --- one pass -----------------------------------------------------------------------

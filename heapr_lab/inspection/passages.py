@@ -83,6 +83,19 @@ def read_passage(
     return Passage(kept[None], tuple(texts), len(ids) - len(kept))
 
 
+def check_position(position: int, n_tokens: int) -> None:
+    """Check that a text has a token at a position, from 0.
+
+    Raises:
+        SpecError: it has not.
+    """
+    if not 0 <= position < n_tokens:
+        raise SpecError(
+            f"position is {position}, expected 0 to {n_tokens - 1}: the text has "
+            f"{n_tokens} tokens"
+        )
+
+
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text of each token; joined, they are the text of all tokens.
 
