@@ -234,7 +234,7 @@ def run_experiments(
     ]
     # Long steps first, so that no process waits for them at the end; and what no other
     # process measures meanwhile, so that none waits for it now.
-    ahead: list[Step] = [_eliminate, _mix]
+    ahead: list[Step] = [operator.methodcaller("importance"), _mix]
     losses: list[Step] = [  # last, when most of their states are measured
         functools.partial(paper.window_losses, corpora=[corpus]) for corpus in corpora
     ]
@@ -265,11 +265,6 @@ def evidence_of(bench: Workbench, measured: Measurements) -> claims.Evidence:
         shares=paper.layer_shares(bench),
         draws=measured.sizes,
     )
-
-
-def _eliminate(bench: Workbench) -> None:
-    """Compute the statistics, and the scores of elimination, which a notebook needs."""
-    bench.importance(estimator="elimination")
 
 
 def _mix(bench: Workbench) -> None:
