@@ -396,7 +396,7 @@ def _boundary(evidence: Evidence) -> Finding | None:
     routed = at["removed"] / at["ratio"]
     further = f"measured to {most:.0%}"
     if routed < end:
-        further += f"; {end:.0%} cannot be reached: {routed:.0%} of it are routed"
+        further += f"; {end:.0%} cannot be reached: routed experts are {routed:.0%}"
     return Finding(verdict_of(verdicts), f"{text}; {further}")
 
 

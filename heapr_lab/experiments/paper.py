@@ -42,8 +42,9 @@ LAYER_RATIOS = (0.25, 0.5)
 """The ratios whose removed shares by layer the paper draws."""
 CALIBRATION_SIZES = (8, 16, 32, 64, 128)
 CALIBRATION_RATIO = 0.2
-THIRD = "c4"
-"""The paper compares calibration on WikiText-2 with calibration on this."""
+C4 = "c4"
+PAPER_TEXTS = ("wikitext2", C4)
+"""What the paper calibrates on, one beside the other."""
 
 
 def test_corpora() -> tuple[list[str], dict[str, str]]:
@@ -64,7 +65,7 @@ COMPARED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 def calibration_pair(bench: Workbench) -> tuple[str, str]:
     """Two corpora with enough windows; the second may be a domain of pydocs."""
-    for name in ("wikitext2", "wikitext2:tokenized", THIRD):
+    for name in ("wikitext2", "wikitext2:tokenized", C4):
         if _can_calibrate(bench, name):
             return DEFAULT_CORPUS, name
     return DEFAULT_CORPUS, f"{DEFAULT_CORPUS}:stdlib"
@@ -158,7 +159,7 @@ def layer_shares(bench: Workbench) -> pd.DataFrame:
     """
     frames = []
     for seed in range(bench.profile.n_seeds):
-        *_, table = nested_tables(bench, Calibration(seed=seed)).values()
+        table = bench.importance(Calibration(seed=seed))
         for ratio in LAYER_RATIOS:
             shares = select(table, Selection(ratio)).layer_ratios().rename("share")
             frames.append(shares.reset_index().assign(seed=seed, ratio=ratio))
@@ -169,10 +170,9 @@ def layer_shares(bench: Workbench) -> pd.DataFrame:
 
 
 def calibration_corpora(bench: Workbench) -> list[str]:
-    """`calibration_pair`, and C4, the other corpus of the paper, where it is there."""
-    pair = list(calibration_pair(bench))
-    more = THIRD not in pair and _can_calibrate(bench, THIRD)
-    return [*pair, THIRD] if more else pair
+    """The two of the paper, or `calibration_pair` where one of them is missing."""
+    there = all(_can_calibrate(bench, name) for name in PAPER_TEXTS)
+    return list(PAPER_TEXTS if there else calibration_pair(bench))
 
 
 def calibration_draws(bench: Workbench) -> list[Calibration]:
@@ -310,7 +310,7 @@ def _rise(bench: Workbench, keep: KeepMask, corpus: str) -> float:
 # calibrated them on text of their own; here all are fitted to the same windows.
 
 TABLE1_TEXT = "wikitext2"
-TABLE1_CORPORA = ("wikitext2", "ptb", THIRD)
+TABLE1_CORPORA = ("wikitext2", "ptb", C4)
 """The paper's, and C4, which nothing is calibrated on."""
 TABLE1_BESIDE = ("heapr-l", "camera-p", "reap", "compress")
 """Methods that are compared with those of the table: of its other tables, of a later

@@ -234,7 +234,13 @@ def run_experiments(
     ]
     # Long steps first, so that no process waits for them at the end; and what no other
     # process measures meanwhile, so that none waits for it now.
-    ahead: list[Step] = [operator.methodcaller("importance"), _mix]
+    ahead: list[Step] = [
+        *(
+            operator.methodcaller("importance", Calibration(seed=seed))
+            for seed in range(bench.profile.n_seeds)
+        ),
+        _mix,
+    ]
     losses: list[Step] = [  # last, when most of their states are measured
         functools.partial(paper.window_losses, corpora=[corpus]) for corpus in corpora
     ]

@@ -197,7 +197,7 @@ def test_the_boundary_is_of_accuracy_and_flops(
     row = claims(Evidence("text", kept=kept)).set_index("number").loc[9]
     assert row["verdict"] == verdict
     assert said in row["found"]
-    end = "measured to 10%; 90% cannot be reached: 50% of it are routed"
+    end = "measured to 10%; 90% cannot be reached: routed experts are 50%"
     assert row["found"].endswith(end)
     reached = claims(Evidence("text", kept=kept.assign(removed=0.19)))
     assert "cannot be reached" not in reached.set_index("number").loc[9, "found"]
