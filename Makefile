@@ -39,7 +39,7 @@ ifneq ($(wildcard ../shared/data/zero_shot),)
 export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
 endif
 
-.PHONY: help install test lint types tests main-tests browser-tests device-tests test-network engines test-engines reproduce publish lab docs clean
+.PHONY: help install test lint types tests browser-tests device-tests test-network engines test-engines reproduce publish lab docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -65,19 +65,16 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# A browser waits for its pages half of the time: its tests run beside the others.
 tests: $(STAMP)
-	@$(MAKE) --no-print-directory --jobs=2 main-tests browser-tests
-	@$(MAKE) --no-print-directory device-tests
-
-main-tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (browser or gpu or slow or network or engine)"
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync browser-tests device-tests
 
+# A browser waits for its pages half of the time: one process more, and another job.
 browser-tests: $(STAMP)
-	$(BIN)/python -m pytest -m browser tests/browser
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist loadgroup -m browser tests/browser
 
 device-tests: $(STAMP)
-	HEAPR_GPU=second $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests)
+	HEAPR_GPU=second $(BIN)/python -m pytest -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests)
 
 test-network: $(STAMP) ## tests that fetch published weights
 	$(BIN)/python -m pytest -m network $$(grep -rl --include='*.py' 'mark\.network' tests)

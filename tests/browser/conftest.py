@@ -38,6 +38,15 @@ slow_panel.weights.weights.value = "unchanged"
 slow_panel"""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the shared page run in one process, others file by file in any."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            shared = "watched" in getattr(item, "fixturenames", ())
+            group = "page" if shared else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say loudly where the browser was not tested."""
     if CHROMIUM is None:
