@@ -46,7 +46,8 @@ def main() -> None:
         if row.figure is not None:
             draw(row, data[name], paths.figures_dir())
     claims, summary = committed("claims"), committed("summary")
-    front = readme.front_blocks(claims, data)
+    claimed = readme.claims_table(claims, data)
+    front = readme.front_blocks(claimed, data)
     readme.fill_blocks(paths.project_dir() / "README.md", front)
     advised = {name: readme.as_block(table) for name, table in advice.tables().items()}
     readme.fill_blocks(
@@ -57,7 +58,7 @@ def main() -> None:
         paths.project_dir() / "docs" / "comparing.md", {"main_table": table}
     )
     readme.fill_blocks(
-        paths.project_dir() / "docs" / "claims.md", readme.claims_blocks(claims, data)
+        paths.project_dir() / "docs" / "claims.md", readme.claims_blocks(claimed, data)
     )
     answers = questions.blocks(questions.Committed(summary, claims, data))
     readme.fill_blocks(paths.figures_dir() / "README.md", answers)

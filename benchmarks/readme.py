@@ -36,12 +36,12 @@ MOST_ROWS = 10
 
 
 def front_blocks(
-    lab: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
+    claimed: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
 ) -> dict[str, str]:
     """The blocks of README.md that contain numbers.
 
     Args:
-        lab: `claims.claims` of the lab model.
+        claimed: from `claims_table`.
         measured: rows of the benchmarks, from `index.measured`.
     """
     costs = (
@@ -54,12 +54,12 @@ def front_blocks(
         "measured_on": real.measured_on(measured["real"]),
         "calibrated_on": real.FRONT_TEXT.partition(", ")[2],
         "cost": "\n" + "".join(f"* {line}\n" for line in costs),
-        "claims": as_block(in_short(claims_table(lab, measured))),
+        "claims": as_block(in_short(claimed)),
     }
 
 
 def claims_blocks(
-    lab: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
+    claimed: pd.DataFrame, measured: Mapping[str, pd.DataFrame]
 ) -> dict[str, str]:
     """The blocks of docs/claims.md; arguments as `front_blocks`."""
     return {
@@ -68,7 +68,7 @@ def claims_blocks(
             rows_beside("real", "windows"),
             BENCHMARKS["real"].machine()["calibration"].partition(",")[0],
         ),
-        "claims": as_block(claims_table(lab, measured)),
+        "claims": as_block(claimed),
     }
 
 

@@ -86,7 +86,7 @@ def test_the_wings_are_those_of_the_package() -> None:
 
 def test_the_numbers_in_front_are_the_committed_ones() -> None:
     """Summary, claims and benchmarks in README.md are made of the committed files."""
-    made = readme.front_blocks(*committed()[1:])
+    made = readme.front_blocks(readme.claims_table(*committed()[1:]), committed()[2])
     shown = updated(README, made)
     assert {k: v for k, v in shown.items() if k != "families"} == made
 
@@ -130,7 +130,7 @@ def test_the_advice_is_made_of_the_committed_results() -> None:
 
 def test_the_claims_are_those_of_the_committed_results() -> None:
     """Every number of them, in docs/claims.md."""
-    made = readme.claims_blocks(*committed()[1:])
+    made = readme.claims_blocks(readme.claims_table(*committed()[1:]), committed()[2])
     assert updated(CLAIMS, made) == made
 
 

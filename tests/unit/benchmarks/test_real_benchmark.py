@@ -9,15 +9,20 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from families import tiny_model
+from families import tiny_ids, tiny_model
 from heard import Heard, stop_at
 from keeps import random_keep
 
 from benchmarks import real
 from benchmarks.real import CORPORA, Results, State
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.methods.collectors import Measurements
+from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.savings import savings_of
+from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
+from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import spread
 
 _DENSE = State("tiny", "abc")
@@ -115,6 +120,29 @@ def test_only_what_is_missing_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
         assert read.windows is (others if windows == 48 else before).windows
         assert read.items is (others if items == 9 else before).items
         assert read.sizes["spread"] == windows
+
+
+def test_sizes_are_those_of_the_mask() -> None:
+    """FLOPs at the paper's context, where the routing of tokens was measured."""
+    pruner = object.__new__(real.Pruner)
+    pruner.model = tiny_model("qwen2_moe")
+    measured = Measurements(pruner.model, CalibrationSet.from_ids(tiny_ids()))
+    pruner._measured = {(real.FITTED_TO, 0): measured}
+    for method in ("heapr", "fisher", "heapr-l"):
+        scope = "layer" if method == "heapr-l" else "global"
+        estimator = "fisher" if method == "fisher" else "heapr"
+        selection = Selection(0.25, estimator=estimator, scope=scope)
+        keep = select(measured.table(), selection)
+        saved = savings_of(keep, measured.table(), seq_len=2048).iloc[0]
+        _, sizes = pruner.pruned(State("smolmoe", "w", method, 0.25))
+        assert sizes == {
+            "achieved_ratio": keep.achieved_ratio,
+            "parameters_saved": saved["parameter_reduction"],
+            "flops_saved": saved["flops_reduction"],
+        }
+        assert 0 < sizes["flops_saved"] < 0.25
+    _, sizes = pruner.pruned(State("smolmoe", "w", "reap", 0.25))
+    assert math.isnan(sizes["flops_saved"])
 
 
 def test_windows_are_paired_by_their_place() -> None:

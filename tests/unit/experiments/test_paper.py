@@ -77,6 +77,26 @@ def test_losses_are_those_of_the_masked_model(
 QWEN = PAPER_MODELS["Qwen1.5-MoE-A2.7B-Chat"]
 
 
+@pytest.mark.parametrize(
+    ("there", "corpora"),
+    [
+        ({"wikitext2", "c4"}, ["wikitext2", "c4"]),
+        ({"wikitext2"}, ["pydocs", "wikitext2"]),
+        ({"c4"}, ["pydocs", "c4"]),
+        (set(), ["pydocs", "pydocs:stdlib"]),
+    ],
+)
+def test_the_papers_two_corpora_are_compared_where_both_are_there(
+    bench: Workbench,
+    monkeypatch: pytest.MonkeyPatch,
+    there: set[str],
+    corpora: list[str],
+) -> None:
+    """Else the default corpus is one of the two."""
+    monkeypatch.setattr(paper, "_can_calibrate", lambda _, name: name in there)
+    assert paper.calibration_corpora(bench) == corpora
+
+
 def test_every_method_of_the_table_is_found_or_missing() -> None:
     """Whatever the spelling of the registry; nothing is left out."""
     names = paper.methods_of_table1()
