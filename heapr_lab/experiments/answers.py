@@ -5,6 +5,7 @@ found against the paper is said first; the paper's numbers are named as the pape
 Notebooks about the paper's claims begin with `claims.answer_of`.
 """
 
+import html
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,20 @@ class Prose(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+class Folded:
+    """A table that a notebook shows below a line that is clicked."""
+
+    def __init__(self, frame: pd.DataFrame, title: str) -> None:
+        self._frame, self._title = frame, title
+
+    def _repr_html_(self) -> str:
+        title = f"{html.escape(self._title)} ({len(self._frame)} rows)"
+        return f"<details><summary>{title}</summary>{self._frame.to_html()}</details>"
+
+    def __repr__(self) -> str:
+        return f"{self._title} ({len(self._frame)} rows)"
 
 
 @dataclass(frozen=True, repr=False)

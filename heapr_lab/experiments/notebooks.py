@@ -8,7 +8,6 @@ inputs in its metadata, under `heapr_lab`, show whether it has to be executed ag
 
 import asyncio
 import contextlib
-import html
 import json
 import logging
 import os
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import pandas as pd
 
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.experiments.workers import threads_of
@@ -312,20 +310,3 @@ def _normal_outputs(
             continue
         kept.append(output)
     return kept
-
-
-# --- tables in notebooks ----------------------------------------------------------
-
-
-class Folded:
-    """A table that a notebook shows below a line that is clicked."""
-
-    def __init__(self, frame: pd.DataFrame, title: str) -> None:
-        self._frame, self._title = frame, title
-
-    def _repr_html_(self) -> str:
-        title = f"{html.escape(self._title)} ({len(self._frame)} rows)"
-        return f"<details><summary>{title}</summary>{self._frame.to_html()}</details>"
-
-    def __repr__(self) -> str:
-        return f"{self._title} ({len(self._frame)} rows)"

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from heapr_lab.experiments import answers
-from heapr_lab.experiments.answers import Prose, answer
+from heapr_lab.experiments.answers import Folded, Prose, answer
 
 
 def test_what_is_against_the_paper_comes_first() -> None:
@@ -121,3 +121,11 @@ def test_tenths_that_cost_more_than_their_scores_are_named() -> None:
     assert answers.one_scale(bins).endswith("more than that sum: 0.")
     less = bins.assign(delta_nll=0.05)
     assert answers.one_scale(less).endswith("more than that sum: none.")
+
+
+def test_a_folded_table_has_its_title_and_all_rows() -> None:
+    """What is longer than ten rows is out of sight, and escaped."""
+    shown = Folded(pd.DataFrame({"a": range(12)}), "a < b")._repr_html_()
+    assert "<summary>a &lt; b (12 rows)</summary>" in shown
+    assert shown.count("<tr>") == 12
+    assert repr(Folded(pd.DataFrame({"a": [1]}), "one")) == "one (1 rows)"

@@ -5,14 +5,12 @@ import tempfile
 from pathlib import Path
 
 import nbformat
-import pandas as pd
 import pytest
 from heard import Heard
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.experiments.notebooks import (
-    Folded,
     execute_all,
     execute_notebook,
     normalise,
@@ -163,11 +161,3 @@ class TestExecute:
         path.write_text("{")
         with pytest.raises(HeaprLabError, match=r"a.ipynb is not a notebook"):
             execute_all(tmp_path, parameters={})
-
-
-def test_a_folded_table_has_its_title_and_all_rows() -> None:
-    """What is longer than ten rows is out of sight, and escaped."""
-    shown = Folded(pd.DataFrame({"a": range(12)}), "a < b")._repr_html_()
-    assert "<summary>a &lt; b (12 rows)</summary>" in shown
-    assert shown.count("<tr>") == 12
-    assert repr(Folded(pd.DataFrame({"a": [1]}), "one")) == "one (1 rows)"
