@@ -4,7 +4,9 @@ They are read from the sources with `ast`, so that nothing is imported or run.
 """
 
 import ast
+import contextlib
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import inspect
@@ -93,8 +95,21 @@ def harvest(packages: list[str]) -> list[str]:
     Each package is cached separately, so that several processes can share the work.
     """
     if len(packages) == 1:
-        return _distinct(_docstrings_of(packages[0]))
+        with _no_collection():
+            return _distinct(_docstrings_of(packages[0]))
     return _distinct(text for name in packages for text in harvested(name)[0])
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Syntax trees have no cycles, and each collection looks at all of torch."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:

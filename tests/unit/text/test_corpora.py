@@ -1,6 +1,7 @@
 """Text sources: what they hold, how they split, and how an absent one is reported."""
 
 import ast
+import gc
 import gzip
 import hashlib
 import inspect
@@ -51,6 +52,20 @@ def test_the_harvest_is_the_same_each_time() -> None:
     assert load_corpus("pydocs:filelock").fingerprint == first.fingerprint
     anew = corpora._hash_split("x", "train", pydocs.harvest(["filelock"]), "y")
     assert anew.fingerprint == first.fingerprint
+
+
+def test_a_harvest_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside torch each collection takes as long as a file, and finds nothing."""
+    enabled = []
+
+    def docstrings_in(_path: Path) -> list[str]:
+        enabled.append(gc.isenabled())
+        return []
+
+    monkeypatch.setattr(pydocs, "docstrings_in", docstrings_in)
+    pydocs.harvest(["filelock"])
+    assert set(enabled) == {False}
+    assert gc.isenabled()
 
 
 def slow_docstrings(path: Path) -> list[str]:
