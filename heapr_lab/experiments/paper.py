@@ -35,12 +35,13 @@ logger = logging.getLogger(__name__)
 
 BOUNDARY_RATIOS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Ratios of the pruning boundary, including the paper's 25 and 50 %."""
-METHOD_RATIOS = (0.2, 0.4, 0.6)
-LOSS_RATIOS = (0.2, 0.25, 0.4, 0.6)
+METHOD_RATIOS = (0.2, 0.4)
+"""Those of the paper's ablations."""
+LOSS_RATIOS = (0.2, 0.25, 0.4)
 """The ratios of `window_losses`."""
 LAYER_RATIOS = (0.25, 0.5)
 """The ratios whose removed shares by layer the paper draws."""
-CALIBRATION_SIZES = (8, 16, 32, 64, 128)
+CALIBRATION_SIZES = (8, 32, 128)
 CALIBRATION_RATIO = 0.2
 C4 = "c4"
 PAPER_TEXTS = ("wikitext2", C4)
@@ -86,7 +87,7 @@ def boundary_settings() -> list[Setting]:
 
 
 def method_settings() -> list[Setting]:
-    """Every estimator without an extra pass, at three ratios, in its widest scope."""
+    """Every estimator without an extra pass, at two ratios, in its widest scope."""
     return [
         Setting(
             ratio, estimator=name, scope="layer" if estimator.within_layer else "global"
@@ -98,7 +99,7 @@ def method_settings() -> list[Setting]:
 
 
 def ablation_settings() -> list[Setting]:
-    """Layer-wise ranking, and whole experts, at three ratios."""
+    """Layer-wise ranking, and whole experts, at two ratios."""
     layer_wise = [Setting(ratio, scope="layer") for ratio in METHOD_RATIOS]
     whole = [Setting(ratio, granularity="expert") for ratio in METHOD_RATIOS]
     return [*layer_wise, *whole]
@@ -201,7 +202,7 @@ def calibration_results(bench: Workbench, draws: Iterable[Calibration]) -> pd.Da
 def nested_tables(
     bench: Workbench, calibration: Calibration
 ) -> dict[int, ImportanceTable]:
-    """Tables of the first 8, 16, ... windows of one draw, each window measured once.
+    """Tables of the first 8, 32, ... windows of one draw, each window measured once.
 
     Draws are nested and sums are additive, so that each table is the previous one
     merged with that of the windows in between.

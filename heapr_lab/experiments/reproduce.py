@@ -328,12 +328,15 @@ def _draw(
 def _drawings(bench: Workbench, measured: Measurements) -> list[tuple[Any, ...]]:
     """The paper's figures: name, what draws it, its data, and what makes its table."""
     results, savings = measured.results, measured.savings
-    common = results[results["ratio"].le(max(paper.METHOD_RATIOS))]
+    common, saved = (
+        frame[frame["ratio"].le(max(paper.METHOD_RATIOS))]
+        for frame in (results, savings)
+    )
     layers = figures.layer_ratios_data(paper.layer_masks(bench))
     tenths = figures.bins_data(measured.tenths)
     sizes = figures.calibration_size_data(measured.sizes, ratio=paper.CALIBRATION_RATIO)
     boundary = figures.boundary_data(results, savings)
-    grain = figures.granularity_data(common, savings)
+    grain = figures.granularity_data(common, saved)
     scope, main = figures.scope_data(common), figures.main_data(common)
     atom, table = figures.atomic_expert_data(), figures.comparison_table
     return [
