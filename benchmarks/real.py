@@ -53,6 +53,7 @@ from heapr_lab.pretrained import smollm2, smolmoe
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.savings import CONTEXT
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.weights import METHODS
@@ -77,8 +78,6 @@ SEQ_LEN, N_CALIBRATION = 512, 32
 CORPORA = ("wikitext2", "ptb", "c4")
 N_SHARED = 16
 """Test windows of each corpus that every state has, for comparisons of them all."""
-CONTEXT = 2048
-"""Tokens of context that FLOPs are counted at, as many as the paper's windows have."""
 TOKENS_AT_ONCE = 8192
 """Tokens of the windows that an interrupt loses at most."""
 WINDOWS = (N_SHARED, 3 * N_SHARED, 0)

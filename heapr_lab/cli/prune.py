@@ -100,7 +100,6 @@ def prune(
         default_own_text=own_text is None,
         importance=importance,
         out=out,
-        seq_len=seq_len,
         engine=engine,
         open_bench=functools.cache(lambda: options.open_bench(*opening)),
     )
@@ -122,7 +121,6 @@ class Request:
     default_own_text: bool
     importance: Path | None
     out: Path | None
-    seq_len: int | None
     engine: str | None
     open_bench: "Callable[[], Workbench]"
 
@@ -175,7 +173,6 @@ class Request:
         saved = savings(
             outcome.keep,
             table,
-            seq_len=self.seq_len,
             source=read_source(source),
             written=self.out if self.to_folder else None,
         )
@@ -290,7 +287,7 @@ class Request:
         named = self.model == LAB or not Path(self.model).is_dir()
         base = self.model if named else str(source)
         files = read_source(source)
-        facts = export.facts_of(table, outcome, source=files, seq_len=self.seq_len)
+        facts = export.facts_of(table, outcome, source=files)
         options: dict[str, Any] = {"base": base, "facts": facts, "corpora": corpora}
         if self.importance is None:
             options["calibration"] = export.text_of_heads(

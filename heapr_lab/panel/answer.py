@@ -20,7 +20,7 @@ from heapr_lab.panel.looks import MEASURED, STALE, badge, status
 from heapr_lab.panel.session import NotKnownError, PruningSession, setting_text
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import BUDGETS, Selection
-from heapr_lab.pruning.savings import at_context, context_length
+from heapr_lab.pruning.savings import at_context
 from heapr_lab.recipes.weights import MASKED
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
 
@@ -360,7 +360,6 @@ def header_facts(session: PruningSession) -> dict[str, str]:
         "model": _model(session, origin),
         "importance": _sums(session),
         "calibration": "; and ".join(map(_calibration, runs)),
-        "context": _context(session, runs),
     }
     return facts | _computed(session)
 
@@ -397,13 +396,6 @@ def _calibration(drawn: Mapping[str, Any]) -> str:
     added = drawn.get("joined", [])
     parts += [f"{part['n_sequences']:,} of them {part['corpus']}" for part in added]
     return ", ".join(parts)
-
-
-def _context(session: PruningSession, runs: list[Mapping[str, Any]]) -> str:
-    """The context length at which operations are counted."""
-    text = f"{context_length(session.table):,} tokens"
-    known = len(runs) == 1 and "seq_len" in runs[0]
-    return text if known else f"{_UNKNOWN}: {text} assumed"
 
 
 def _computed(session: PruningSession) -> dict[str, str]:

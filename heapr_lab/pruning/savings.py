@@ -8,18 +8,9 @@ from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 
-DEFAULT_CONTEXT = 2048
-"""Tokens of context where a table does not record the length of its windows."""
-
-
-def context_length(table: ImportanceTable) -> int:
-    """Tokens in the windows that `table` was measured on; 2048 if not recorded.
-
-    It is the default context length at which operations are counted.
-    """
-    calibration = (table.metadata.get("provenance") or {}).get("calibration") or {}
-    seq_len = calibration.get("seq_len")
-    return seq_len if isinstance(seq_len, int) and seq_len > 0 else DEFAULT_CONTEXT
+CONTEXT = 2048
+"""Tokens of context that attention is counted at, unless others are asked for: the
+length of the paper's windows."""
 
 
 def at_context(seq_len: float) -> str:
@@ -36,7 +27,7 @@ def savings_of(
     keep: KeepMask,
     table: ImportanceTable,
     *,
-    seq_len: int | None = None,
+    seq_len: int = CONTEXT,
     source: Any = None,
 ) -> pd.DataFrame:
     """One row: parameters, bytes and operations per token, before and after pruning.
@@ -47,14 +38,12 @@ def savings_of(
     Args:
         keep: the kept atoms.
         table: the table `keep` was selected from; has architecture and routing.
-        seq_len: tokens of context that attention is counted at; by default
-            `context_length` of the table.
+        seq_len: tokens of context that attention is counted at.
         source: the files of the dense model, a `models.sources.Source`, for the size
             of a parameter there and when it is written; by default that in the measured
             model, which may have been loaded in a wider dtype.
     """
     model, tokens = table.architecture, table.expert_tokens()
-    seq_len = seq_len or context_length(table)
     size = kept = float(model.bytes_per_parameter)
     if source is not None:
         size = source.bytes_per_parameter(model.n_parameters)

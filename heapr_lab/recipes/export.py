@@ -56,7 +56,6 @@ def savings(
     keep: KeepMask,
     table: ImportanceTable,
     *,
-    seq_len: int | None = None,
     source: Source | None = None,
     written: Path | None = None,
 ) -> dict[str, Any]:
@@ -65,12 +64,11 @@ def savings(
     Args:
         keep: the kept atoms.
         table: the table that it was selected from.
-        seq_len: as in `savings_of`.
         source: the files of the dense model, whose size is `bytes_before`.
         written: folder of the pruned checkpoint, if it was written; `bytes_after` is
             then the size of its files. `bytes_after_is` names the source.
     """
-    row = savings_of(keep, table, seq_len=seq_len, source=source).iloc[0]
+    row = savings_of(keep, table, source=source).iloc[0]
     whole = ("parameters_before", "parameters_after", "bytes_before", "bytes_after")
     numbers = {str(name): float(value) for name, value in row.items()}
     numbers |= {name: round(numbers[name]) for name in (*whole, "seq_len")}
@@ -88,13 +86,12 @@ def facts_of(
     made: PruningResult,
     *,
     source: Source | None,
-    seq_len: int | None = None,
 ) -> dict[str, Any]:
     """The facts on importance and savings, for manifest and card.
 
     The manifest itself records the sizes of the new files, as `files`.
     """
-    saved = savings(made.keep, table, seq_len=seq_len, source=source)
+    saved = savings(made.keep, table, source=source)
     # The table of `compress` is of a part of its windows.
     windows = None if made.report is None else made.windows
     calibration = calibration_of(table, windows)

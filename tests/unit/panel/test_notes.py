@@ -46,17 +46,15 @@ def test_a_table_alone_says_so() -> None:
         "importance": f"sums for {len(table.estimators)} estimators over 5,000 "
         "predicted tokens",
         "calibration": "ptb, seed 3, 128 windows × 2,048 tokens",
-        "context": "2,048 tokens",
     }
 
 
 def test_what_was_not_recorded_is_not_made_up() -> None:
-    """The table was made from a frame; the context that is counted at is said."""
+    """The table was made from a frame."""
     facts = header_facts(PruningSession(random_table(2, 2, 4)))
     assert facts["model"].startswith("not recorded, ")
     assert facts["importance"].endswith("over tokens not recorded")
     assert facts["calibration"] == "not recorded"
-    assert facts["context"] == "not recorded: 2,048 tokens assumed"
 
 
 def test_own_text_and_merged_runs_are_named() -> None:
@@ -70,7 +68,6 @@ def test_own_text_and_merged_runs_are_named() -> None:
         "ptb, seed 3, 128 windows × 2,048 tokens; and "
         "ptb, seed 4, 128 windows × 2,048 tokens"
     )
-    assert facts["context"].startswith("not recorded")
 
 
 def test_a_model_has_a_dtype_and_a_device(panel: Explorer, bench: Workbench) -> None:

@@ -13,7 +13,6 @@ from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.sources import Source
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import (
-    context_length,
     savings_of,
     summed_scores,
 )
@@ -74,16 +73,11 @@ def test_bytes_are_those_of_the_checkpoint_if_it_is_named() -> None:
     assert [row[name] for name in names] == [53, 176, 0.53]
 
 
-def test_the_context_is_that_of_the_windows() -> None:
-    """It is, unless another is asked for; 2048 where none is recorded."""
-    for seq_len, expected in ((12, 12), (1, 1), (0, 2048), (-3, 2048), ("12", 2048)):
-        measured = table(provenance={"calibration": {"seq_len": seq_len}})
-        assert context_length(measured) == expected
-        assert savings_of(KEEP, measured)["seq_len"].tolist() == [expected]
-        assert savings_of(KEEP, measured, seq_len=7)["seq_len"].tolist() == [7]
-    for provenance in ({}, {"calibration": None}, {"calibration": {}}):
-        assert context_length(table(provenance=provenance)) == 2048
-    assert context_length(table()) == 2048
+def test_the_context_is_the_papers() -> None:
+    """Whatever the windows were, unless another is asked for."""
+    measured = table(provenance={"calibration": {"seq_len": 12}})
+    assert savings_of(KEEP, measured)["seq_len"].tolist() == [2048]
+    assert savings_of(KEEP, measured, seq_len=7)["seq_len"].tolist() == [7]
 
 
 def test_scores_of_what_goes_are_added_up() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import manifest_of, one_line, run, said
+from commands import manifest_of, one_line, run
 from families import tiny_model
 from pressing import cancel, failed, press
 from stored_tensors import tensors_in
@@ -90,7 +90,7 @@ def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> Non
 
 
 def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
-    """Panel, command line, manifest and workbench have the calibration's context."""
+    """Panel, command line, manifest and workbench have the paper's context."""
     bench = bench_of(root)
     panel = panel_of(root, bench)
     panel.controls.ratio.value = "0.25"
@@ -113,19 +113,17 @@ def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
     names = ("flops_before", "flops_after", "flops_reduction", "seq_len")
     counts = [[row[name] for name in names] for row in rows]
     assert counts == [counts[0]] * 4
-    assert counts[0][-1] == SEQ_LEN
-    told = f"at {SEQ_LEN} tokens of context"
+    assert counts[0][-1] == 2048
+    told = "at 2,048 tokens of context"
     assert told in panel.numbers.value
     assert told in (tmp_path / "pruned" / "README.md").read_text()
 
 
 def test_the_command_line_says_the_context(root: Path) -> None:
-    """The text has it beside the counts; it is another where the user asks for one."""
+    """The text has it beside the counts."""
     base = ("prune", root / "moe", "--importance", root / "table.parquet")
     shown = run(*base, "--ratio", 0.25)
-    assert f"at {SEQ_LEN} tokens of context" in shown
-    other = said(*base, "--ratio", 0.25, "--seq-len", 512)
-    assert other["seq_len"] == 512
+    assert "at 2,048 tokens of context" in shown
 
 
 # --- files -----------------------------------------------------------------------
