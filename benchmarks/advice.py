@@ -29,6 +29,9 @@ _OF_EXPERTS = (
     "man",
     "naee",
     "reap",
+    "evoesap",
+    "ean",
+    "mone",
     "frequency",
     "hc-smoe",
     "ream",
@@ -36,6 +39,7 @@ _OF_EXPERTS = (
     "sub-moe-like",
     "mc-smoe",
 )
+_MORE = "heapr_total minus heapr, Δloss [nats per token] ↓"
 _MIXTURE = "0.5*pydocs + 0.5*wikitext2"
 
 
@@ -171,9 +175,7 @@ def uses_table() -> pd.DataFrame:
             "model": row["model"],
             "loss on": row["test"],
             "removed": f"{row['ratio']:.0%}",
-            "Δloss [nats per token] ↓": of_error(
-                row["against_paper"], row["stderr"]
-            ).said(),
+            _MORE: of_error(row["against_paper"], row["stderr"]).said(),
         }
         for row in states.to_dict("records")
     ]

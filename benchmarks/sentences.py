@@ -158,9 +158,9 @@ def _where_merging_wins(measured: pd.DataFrame, ratio: float) -> str:
     )
     exceptions = losses.index[wins != losses.index.str.contains("upcycled")]
     return (
-        f"Beside removing random atoms, merging (HC-SMoE) loses {text}. It averages "
-        "experts, so it should lose less where they began as copies of one (upcycled) "
-        "and more where they were trained from scratch. Exceptions: "
+        f"Compared with removing random atoms, merging (HC-SMoE) loses {text}. It "
+        "averages experts, so it should lose less where they began as copies of one "
+        "(upcycled) and more where they were trained from scratch. Exceptions: "
         f"{listed(exceptions) if len(exceptions) else 'none'}.{_dropped(losses)}"
     )
 

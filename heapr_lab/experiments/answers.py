@@ -177,23 +177,37 @@ def _of_mixture(table: pd.DataFrame, corpus: str) -> str:
     )
 
 
-def amount_of_text(sizes: pd.DataFrame) -> str:
-    """What more windows gain on the corpus that they are of.
+def amount_of_text(sizes: pd.DataFrame, *, ratio: float) -> str:
+    """What more windows gain on the corpus that they are of, and on items.
 
     Args:
         sizes: from `figures.calibration_size_data`.
+        ratio: the share of the atoms that is removed.
     """
-    curves = sizes[sizes["calibration"].eq(sizes["dataset"])]
-    curves = curves.sort_values("n_sequences")
-    text = "; ".join(
-        f"{corpus} {part['value'].iloc[0]:.2f} to {part['value'].iloc[-1]:.2f}"
-        for corpus, part in curves.groupby("dataset")
+    least, most = sizes["n_sequences"].min(), sizes["n_sequences"].max()
+    text = (
+        f"Where {ratio:.0%} is removed, from {least} to {most} windows (mean of "
+        f"{sizes['n_seeds'].max()} draws ± standard deviation) perplexity on the "
+        "calibrated corpus goes "
     )
-    least, most = curves["n_sequences"].min(), curves["n_sequences"].max()
-    return (
-        f"From {least} to {most} windows, perplexity on the calibrated corpus goes "
-        f"from {text}."
-    )
+    text += _from_to(sizes[sizes["calibration"].eq(sizes["dataset"])], ".2f")
+    accuracies = sizes[sizes["metric"].eq("accuracy")]
+    if len(accuracies):
+        text += f", and accuracy {_from_to(accuracies, '.1%')}"
+    return f"{text}."
+
+
+def _from_to(curves: pd.DataFrame, form: str) -> str:
+    """The values at the smallest and the largest size, for each calibrated corpus."""
+    changes = []
+    for corpus, curve in curves.sort_values("n_sequences").groupby("calibration"):
+        ends = curve.iloc[[0, -1]]
+        first, last = (
+            f"{value:{form}} ± {spread:{form}}"
+            for value, spread in zip(ends["value"], ends["spread"], strict=True)
+        )
+        changes.append(f"from {first} to {last} ({corpus})")
+    return listed(changes)
 
 
 def other_text(losses: pd.DataFrame) -> str:

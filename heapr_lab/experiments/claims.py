@@ -8,7 +8,7 @@ that is not the paper's.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
@@ -36,6 +36,7 @@ from heapr_lab.experiments.intervals import (
     verdict_of,
 )
 from heapr_lab.figures.paper import paper_table
+from heapr_lab.pruning.savings import at_context
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
 MODERATE = (0.2, 0.25)
@@ -64,7 +65,7 @@ class Evidence:
     """The share of the accuracy that is kept, by the share of the whole model that is
     removed: columns of `intervals.kept_of_boundary`."""
     savings: pd.DataFrame = field(default_factory=pd.DataFrame)
-    """Columns ratio, granularity, flops_reduction."""
+    """Columns ratio, granularity, flops_reduction, seq_len."""
     bins: pd.DataFrame = field(default_factory=pd.DataFrame)
     """From `figures.bins_data`."""
     shares: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -120,18 +121,21 @@ def claims(evidence: Evidence) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def answer_of(evidence: Evidence, *numbers: int, also: str = "") -> Answer:
+def answer_of(
+    evidence: Evidence, *numbers: int, also: str = "", model: str = "This model"
+) -> Answer:
     """Some of the claims as the answer of a notebook, refuted ones first.
 
     Args:
         evidence: what was measured.
         numbers: of the claims.
         also: sentences that follow.
+        model: what the evidence is of, at the beginning of a sentence.
     """
     table = claims(evidence).set_index("number").loc[[*numbers]]
     places = table["verdict"].map(VERDICTS.index).sort_values(kind="stable")
     rows = table.loc[places.index].to_dict("records")
-    sentences = [claim_in_words(row, "This model") for row in rows]
+    sentences = [claim_in_words(row, model) for row in rows]
     return answer(" ".join(filter(None, [*sentences, also])))
 
 
@@ -257,17 +261,23 @@ def _over_models(evidence: Evidence) -> Finding:
     )
     more = losses.sub(losses["heapr"], axis="index").groupby("model").mean()
     gaps = {name: interval_of(more[name].dropna()) for name in RIVALS if name in more}
-    return _against_rivals(gaps, f"up to {len(more)} models")
+    nearest = more[_nearest(gaps)].dropna()
+    apart = value_range(nearest, "+.3f")
+    return _against_rivals(gaps, f"the mean of {listed(nearest.index)} ({apart})")
+
+
+def _nearest(gaps: Mapping[str, Interval]) -> str:
+    return min(gaps, key=lambda name: gaps[name].value)
 
 
 def _against_rivals(gaps: Mapping[str, Interval], over: str) -> Finding:
     """The verdict on all rivals: undecided at best while one of them is missing."""
-    nearest = min(gaps, key=lambda name: gaps[name].value)
+    nearest = _nearest(gaps)
     verdicts = [gap.verdict for gap in gaps.values()]
     text = (
         f"HEAPr loses less in {verdicts.count(AGREES)} of {len(gaps)} comparisons and "
-        f"more in {verdicts.count(DISAGREES)}; the rival that loses least beside it is "
-        f"{nearest}: {gaps[nearest].said_as('nats')}, {over}"
+        f"more in {verdicts.count(DISAGREES)}; the closest rival is {nearest}: "
+        f"{gaps[nearest].said_as('nats')}, {over}"
     )
     missing = [name for name in RIVALS if not any(at.startswith(name) for at in gaps)]
     if missing:
@@ -315,6 +325,7 @@ def _flops(evidence: Evidence) -> Finding | None:
     share = saved[0.2]
     verdict = DISAGREES if abs(share - table) < abs(share - 0.2) else AGREES
     text = " and ".join(f"{saved[r]:.1%} at {r:.0%}" for r in MODERATE if r in saved)
+    text += f" of the atoms ({at_context(evidence.savings['seq_len'].iloc[0])})"
     words = {DISAGREES: "as its table, not its abstract", AGREES: "as its abstract"}
     return Finding(verdict, f"{text}: {words[verdict]}")
 
@@ -332,6 +343,21 @@ def _ordered(*pairs: tuple[str, str]) -> Callable[[Evidence], Finding | None]:
         return _all_of(verdicts, texts)
 
     return test
+
+
+def _atoms_and_experts(evidence: Evidence) -> Finding | None:
+    """Whether whole experts lose more, and the FLOPs that they save here."""
+    finding = _ordered(("heapr-expert", "heapr"))(evidence)
+    if finding is None or evidence.savings.empty:
+        return finding
+    whole = evidence.savings[evidence.savings["granularity"].eq("expert")]
+    text = _rows_as("{flops_reduction:.1%} at {ratio:.0%}", whole, between=" and ")
+    return replace(
+        finding,
+        found=f"{finding.found}; whole experts save {text} of the FLOPs where nothing "
+        "takes the place of one, as here, and none where the router's next choice "
+        "does, as in the paper",
+    )
 
 
 def _gaps_by_text(evidence: Evidence, method: str, other: str) -> dict[str, Interval]:
@@ -415,9 +441,19 @@ def _corpora(evidence: Evidence) -> Finding | None:
     accuracy = right.said() if right else "not measured"
     return Finding(
         UNDECIDED if verdicts == {UNDECIDED} else DISAGREES,
-        f"wikitext2 in place of c4: nats per token {losses}; accuracy, of which the "
-        f"paper speaks, {accuracy}",
+        f"wikitext2 in place of c4{_calibrated_with(evidence)}: nats per token "
+        f"{losses}; accuracy, of which the paper speaks, {accuracy}",
     )
+
+
+def _calibrated_with(evidence: Evidence) -> str:
+    """The ratio of the masks that are compared, and the draws of each corpus."""
+    draws, windows = evidence.draws, evidence.windows
+    if draws.empty:
+        ratios, n = windows.loc[windows["method"].eq(ON_C4), "ratio"], 1
+    else:
+        ratios, n = draws["ratio"], draws["seed"].nunique()
+    return f" at {ratios.max():.0%} ({n} draw{'s' * (n > 1)} of each)"
 
 
 def _accuracy_over_corpora(items: pd.DataFrame) -> Interval | None:
@@ -464,8 +500,8 @@ def _by_layer(evidence: Evidence) -> Finding | None:
             for end in ends
         )
         texts.append(
-            f"at {ratio:.0%} the first third of the layers loses {early} of its atoms "
-            f"than the middle, the last layer {late}"
+            f"at {ratio:.0%} ({part['seed'].nunique()} draws) the first third of the "
+            f"layers loses {early} of its atoms than the middle, the last layer {late}"
         )
     return _all_of(verdicts, texts)
 
@@ -515,7 +551,7 @@ CLAIMS = (
     Claim(
         "atoms beat whole experts",
         _published_grain,
-        _ordered(("heapr-expert", "heapr")),
+        _atoms_and_experts,
     ),
     Claim(
         "the loss of each tenth of the model follows its summed score",

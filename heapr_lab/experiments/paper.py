@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 BOUNDARY_RATIOS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Ratios of the pruning boundary, including the paper's 25 and 50 %."""
 METHOD_RATIOS = (0.2, 0.4)
-"""Those of the paper's ablations."""
+"""Those of the paper's ablations on DeepSeekMoE-16B."""
 LOSS_RATIOS = (0.2, 0.25, 0.4)
 """The ratios of `window_losses`."""
 LAYER_RATIOS = (0.25, 0.5)

@@ -328,9 +328,9 @@ def _draw(
 def _drawings(bench: Workbench, measured: Measurements) -> list[tuple[Any, ...]]:
     """The paper's figures: name, what draws it, its data, and what makes its table."""
     results, savings = measured.results, measured.savings
+    compared = (0.0, *paper.METHOD_RATIOS)  # the same for every curve of a figure
     common, saved = (
-        frame[frame["ratio"].le(max(paper.METHOD_RATIOS))]
-        for frame in (results, savings)
+        frame[frame["ratio"].isin(compared)] for frame in (results, savings)
     )
     layers = figures.layer_ratios_data(paper.layer_masks(bench))
     tenths = figures.bins_data(measured.tenths)

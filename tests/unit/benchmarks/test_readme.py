@@ -18,6 +18,7 @@ from house import WINGS
 from benchmarks import advice, questions, readme
 from benchmarks.index import measured
 from heapr_lab.errors import SpecError
+from heapr_lab.experiments import paper
 from heapr_lab.storage import paths
 
 README = paths.project_dir() / "README.md"
@@ -105,6 +106,7 @@ def test_every_table_of_the_results_is_generated() -> None:
 
 def test_every_question_is_answered_by_the_committed_numbers() -> None:
     """A picture, an answer, what was measured and how, below each heading."""
+    assert paper.CALIBRATION_RATIO == questions._TEXT_RATIO
     made = questions.blocks(questions.Committed(*committed()))
     assert updated(ANSWERS, made) == made
     text = ANSWERS.read_text("utf-8")

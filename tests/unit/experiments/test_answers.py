@@ -50,14 +50,21 @@ def test_more_text_and_other_text_are_told() -> None:
     """Perplexity at 8 and at 16 windows; the other mask loses 0.3 and 0.4 more."""
     rows = [
         ("a", 16, "a", 9.0), ("a", 8, "a", 10.0), ("a", 8, "b", 7.0),
-        ("b", 8, "b", 30.0), ("b", 16, "b", 20.0), ("b", 16, "continuation", 0.5),
+        ("b", 8, "b", 30.0), ("b", 16, "b", 20.0),
+        ("b", 8, "continuation", 0.5), ("b", 16, "continuation", 0.75),
     ]  # fmt: skip
     names = ["calibration", "n_sequences", "dataset", "value"]
-    text = answers.amount_of_text(pd.DataFrame(rows, columns=names))
+    sizes = pd.DataFrame(rows, columns=names).assign(spread=0.1, n_seeds=3)
+    of_items = sizes["dataset"].eq("continuation")
+    sizes["metric"] = of_items.map({True: "accuracy", False: "perplexity"})
+    text = answers.amount_of_text(sizes, ratio=0.2)
     assert text == (
-        "From 8 to 16 windows, perplexity on the calibrated corpus goes from a 10.00 "
-        "to 9.00; b 30.00 to 20.00."
+        "Where 20% is removed, from 8 to 16 windows (mean of 3 draws ± standard "
+        "deviation) perplexity on the calibrated corpus goes from 10.00 ± 0.10 to 9.00 "
+        "± 0.10 (a) and from 30.00 ± 0.10 to 20.00 ± 0.10 (b), and accuracy from 50.0% "
+        "± 10.0% to 75.0% ± 10.0% (b)."
     )
+    assert "accuracy" not in answers.amount_of_text(sizes[~of_items], ratio=0.2)
     assert "by +0.300 on a and +0.400 on b" in answers.other_text(losses(0.5))
 
 

@@ -57,11 +57,21 @@ def shares(last: float) -> pd.DataFrame:
     )
 
 
+def savings(**shares: float) -> pd.DataFrame:
+    """The share of the FLOPs that each granularity saves at 20 %."""
+    rows = [
+        {"ratio": 0.2, "granularity": grain, "flops_reduction": share, "seq_len": 2048}
+        for grain, share in shares.items()
+    ]
+    return pd.DataFrame(rows)
+
+
 def draws(wikitext2: float) -> pd.DataFrame:
     """Three draws of two corpora, of which C4 loses 1.0 nats."""
     return pd.DataFrame(
         {
             "metric": "nll",
+            "ratio": 0.2,
             "calibration": corpus,
             "n_sequences": 8,
             "seed": seed,
@@ -208,8 +218,16 @@ def test_flops_are_those_of_the_abstract_or_of_the_table(
     saved: float, verdict: str
 ) -> None:
     """The paper says nearly 20 % in one place and 8 % in another."""
-    rows = [{"ratio": 0.2, "granularity": "atom", "flops_reduction": saved}]
-    assert verdicts(savings=pd.DataFrame(rows))[4] == verdict
+    assert verdicts(savings=savings(atom=saved))[4] == verdict
+
+
+def test_whole_experts_save_what_is_counted_here() -> None:
+    """The count is told beside the losses, and what the paper's way saves."""
+    losses = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
+    evidence = Evidence("text", losses, savings=savings(atom=0.3, expert=0.07))
+    text = claims(evidence).set_index("number")["found"]
+    assert "; whole experts save 7.0% at 20% of the FLOPs where nothing" in text[7]
+    assert text[4].startswith("30.0% at 20% of the atoms (at 2,048 tokens of context)")
 
 
 def test_scores_predict_or_do_not() -> None:
@@ -233,7 +251,7 @@ def test_an_answer_begins_with_what_is_refuted() -> None:
     text = repr(answer_of(evidence, 8, 9, 11, also="More."))
     parts = (
         "The paper says: early layers lose most, the middle least, the last ones more "
-        "again (only drawn). This model **disagrees**: at 25% the first third",
+        "again (only drawn). This model **disagrees**: at 25% (2 draws) the first",
         "of its atoms than the middle, the last layer 10 (10 to 10) points less",
         "This model **agrees**: Spearman 1.00",
         "the costliest tenth: 2.0 × its scores, the others 2.0 ×. The paper",
@@ -265,6 +283,7 @@ def test_a_corpus_matters_by_loss_or_accuracy(
     fields = {"windows": losses, "items": items(right)}
     assert verdicts(**fields)[10] == verdict
     text = claims(Evidence("text", **fields)).set_index("number")["found"][10]
+    assert "in place of c4 at 25% (1 draw of each): nats per token" in text
     assert "the paper speaks, +" in text
     assert f"nats per token {1 - loss:+.3f} (" in text
     unasked = {"windows": losses}
@@ -278,6 +297,8 @@ def test_a_corpus_matters_over_draws() -> None:
     same = draws(1.01)
     answers = draws(2.0).assign(metric="accuracy", dataset="continuation")
     assert verdicts(draws=pd.concat([same, answers]))[10] == "disagrees"
+    text = claims(Evidence("text", draws=same)).set_index("number")["found"][10]
+    assert text.startswith("wikitext2 in place of c4 at 20% (3 draws of each): nats")
 
 
 @pytest.fixture
@@ -323,7 +344,7 @@ def test_rivals_lose_more_on_every_window(naee: float, verdict: str) -> None:
     text = claims(Evidence("text", windows(losses), right)).set_index("number")
     found = text["found"][2]
     assert "of 2 comparisons and more in" in found
-    assert "the rival that loses least beside it is naee at 25%: " in found
+    assert "the closest rival is naee at 25%: " in found
     assert "its accuracy is higher in 0 of 2, lower in 0" in found
     del losses["hc-smoe", 0.25]  # no more than undecided without it
     least = "undecided" if verdict == "agrees" else verdict
