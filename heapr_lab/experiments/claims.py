@@ -326,8 +326,8 @@ def _flops(evidence: Evidence) -> Finding | None:
     verdict = DISAGREES if abs(share - table) < abs(share - 0.2) else AGREES
     text = " and ".join(f"{saved[r]:.1%} at {r:.0%}" for r in MODERATE if r in saved)
     text += f" of the atoms ({at_context(evidence.savings['seq_len'].iloc[0])})"
-    words = {DISAGREES: "as its table, not its abstract", AGREES: "as its abstract"}
-    return Finding(verdict, f"{text}: {words[verdict]}")
+    nearer = {DISAGREES: "its table than its abstract", AGREES: "its abstract"}
+    return Finding(verdict, f"{text}: nearer {nearer[verdict]}")
 
 
 def _ordered(*pairs: tuple[str, str]) -> Callable[[Evidence], Finding | None]:
