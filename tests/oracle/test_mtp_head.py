@@ -3,7 +3,7 @@
 The slow twin runs a layer's modules one token of loss at a time, in float64.
 """
 
-import copy
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -46,7 +46,6 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_config, read_weights, skeleton_of
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.recipes.export import check_checkpoint
@@ -131,10 +130,10 @@ def random_tensors(
     return tensors
 
 
-def with_tokenizer(folder: Path) -> Path:
+def with_tokenizer(folder: Path, **options: int) -> Path:
     """A tiny model that reads text."""
     sizes = {"vocab_size": TEXT_VOCABULARY, "max_position_embeddings": 2048}
-    write_tokenizer(source_of(folder, "glm4_moe", **sizes))
+    write_tokenizer(source_of(folder, "glm4_moe", **sizes, **options))
     return folder
 
 
@@ -151,11 +150,6 @@ def opened(folder: Path) -> tuple[Any, ...]:
     n_blocks = 2 if model.config.model_type == "nemotron_h" else 1
     layers = by_layer(predicting_heads(model, str(folder)), n_blocks)
     return model, *(open_head(model, heads) for heads in layers.values())
-
-
-def table_of(model: Any, layer: Any, text: CalibrationSet) -> ImportanceTable:
-    """The statistics of the layer's atoms, window by window, as the twin's."""
-    return collect_statistics(*head_after(model, layer, text), batch_size=1)
 
 
 def trunk_states(model: Any, window: torch.Tensor) -> torch.Tensor:
@@ -191,26 +185,21 @@ def summed_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return sum(nn.functional.cross_entropy(row, target) for row, target in pairs)
 
 
-def slow_nll(model: Any, layer: Any, window: torch.Tensor) -> torch.Tensor:
-    """The summed loss of the layer on one window (L,)."""
-    states = slow_states(model, layer, trunk_states(model, window), window)
-    return summed_nll(model.lm_head(states), window[2:])
+def slow_nll(model: Any, layers: list[Any], window: torch.Tensor) -> torch.Tensor:
+    """The summed loss of the last of the layers on one window (L,)."""
+    states = trunk_states(model, window)
+    for k, layer in enumerate(layers):
+        states = slow_states(model, layer, states.detach(), window[k:])
+    return summed_nll(model.lm_head(states), window[len(layers) + 1 :])
 
 
-def slow_nll_of_second(
-    model: Any, first: Any, second: Any, window: torch.Tensor
-) -> torch.Tensor:
-    """The summed loss of the second layer on one window (L,)."""
-    before = slow_states(model, first, trunk_states(model, window), window)
-    states = slow_states(model, second, before.detach(), window[1:])
-    return summed_nll(model.lm_head(states), window[3:])
-
-
-def assert_are_of(table: ImportanceTable, head: MtpHead, loss: Any) -> None:
-    """Sum h·g of every atom is the derivative of a loss by the atom's size."""
+def assert_are_of(
+    table: ImportanceTable, head: MtpHead, trunk: Any, layers: list[Any]
+) -> None:
+    """Sum h·g of every atom is the derivative of the loss by the atom's size."""
     (experts,) = find_experts(head)
     weight = experts.module.down_proj.requires_grad_()
-    loss().backward()
+    sum(slow_nll(trunk, layers, window) for window in tiny_ids()).backward()
     change = (weight.detach() * weight.grad).sum(
         2 if experts.module.is_transposed else 1
     )
@@ -219,68 +208,37 @@ def assert_are_of(table: ImportanceTable, head: MtpHead, loss: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_statistics_are_of_the_loss_of_the_layer(tmp_path, family):
-    """Sum h·g of every atom is the derivative of its loss by the atom's size."""
-    model, layer = opened(source_of(tmp_path, family))
-    ids = tiny_ids()
-    table = table_of(model, layer, CalibrationSet.from_ids(ids))
-    assert_are_of(
-        table,
-        MtpHead(layer, {}),
-        lambda: sum(slow_nll(model, layer, window) for window in ids),
-    )
-    assert table.metadata["N"] == ids.numel() - 2 * len(ids)
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_moe"])
 def test_a_uniform_checkpoint_has_it_as_narrow_as_all_others(tmp_path, family):
-    """It keeps its atoms of the highest scores; it computes what zeroed columns do."""
-    source = source_of(tmp_path / "source", family)
-    model, layer = opened(source)
+    """Each keeps its atoms of the highest scores; it computes what zeroed columns do.
+
+    Sum h·g of every atom is the derivative of the layer's own loss by the atom's size,
+    on the states of the narrow layers before it.
+    """
+    n_heads = 2 if family in ("deepseek_v3", "qwen3_next") else 1
+    source = source_of(tmp_path / "source", family, n_heads=n_heads)
+    model, *layers = opened(source)
+    assert len(layers) == n_heads
     keep = widths_keep(model, WIDTH, structure="uniform")
     out = prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
     options = {"base": str(source), "calibration": TEXT}
     same_tensors(out, save_pruned(prune(model, keep), tmp_path / "saved", **options))
-    pruned, narrow = opened(out)
-    table = table_of(zeroed_twin(model, keep), layer, TEXT)
-    mask = highest(table, WIDTH)
-    assert set(mask.by_layer(0).sum(1)) == {WIDTH}
-    (experts,) = find_experts(MtpHead(layer, {}))
-    twin = copy.deepcopy(MtpHead(layer, {}))
-    twin = zeroed_twin(twin, KeepMask.from_arrays({experts.layer: mask.by_layer(0)}))
+    head, later = trunk, _ = zeroed_twin(model, keep), TEXT
+    for k, layer in enumerate(layers):
+        head, later = head_after(head, layer, later)
+        table = collect_statistics(head, later, batch_size=1)
+        assert_are_of(table, head, trunk, layers[: k + 1])
+        assert table.metadata["N"] == tiny_ids().numel() - (k + 2) * len(tiny_ids())
+        mask = highest(table, WIDTH)
+        assert set(mask.by_layer(0).sum(1)) == {WIDTH}
+        head = zeroed_twin(head, mask)
+        layers[k] = head.body.layer
+    pruned, *narrow = opened(out)
     window = tiny_ids(seed=7)[0]
-    expected = slow_nll(zeroed_twin(model, keep), twin.body.layer, window)
+    expected = slow_nll(trunk, layers, window)
     torch.testing.assert_close(slow_nll(pruned, narrow, window), expected)
-    note = read_json(tmp_path / "out" / "heapr_manifest.json")["also pruned"]
+    note = read_json(out / "heapr_manifest.json")["also pruned"]
     assert "by its own loss on token ids" in note
-    assert f"| also pruned | {note} |" in (tmp_path / "out" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
-def test_of_several_each_follows_the_pruned_one_before_it(tmp_path, family):
-    """The second is scored by its own loss, on the states of the narrow first one."""
-    source = source_of(tmp_path / "source", family, n_heads=2)
-    model, first, second = opened(source)
-    keep = widths_keep(model, WIDTH, structure="uniform")
-    out = prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
-    trunk = zeroed_twin(model, keep)
-    head, later = head_after(trunk, first, TEXT)
-    first = zeroed_twin(head, highest(collect_statistics(head, later), WIDTH))
-    head, later = head_after(first, second, later)
-    table = collect_statistics(head, later, batch_size=1)
-    twins = trunk, first.body.layer, second
-    assert_are_of(
-        table,
-        head,
-        lambda: sum(slow_nll_of_second(*twins, window) for window in tiny_ids()),
-    )
-    assert table.metadata["N"] == tiny_ids().numel() - 3 * len(tiny_ids())
-    twins = *twins[:2], zeroed_twin(head, highest(table, WIDTH)).body.layer
-    window = tiny_ids(seed=7)[0]
-    expected = slow_nll_of_second(*twins, window)
-    torch.testing.assert_close(slow_nll_of_second(*opened(out), window), expected)
-    shapes = {t.shape for n, t in tensors_in(out).items() if "experts.0.up_proj" in n}
-    assert shapes == {(WIDTH, 16)}
+    assert f"| also pruned | {note} |" in (out / "README.md").read_text()
 
 
 def fused(tensors: dict[str, torch.Tensor], layer: str) -> dict[str, torch.Tensor]:
@@ -307,8 +265,7 @@ def test_fused_experts_are_sliced_as_single_ones(tmp_path, family):
     if in_blocks:
         in_fp8(source, (4, 4))
     width = 2 * WIDTH if in_blocks else WIDTH
-    make = tiny_wrapper if family in WRAPPERS else tiny_model
-    keep = widths_keep(make(family, **sizes), width, structure="uniform")
+    keep = widths_keep(tiny_model(family, **sizes), width, structure="uniform")
     single = prune_folder(source, keep, tmp_path / "single", calibration=TEXT)
     with changed_tensors(source) as stored:
         together = fused(stored, layer)
@@ -457,60 +414,65 @@ def streams_of(folder: Path, *, drafts: bool = False) -> Path:
         if drafts:
             for name in [name for name in stored if name.startswith("mtp.0.")]:
                 stored[name.replace("mtp.0.", "mtp.1.")] = stored[name].clone()
-            for name in ("mtp.{}.h_proj", "mtp.{}.hnorm", "mtp.{}.enorm"):
-                del (
-                    stored[f"{name.format(0)}.weight"],
-                    stored[f"{name.format(1)}.weight"],
-                )
+            for layer, name in itertools.product((0, 1), ("h_proj", "hnorm", "enorm")):
+                del stored[f"mtp.{layer}.{name}.weight"]
             stored["mtp.0.main_proj.weight"] = stored.pop("mtp.0.e_proj.weight")
             stored["mtp.0.main_norm.weight"] = stored.pop("mtp.0.norm.weight")
             del stored["mtp.1.e_proj.weight"]
     return folder
 
 
+HALF = r"predicts a further token.*download"
+LACKING = "has 1 of 2 layers that predict"
+
+
 @pytest.mark.parametrize(
-    ("form", "lost"),
+    ("form", "structure", "lost", "message"),
     [
-        ("second", "model.layers.4.eh_proj"),
-        ("fused", f"{LAST}mlp.experts.down_proj"),
-        ("blocks", "mtp.layers.1.mixer.gate.weight"),
-        ("two of blocks", "mtp.layers.3.mixer.gate.weight"),
-        ("streams", "mtp.0.h_proj.weight"),
-        ("streams", "mtp.0.hc_ffn_scale"),
+        *(
+            ("single", structure, LAST + lost, r"layers\.3\..*download")
+            for structure in ("ragged", "uniform")
+            for lost in ("mlp.experts.2.up_proj", "eh_proj", "self_attn")
+        ),
+        *(
+            ("two", structure, f"model.layers.{layer}.", LACKING)
+            for structure in ("ragged", "uniform")
+            for layer in (3, 4)
+        ),
+        ("two", "uniform", "model.layers.4.eh_proj", HALF),
+        ("fused", "uniform", f"{LAST}mlp.experts.down_proj", HALF),
+        ("blocks", "uniform", "mtp.layers.1.mixer.gate.weight", HALF),
+        ("two of blocks", "uniform", "mtp.layers.3.mixer.gate.weight", HALF),
+        ("streams", "ragged", "mtp.0.h_proj.weight", HALF),
+        ("streams", "ragged", "mtp.0.hc_ffn_scale", HALF),
     ],
 )
-def test_half_of_any_form_is_refused_before_anything_is_done(tmp_path, form, lost):
-    """As half of a single layer is, by name."""
-    source = tmp_path / "source"
+def test_half_of_it_is_refused_before_anything_is_done(
+    tmp_path, form, structure, lost, message
+):
+    """Of any form, by name; so is one of two that the configuration counts.
+
+    The error of the command is one line.
+    """
+    source, n_heads = tmp_path / "source", 2 if "two" in form else 1
     if "blocks" in form:
-        blocks_of(source, 2 if form == "two of blocks" else 1)
+        blocks_of(source, n_heads)
     elif form == "streams":
         streams_of(source)
     else:
-        source_of(source, "glm4_moe", n_heads=2 if form == "second" else 1)
+        with_tokenizer(source, n_heads=n_heads)
+    keep = widths_keep(read_weights(source), WIDTH, structure=structure)
     with changed_tensors(source) as stored:
         together = fused(stored, LAST) if form == "fused" else dict(stored)
         stored.clear()
         stored |= {n: t for n, t in together.items() if not n.startswith(lost)}
-        assert len(stored) == len(together) - 1
-    structure = "ragged" if form == "streams" else "uniform"
-    keep = widths_keep(read_weights(source), WIDTH, structure=structure)
-    with pytest.raises(LayoutError, match=r"predicts a further token.*download"):
+        assert len(stored) < len(together)
+    with pytest.raises(LayoutError, match=message):
         prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-@pytest.mark.parametrize("structure", ["uniform", "ragged"])
-@pytest.mark.parametrize("lost", ["model.layers.3.", "model.layers.4."])
-def test_a_layer_that_is_not_there_is_refused(tmp_path, structure, lost):
-    """One of two that the configuration counts, before anything is done."""
-    source = source_of(tmp_path / "source", "glm4_moe", n_heads=2)
-    with changed_tensors(source) as stored:
-        for name in [name for name in stored if name.startswith(lost)]:
-            del stored[name]
-    keep = widths_keep(read_weights(source), WIDTH, structure=structure)
-    with pytest.raises(LayoutError, match="has 1 of 2 layers that predict"):
-        prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
+    if form == "single":
+        chosen = ("--ratio", 0.5, "--structure", structure, "--corpus", "pydocs")
+        error = one_line("prune", source, *chosen, "--out", tmp_path / "out")
+        assert "layers.3." in error
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -547,35 +509,15 @@ def test_on_the_command_line(tmp_path, method):
     assert shapes == {(WIDTH, 16)}
 
 
-@pytest.mark.parametrize("lost", ["experts.2.up_proj", "eh_proj", "self_attn"])
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
-def test_half_of_it_is_refused_before_anything_is_done(tmp_path, lost, structure):
-    """The error is one line that names it, as that of the command is."""
-    source = with_tokenizer(tmp_path / "source")
-    keep = widths_keep(read_weights(source), WIDTH, structure=structure)
-    with changed_tensors(source) as stored:
-        for name in [n for n in stored if n.startswith(LAST) and lost in n]:
-            del stored[name]
-    with pytest.raises(LayoutError, match=r"layers\.3\..*download"):
-        prune_folder(source, keep, tmp_path / "out", calibration=TEXT)
-    chosen = ("--ratio", 0.5, "--structure", structure, "--corpus", "pydocs")
-    assert "layers.3." in one_line("prune", source, *chosen, "--out", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-@pytest.mark.parametrize(
-    ("structure", "how"), [("ragged", "memory"), ("uniform", "files")]
-)
-def test_in_fp8(tmp_path, structure, how):
+def test_in_fp8(tmp_path, structure):
     """Kept, it is dequantised; pruned, it is in FP8 as all others are."""
     sizes = {"dtype": torch.bfloat16, "moe_intermediate_size": 24}
     source = source_of(tmp_path / "source", "deepseek_v3", **sizes)
-    exact = in_fp8(source, (4, 4))
-    before = tensors_in(source)
-    keep = widths_keep(
-        tiny_model("deepseek_v3", **sizes), 2 * WIDTH, structure=structure
-    )
-    if how == "memory":
+    exact, before = in_fp8(source, (4, 4)), tensors_in(source)
+    model = tiny_model("deepseek_v3", **sizes)
+    keep = widths_keep(model, 2 * WIDTH, structure=structure)
+    if structure == "ragged":
         model = read_weights(source, dtype=torch.float32)
         save_pruned(prune(model, keep), tmp_path / "out", calibration=TEXT)
     else:
@@ -602,18 +544,16 @@ def test_in_fp8(tmp_path, structure, how):
             assert apart.amin(1).max() < exact[name].abs().max() / 15
 
 
-@pytest.mark.parametrize("structure", ["ragged", "drafts"])
-def test_of_streams_it_is_kept_in_floats(tmp_path, structure):
+@pytest.mark.parametrize("drafts", [False, True])
+def test_of_streams_it_is_kept_in_floats(tmp_path, drafts):
     """DeepSeek-V4's, with experts in FP4 and other matrices in FP8, as published."""
-    drafts = structure == "drafts"
-    structure = "ragged" if drafts else structure
     source = streams_of(tmp_path / "source", drafts=drafts)
     plain, exact = tensors_in(source), in_fp4(source)
     n_matrices = 2 * (4 * 3 + 5) + 1 if drafts else 4 * 3 + 5 + 2
     assert sum(name.startswith("mtp.") for name in exact) == n_matrices
     model = skeleton_of(read_config(source))
     assert (whole_heads(model, str(source))[1] is not None) == drafts
-    keep = widths_keep(model, 2 * WIDTH, structure=structure)
+    keep = widths_keep(model, 2 * WIDTH, structure="ragged")
     out = prune_folder(source, keep, tmp_path / "out")
     head = {n: t for n, t in tensors_in(out).items() if n.startswith("mtp.")}
     assert head.keys() == {name for name in plain if name.startswith("mtp.")}
@@ -681,10 +621,10 @@ def test_windows_that_differ_in_the_first_token_are_refused(tmp_path):
     """The layer begins at the second token, and would take the states of the other."""
     model, layer = opened(source_of(tmp_path, "glm4_moe"))
     ids = tiny_ids()[[0, 0, 1]]
-    table_of(model, layer, CalibrationSet.from_ids(ids))
+    collect_statistics(*head_after(model, layer, CalibrationSet.from_ids(ids)))
     ids[1, 0] += 1
     with pytest.raises(SpecError, match="leave one of them out"):
-        table_of(model, layer, CalibrationSet.from_ids(ids))
+        head_after(model, layer, CalibrationSet.from_ids(ids))
 
 
 @pytest.mark.parametrize("family", [*OTHER, "glm4_moe"])
@@ -718,11 +658,9 @@ def test_without_text_it_is_kept_or_left_out(tmp_path, family, structure):
     source = source_of(tmp_path / "source", family)
     model, before = read_weights(source, dtype=torch.float64), tensors_in(source)
     model.set_experts_implementation("eager")
-    extra = extra_in(source, family)
-    whole = structure != "uniform"
-    keep = random_keep(model)
-    if structure != "ragged":
-        keep = widths_keep(model, WIDTH, structure=structure)
+    extra, whole = extra_in(source, family), structure == "ragged"
+    narrow = widths_keep(model, WIDTH, structure=structure)
+    keep = random_keep(model) if whole else narrow
     saved = save_pruned(prune(model, keep), tmp_path / "saved", base=str(source))
     sliced = prune_folder(source, keep, tmp_path / "sliced")
     same_tensors(saved, sliced)
