@@ -3,12 +3,15 @@
 import copy
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from families import tiny_ids
 from oracles.token_by_token import matrices
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.experts import find_experts
@@ -92,6 +95,19 @@ def masked_logits(model: nn.Module, ids: torch.Tensor, *mask: Any) -> torch.Tens
     """Logits under a mask, and with the W_down that replace the model's, if any."""
     with masking(model, *mask):
         return logits_of(model, ids)
+
+
+def check_masked(folder: Path, model: nn.Module, keep: KeepMask) -> Any:
+    """Check that the checkpoint in `folder` is the masked model, to sums of float32.
+
+    Returns:
+        What transformers loads.
+    """
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    expected = masked_logits(model, tiny_ids(), keep)
+    close = {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(logits_of(loaded, tiny_ids()), expected, **close)
+    return loaded
 
 
 def window_nll(model: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
