@@ -19,7 +19,6 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
-from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 from heapr_lab.pretrained.deepseek import DeepseekForCausalLM
 
@@ -98,13 +97,6 @@ def test_hidden_states_are_those_of_every_layer() -> None:
     states = model(tiny_ids(), output_hidden_states=True).hidden_states
     assert len(states) == model.config.num_hidden_layers + 1
     assert torch.equal(states[0], model.model.embed_tokens(tiny_ids()))
-
-
-def test_layers_with_experts_are_those_of_the_configuration() -> None:
-    """The first are dense, then every second one has experts."""
-    changes = {"first_k_dense_replace": 2, "moe_layer_freq": 2, "num_hidden_layers": 7}
-    layers = find_experts(tiny_model("deepseek", **changes))
-    assert [layer.layer for layer in layers] == [2, 4, 6]
 
 
 def test_routing_in_bfloat16_is_in_float32() -> None:

@@ -28,6 +28,7 @@ from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 BLOCK = 8, 4
+IDS = torch.arange(2, 34).reshape(2, 16)
 WIDTH = 16
 """The width of the pruned experts; the dense ones have 24 atoms."""
 
@@ -101,8 +102,7 @@ def test_a_uniform_checkpoint_stays_in_fp8(
         prune_folder(folders.fp8, folders.keep, tmp_path / "out")
     else:
         model, _ = load_model(folders.fp8, device="cpu", dtype=dtype, stream=stream)
-        ids = torch.arange(2, 34).reshape(2, 16)
-        torch.testing.assert_close(logits_of(model, ids), logits_of(twin, ids))
+        torch.testing.assert_close(logits_of(model, IDS), logits_of(twin, IDS))
         save_pruned(prune(model, folders.keep), tmp_path / "out")
     twin = prune(twin, folders.keep)
     save_pruned(twin, tmp_path / "twin", dtype=torch.float32)
@@ -169,10 +169,9 @@ def test_what_is_measured_is_what_is_written(
     save_pruned(pruned, tmp_path / "rounded")
     same_tensors(tmp_path / "plain", tmp_path / "rounded")
     again, _ = load_model(tmp_path / "plain", device="cpu", dtype="bfloat16")
-    ids = torch.arange(2, 34).reshape(2, 16)
-    read = logits_of(again, ids)
-    assert torch.equal(logits_of(pruned, ids), read)
-    assert not torch.equal(logits_of(prune(model, folders.keep), ids), read)
+    read = logits_of(again, IDS)
+    assert torch.equal(logits_of(pruned, IDS), read)
+    assert not torch.equal(logits_of(prune(model, folders.keep), IDS), read)
     assert sliced_experts(pruned)
 
 

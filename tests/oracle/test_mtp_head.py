@@ -325,8 +325,7 @@ def blocks_states(
             own[name] = stored[f"mtp.layers.{first + int(block)}.{rest}"]
         norm = stored[f"mtp.layers.{first + 1}.final_layernorm.weight"]
         own["backbone.norm_f.weight"] = norm
-    twin = read_weights(folder / "twin", dtype=torch.float64)
-    twin.set_experts_implementation("eager")
+    twin = reloaded(folder / "twin")
 
     def normed(states: torch.Tensor, name: str) -> torch.Tensor:
         weight = stored[f"mtp.layers.{first}.{name}.weight"]
@@ -656,8 +655,7 @@ def test_without_text_it_is_kept_or_left_out(tmp_path, family, structure):
     A stock configuration has one width for the experts of all layers.
     """
     source = source_of(tmp_path / "source", family)
-    model, before = read_weights(source, dtype=torch.float64), tensors_in(source)
-    model.set_experts_implementation("eager")
+    model, before = reloaded(source), tensors_in(source)
     extra, whole = extra_in(source, family), structure == "ragged"
     narrow = widths_keep(model, WIDTH, structure=structure)
     keep = random_keep(model) if whole else narrow

@@ -10,11 +10,11 @@ import pytest
 import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, masked_logits
+from methods_by_hand import reloaded
 from oracles.streamed import same_tables
 from stored_tensors import changed_json, changed_tensors, tensors_in
 from tiny_folder import opened, write_folder
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import LayoutError, SpecError
@@ -150,8 +150,7 @@ def test_pruned_and_reloaded(hub: Path, tmp_path: Path, structure: str) -> None:
     keep = select(table, ratio=0.4, structure=structure, multiple=2 if stock else None)
     expected = masked_logits(model, IDS, keep)
     out = prune_folder(hub, keep, tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="float64")
-    loaded.set_experts_implementation("eager")
+    loaded = reloaded(out)
     torch.testing.assert_close(logits_of(loaded, IDS), expected, rtol=0, atol=1e-5)
     config, tensors = read_json(out / "config.json"), tensors_in(out)
     assert tensors.keys() == tensors_in(hub).keys()

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import manifest_of, run, text_of
+from commands import manifest_of, said, text_of
 from families import REPRESENTATIVES
 from heard import Heard, stop_at
 from keeps import random_keep, weights_of, widths_keep, window_nll
@@ -309,9 +308,7 @@ def test_the_command_heals_a_streamed_model(
         out = tmp_path / f"out{way}"
         base = ("prune", tmp_path / "moe", "--ratio", 0.4, "--heal", 16, "--out", out)
         base += ("--dtype", "float32")
-        facts = json.loads(
-            run(*base, "--method", "paper", way, "--json", *text_of(tmp_path))
-        )
+        facts = said(*base, "--method", "paper", way, *text_of(tmp_path))
         assert facts["healed_on"] == 16
         manifest = manifest_of(out)
         assert "then healed on 384 tokens of" in manifest["weights"]

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from families import tiny_ids, tiny_model
 from keeps import logits_of, masked_logits, random_keep, widths_keep, zeroed_twin
+from oracles.streamed import same_tables
 from stored_tensors import changed_tensors, same_tensors, tensors_in
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from wrappers import NO_STOCK, WRAPPERS, tiny_wrapper
@@ -25,8 +25,6 @@ from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.text.calibration import CalibrationSet
 
-RELATIVE = 1e-9
-"""float64 sums of some hundred terms."""
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 PROCESSOR = '{"processor_class": "AnyProcessor", "size": 8}'
 
@@ -145,8 +143,7 @@ def test_streamed_is_in_memory(tmp_path, kind):
     streamed.set_experts_implementation("eager")
     expected = collect_statistics(model, texts, batch_size=2)
     table = collect_statistics(streamed, texts, batch_size=2)
-    scores = expected.score("heapr"), table.score("heapr")
-    np.testing.assert_allclose(scores[1], scores[0], rtol=RELATIVE, atol=1e-18)
+    same_tables(table, expected)
 
 
 @pytest.mark.parametrize("width", [None, 4, 8], ids=["ragged", "uniform", "square"])
