@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -213,18 +214,14 @@ def test_an_index_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pip_gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """It tries twice for 15 seconds, asks nothing, and is ended in any case."""
-    call: dict[str, Any] = {}
-
-    def run(command: list[str], **options: Any) -> None:
-        call.update(options, command=command)
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
+    run = Mock(side_effect=subprocess.TimeoutExpired("pip", 3600))
     monkeypatch.setattr(subprocess, "run", run)
     output = wheel._pip("download", *wheel._OPTIONS)
     assert wheel._why(output) == "it was not done after 3600 seconds"
     assert wheel._why("") == "it said nothing"
-    assert {"--retries=1", "--timeout=15", "--no-input"} <= set(call["command"])
-    assert call["stdin"] == subprocess.DEVNULL
+    command, options = run.call_args
+    assert {"--retries=1", "--timeout=15", "--no-input"} <= set(command[0])
+    assert (options["stdin"], options["timeout"]) == (subprocess.DEVNULL, 3600)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -282,22 +279,17 @@ def test_another_file_is_refused(
     assert f"correct ${VARIABLE}, or unset it" in message
 
 
-def full(*_args: object, **_options: object) -> None:
-    """What a full disk does."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def full_too(*_args: object, **_options: object) -> None:
-    """The same in safetensors, whose error is of another kind."""
-    raise SafetensorError("I/O error: No space left on device (os error 28)")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+FULL_TOO = SafetensorError("I/O error: No space left on device (os error 28)")
+"""The same in safetensors, whose error is of another kind."""
 
 
 @pytest.mark.parametrize(
     ("module", "name", "broken"),
     [
-        (shutil, "copyfileobj", full),
-        (smollm2, "save_file", full_too),
-        (wheel, "_pip", lambda *_words: "ERROR: [Errno 28] No space left on device"),
+        (shutil, "copyfileobj", Mock(side_effect=FULL)),
+        (smollm2, "save_file", Mock(side_effect=FULL_TOO)),
+        (wheel, "_pip", Mock(return_value="ERROR: [Errno 28] No space left on device")),
     ],
 )
 def test_a_full_disk_is_one_line(
