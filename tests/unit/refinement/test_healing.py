@@ -190,13 +190,8 @@ def test_another_or_a_damaged_state_is_refused(
     """It is named, and stays."""
     monkeypatch.setattr(healing, "_SAVE_SECONDS", -1.0)
     state = tmp_path / "state.safetensors"
-
-    def stop(_step: int, _n_steps: int) -> None:
-        if state.exists():
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        heal(pruned_of(dense), dense, TEXT, state=state, progress=stop)
+        heal(pruned_of(dense), dense, TEXT, state=state, progress=stop_at(2))
     with pytest.raises(CacheError, match="of another training"):
         heal(pruned_of(dense), dense, TEXT, state=state, learning_rate=1e-3)
     content = state.read_bytes()
