@@ -9,9 +9,10 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -218,6 +219,13 @@ def test_local_data_sets(name: str, text: str) -> None:
         assert not train & test
 
 
+def stored(**columns: Any) -> bytes:
+    """A parquet file of these columns."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return bytes(sink.getvalue())
+
+
 def write_hub_layout(root: Path) -> None:
     """Data sets as they lie on the hub, made of a few sentences each."""
     rows = {split: [f"{split} {i}" for i in range(3)] for split in SPLITS}
@@ -227,15 +235,15 @@ def write_hub_layout(root: Path) -> None:
         (wikitext / config).mkdir(parents=True)
         card += [f"- config_name: {config}", "  data_files:"]
         for split, texts in rows.items():
-            frame = pd.DataFrame({"text": [f"{config} {text}" for text in texts]})
-            frame.to_parquet(wikitext / config / f"{split}-00000-of-00001.parquet")
+            path = wikitext / config / f"{split}-00000-of-00001.parquet"
+            path.write_bytes(stored(text=[f"{config} {text}" for text in texts]))
             card += [f"  - split: {split}", f"    path: {config}/{split}-*"]
     (wikitext / "README.md").write_text("\n".join([*card, "---", ""]))
     ptb = root / "ptb-text-only" / "ptb_text_only"
     for split, texts in rows.items():
-        (ptb / "penn_treebank" / split).mkdir(parents=True)
-        frame = pd.DataFrame({"sentence": [f"ptb {text}" for text in texts]})
-        frame.to_parquet(ptb / "penn_treebank" / split / "0000.parquet")
+        path = ptb / "penn_treebank" / split / "0000.parquet"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(stored(sentence=[f"ptb {text}" for text in texts]))
     shard = root / "allenai" / "c4" / corpora._C4_SHARD
     shard.parent.mkdir(parents=True)
     with gzip.open(shard, "wt") as file:
@@ -301,8 +309,7 @@ def test_a_local_folder_that_lacks_a_split_is_not_replaced_by_the_hub(
     (hub / "ptb").mkdir()
     with pytest.raises(CorpusError, match=r"ptb/test\.parquet"):
         load_corpus("ptb", split="test")
-    frame = pd.DataFrame({"sentence": ["mine"]})
-    frame.to_parquet(hub / "ptb" / "test.parquet")
+    (hub / "ptb" / "test.parquet").write_bytes(stored(sentence=["mine"]))
     assert load_corpus("ptb", split="test").texts == ("mine",)
 
 
@@ -317,8 +324,8 @@ def test_own_files_of_each_kind(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "one\u2028line"}\n', "utf-8")
     assert load_corpus(str(tmp_path / "b.jsonl")).texts == ("one\u2028line",)
     for column in ("text", "sentence"):
-        frame = pd.DataFrame({"n": [1, 2], column: ["one\nline", "two"]})
-        frame.to_parquet(tmp_path / f"{column}.parquet")
+        columns = {"n": [1, 2], column: ["one\nline", "two"]}
+        (tmp_path / f"{column}.parquet").write_bytes(stored(**columns))
     paths = ("a.txt", "a.jsonl", "text.parquet", "sentence.parquet")
     loaded = [load_corpus(str(tmp_path / path), split="test") for path in paths]
     assert {corpus.texts for corpus in loaded} == {("one\nline", "two")}
@@ -329,6 +336,10 @@ def test_own_files_of_each_kind(tmp_path: Path) -> None:
 
 def test_own_files_that_cannot_be_used(tmp_path: Path) -> None:
     """Absent, empty, damaged or without a text: each error names the file."""
+    # Arrow does not look at them when it reads.
+    offsets = pa.array([0, 4], pa.int32()).buffers()[1]
+    buffers = [None, offsets, pa.py_buffer(b"\xff\xfe\xfd\xfc")]
+    not_utf8 = pa.Array.from_buffers(pa.string(), 1, buffers)
     with pytest.raises(CorpusError, match=r"absent\.txt' does not exist"):
         load_corpus(str(tmp_path / "absent.txt"))
     for name, content, text in (
@@ -350,35 +361,16 @@ def test_own_files_that_cannot_be_used(tmp_path: Path) -> None:
         ("bad.parquet", b"PAR1", "cannot be read"),
         ("bad.txt", b"\xff\xfe\xff", "not UTF-8"),
         ("latin.jsonl", b'{"text": "\xe9"}\n', "not UTF-8"),
+        ("texts.parquet", stored(text=not_utf8), r"texts\.parquet' is not UTF-8"),
+        ("b.parquet", stored(body=["a"]), r"columns \['body'\], expected one called"),
+        ("numbers.parquet", stored(text=[1, 2]), r"numbers\.parquet.*int64"),
+        ("holes.parquet", stored(text=["a", None]), r"holes\.parquet.*1 of 2"),
     ):
         path = tmp_path / name
         path.write_bytes(content)
         with pytest.raises(CorpusError, match=text) as caught:
             load_corpus(str(path))
         assert name in str(caught.value)
-    pd.DataFrame({"body": ["a"]}).to_parquet(tmp_path / "other.parquet")
-    with pytest.raises(CorpusError, match=r"columns \['body'\], expected one called"):
-        load_corpus(str(tmp_path / "other.parquet"))
-    pd.DataFrame({"text": [1, 2]}).to_parquet(tmp_path / "numbers.parquet")
-    with pytest.raises(CorpusError, match=r"numbers\.parquet.*int64"):
-        load_corpus(str(tmp_path / "numbers.parquet"))
-    pd.DataFrame({"text": ["a", None]}).to_parquet(tmp_path / "holes.parquet")
-    with pytest.raises(CorpusError, match=r"holes\.parquet.*1 of 2"):
-        load_corpus(str(tmp_path / "holes.parquet"))
-
-
-# --- damaged files ----------------------------------------------------------------
-
-
-def test_bytes_in_parquet_that_are_not_utf8(tmp_path: Path) -> None:
-    """Arrow does not look at them when it reads."""
-    offsets = pa.array([0, 4], pa.int32()).buffers()[1]
-    buffers = [None, offsets, pa.py_buffer(b"\xff\xfe\xfd\xfc")]
-    column = pa.Array.from_buffers(pa.string(), 1, buffers)
-    path = tmp_path / "texts.parquet"
-    pq.write_table(pa.table({"text": column}), path)
-    with pytest.raises(CorpusError, match=r"texts\.parquet' is not UTF-8"):
-        load_corpus(str(path))
 
 
 def test_a_file_that_the_system_will_not_read(
@@ -387,11 +379,8 @@ def test_a_file_that_the_system_will_not_read(
     """It is there, and that is all."""
     path = tmp_path / "text.txt"
     path.write_text("some text")
-
-    def fail(*_args: object, **_options: object) -> str:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_text", fail)
+    denied = PermissionError(13, "Permission denied", str(path))
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=denied))
     with pytest.raises(CorpusError, match=r"text\.txt' cannot be read \(Permission"):
         load_corpus(str(path))
 
