@@ -196,6 +196,12 @@ def scored_masks() -> tuple[ScoredMask, ScoredMask]:
     return ScoredMask("A", a, scores), ScoredMask("B", b, scores[::-1].copy())
 
 
+def dots_of(ax: plt.Axes) -> list[Any]:
+    """The points of a chart, without lines."""
+    lines = [line for line in ax.get_lines() if line.get_linestyle() == "None"]
+    return [line for line in lines if len(line.get_xdata())]
+
+
 def lines_of(ax: plt.Axes) -> dict[str, np.ndarray]:
     """Points (n, 2) of every labelled curve or line of `ax`, by label."""
     return {

@@ -61,6 +61,21 @@ def cancel(job: Job, said: str = "") -> None:
     assert not job.button.disabled
 
 
+def told(panel: Any, path: object, name: str = "save") -> str:
+    """What the panel says after the button to `save` or `open` a session."""
+    panel.files.file.value = str(path)
+    getattr(panel.files, f"{name}_button").click()
+    return str(panel.files.message.value)
+
+
+def export(panel: Any, folder: object, *, weights: str = "") -> str:
+    """What the tab shows after Export was pressed, of the weights on the panel or these."""
+    panel.export.folder.value = str(folder)
+    panel.export.weights.value = weights or panel.export.weights.value
+    press(panel.export.job)
+    return str(panel.export.job.value)
+
+
 def is_stale(widget: Any) -> bool:
     """Whether a widget is grey."""
     return STALE in widget._dom_classes

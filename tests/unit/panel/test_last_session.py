@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pressing import press
+from pressing import press, told
 from random_tables import random_table, small_table
 
 from heapr_lab.panel import jobs, session_bar, static_copy
@@ -168,8 +168,7 @@ def test_who_asks_for_something_else_gets_it(
     use(first := displayed(small_table()))
     first.comparison.clear()
     monkeypatch.setenv("HOME", str(tmp_path))
-    first.files.file.value = "~/s.json"
-    first.files.save_button.click()
+    told(first, "~/s.json")
     assert (tmp_path / "s.json").is_file()
     again = explore(small_table(), session="~/s.json")
     assert again.session.selection == Selection(0.5)
@@ -181,8 +180,7 @@ def test_a_file_that_is_written_over_can_be_had_back(tmp_path: Path) -> None:
     """What was shown before another session was opened comes back, too."""
     panel = explore(small_table())
     files = panel.files
-    files.file.value = str(tmp_path / "s.json")
-    files.save_button.click()
+    told(panel, tmp_path / "s.json")
     assert files.undo_button.layout.display == "none"
     before = (tmp_path / "s.json").read_bytes()
     panel.controls.ratio.value = "0.5"
@@ -203,8 +201,7 @@ def test_weights_that_choose_are_opened_too(panel: Explorer, tmp_path: Path) -> 
     weights.value, panel.weights.own.value = "compress", 40
     panel.comparison.pin()
     recipe = panel.session.recipe
-    files.file.value = str(tmp_path / "s.json")
-    files.save_button.click()
+    told(panel, tmp_path / "s.json")
     weights.value = "unchanged"
     for press_one, value in (
         (files.open_button, "compress"),

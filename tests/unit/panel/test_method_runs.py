@@ -5,9 +5,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from matplotlib.axes import Axes
+from figure_rows import dots_of
 from matplotlib.colors import to_hex
-from matplotlib.lines import Line2D
 from pressing import error_of, held, press
 from random_tables import random_table
 
@@ -66,12 +65,6 @@ def test_methods_stand_next_to_saved_settings(panel: Explorer, tmp_path: Path) -
     stored, metadata = read_frame(tmp_path / "comparison.parquet")
     assert stored["label"].tolist() == frame["label"].tolist()
     assert metadata["methods"] == ["heapr 50%", "reap 50%"]
-
-
-def dots_of(ax: Axes) -> list[Line2D]:
-    """The points of a chart, without lines."""
-    lines = [line for line in ax.get_lines() if line.get_linestyle() == "None"]
-    return [line for line in lines if len(line.get_xdata())]
 
 
 def test_losses_are_drawn_against_what_is_saved(panel: Explorer) -> None:

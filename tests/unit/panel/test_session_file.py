@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from pressing import press
+from pressing import press, told
 from random_tables import random_table, small_table
 
 from heapr_lab.errors import SpecError
@@ -81,24 +81,10 @@ def fresh(bench: Workbench, root: Path) -> Fresh:
     return make
 
 
-def told(panel: Explorer, path: Path) -> str:
-    """What the panel says after the button to save to the file."""
-    panel.files.file.value = str(path)
-    panel.files.save_button.click()
-    return str(panel.files.message.value)
-
-
 def save(panel: Explorer, path: Path) -> dict[str, Any]:
     """The content of the file that the button writes."""
     assert told(panel, path).count("Saved to") == 1
     return dict(json.loads(path.read_text()))
-
-
-def opened(panel: Explorer, path: Path) -> str:
-    """What the panel says after the file was opened with the button."""
-    panel.files.file.value = str(path)
-    panel.files.open_button.click()
-    return str(panel.files.message.value)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +107,7 @@ def test_a_session_is_opened_as_it_was(fresh: Fresh, tmp_path: Path) -> None:
     assert len(panel.session.points) == 4  # dense and pruned, of a corpus and a task
     again = fresh()
     assert state(again) != before
-    assert "Opened" in opened(again, file)
+    assert "Opened" in told(again, file, "open")
     assert state(again) == before
     assert state(fresh(session=file)) == before
     assert save(again, tmp_path / "second.json") == plain
@@ -163,7 +149,7 @@ def test_a_table_alone(
     reopened = fresh(session=tmp_path / "again.json")
     assert reopened.comparison.table.value == panel.comparison.table.value
     other = explore(folder / "table.parquet")
-    assert "of another model, calibration or table" in opened(other, file)
+    assert "of another model, calibration or table" in told(other, file, "open")
 
 
 def test_another_model_calibration_or_profile(
@@ -172,14 +158,14 @@ def test_another_model_calibration_or_profile(
     """Refused, with both fingerprints or both amounts of test data."""
     panel, file = saved
     other = fresh(calibration=Calibration(str(root / "text.txt"), seed=4))
-    before, message = state(other), opened(other, file)
+    before, message = state(other), told(other, file, "open")
     actual, wanted = (fingerprint_of(p.session.table)[:12] for p in (other, panel))
     assert actual in message
     assert wanted in message
     assert state(other) == before
     small = open_workbench(str(root / "moe"), profile="small")
     small.profile = small.profile.__class__(**{**vars(small.profile), "n_test": 3})
-    message = opened(fresh(small), file)
+    message = told(fresh(small), file, "open")
     assert "expected" in message
     assert "n_test=3" in message
     with pytest.raises(SpecError, match="give no other"):
@@ -203,7 +189,7 @@ def test_a_session_of_before_is_opened(
         assert recipe.pop("heal") == 0
     file.write_text(json.dumps(old))
     other = fresh()
-    assert "Opened" in opened(other, file)
+    assert "Opened" in told(other, file, "open")
     assert state(other) == state(panel)
     anew = save(other, file)
     assert "map" not in anew
@@ -269,14 +255,14 @@ def test_a_wrong_file_changes_nothing(
     texts += [_changed(plain, *wrong) for wrong in WRONG]
     for text in texts:
         bad.write_bytes(text.encode("latin-1", "replace"))
-        message = opened(panel, bad)
+        message = told(panel, bad, "open")
         assert 'role="alert"' in message, text[:200]
         assert state(panel) == before, text[:200]
-    assert "there is no session" in opened(panel, tmp_path / "none.json")
+    assert "there is no session" in told(panel, tmp_path / "none.json", "open")
     for part, value, message in SAID:
         bad.write_text(_changed(plain, part, value))
-        assert message in opened(panel, bad)
-    assert "Opened" in opened(panel, file)
+        assert message in told(panel, bad, "open")
+    assert "Opened" in told(panel, file, "open")
     assert state(panel) != before
 
 
@@ -327,10 +313,10 @@ def test_an_edited_table_is_another(fresh: Fresh, tmp_path: Path) -> None:
     plain, table = save(panel, file), panel.session.table
     frame = table.frame.assign(sum_h2=1.0)
     edited = explore(ImportanceTable(frame, table.metadata))
-    assert "of another model, calibration or table" in opened(edited, file)
+    assert "of another model, calibration or table" in told(edited, file, "open")
     file.write_text(json.dumps(plain | {"table": table.metadata["spec_hash"]}))
-    assert "did not record the numbers" in opened(edited, file)
-    assert "Opened" in opened(fresh(), file)
+    assert "did not record the numbers" in told(edited, file, "open")
+    assert "Opened" in told(fresh(), file, "open")
 
 
 # --- a session alone --------------------------------------------------------------

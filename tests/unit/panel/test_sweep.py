@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from heapr_lab.text.corpora import load_corpus
 from heapr_lab.workbench.workbench import Workbench
 
 RATIOS = (0.25, 0.5)
+plain_sweep = partial(sweep_of, Selection(0.1), WeightRecipe())
 
 
 @pytest.fixture
@@ -107,16 +109,11 @@ def test_only_what_is_missing_is_measured(
     session: PruningSession, corpora: tuple[str, str]
 ) -> None:
     """A second sweep with a further ratio and corpus measures only these."""
-    options: Any = {"estimators": ("heapr",)}
-    first = sweep_of(
-        Selection(0.1), WeightRecipe(), ratios=RATIOS, corpora=corpora[:1], **options
-    )
+    first = plain_sweep(ratios=RATIOS, corpora=corpora[:1], estimators=("heapr",))
     first.run(session, report=quiet, on_points=quiet)
     assert len(session.points) == 1 + 2
     assert first.missing(session) == []
-    more = sweep_of(
-        Selection(0.1), WeightRecipe(), ratios=(0.25, 0.75), corpora=corpora, **options
-    )
+    more = plain_sweep(ratios=(0.25, 0.75), corpora=corpora, estimators=("heapr",))
     missing = [
         (part.selection.ratio, [Path(name).name for name in part.corpora])
         for part in more.missing(session)
@@ -206,7 +203,7 @@ def test_estimators_that_compare_within_layers_have_that_scope() -> None:
     """`compress` has no estimators of its own."""
     options: Any = {"ratios": RATIOS, "corpora": ("a",)}
     options["estimators"] = ("heapr", "camera")
-    sweep = sweep_of(Selection(0.1), WeightRecipe(), **options)
+    sweep = plain_sweep(**options)
     assert [(pick.estimator, pick.scope, pick.ratio) for pick in sweep.selections] == [
         ("heapr", "global", 0.25), ("heapr", "global", 0.5),
         ("camera", "layer", 0.25), ("camera", "layer", 0.5),
@@ -215,7 +212,7 @@ def test_estimators_that_compare_within_layers_have_that_scope() -> None:
     assert len(alone.selections) == 2
     for missing in ("estimators", "corpora"):
         with pytest.raises(SpecError, match="select one"):
-            sweep_of(Selection(0.1), WeightRecipe(), **(options | {missing: ()}))
+            plain_sweep(**(options | {missing: ()}))
 
 
 def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:

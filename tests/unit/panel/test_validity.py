@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import numpy as np
 import pandas as pd
 import pytest
+from figure_rows import dots_of
 from matplotlib.colors import to_hex
-from pressing import error_of, is_stale, press
+from pressing import error_of, export, is_stale, press
 from random_tables import random_table
 
 from heapr_lab.errors import SpecError
@@ -199,10 +200,8 @@ def test_what_was_written_is_marked_when_settings_change(
 ) -> None:
     """The code that loads it stays readable; the same settings are not marked."""
     tab = panel.export
-    tab.folder.value = str(tmp_path / "pruned")
     panel.controls.ratio.value = "0.4"
-    press(tab.job)
-    assert "Written to" in tab.job.value
+    assert "Written to" in export(panel, tmp_path / "pruned")
     for control, other in (
         (panel.controls.ratio, "0.6"),
         (panel.weights.weights, "compensated"),
@@ -298,11 +297,7 @@ def test_pins_have_one_colour_and_marker_and_corpora_one_filling() -> None:
     left, right = figure.axes
     of_pins = [(line.get_color(), line.get_marker()) for line in left.get_lines()]
     assert [len(set(looks)) for looks in zip(*of_pins, strict=True)] == [2, 2]
-    dots = [
-        line
-        for line in right.get_lines()
-        if len(line.get_xdata()) and line.get_marker() != "None"
-    ]
+    dots = dots_of(right)
     looks = {(dot.get_color(), dot.get_marker(), dot.get_fillstyle()) for dot in dots}
     assert len(dots) == len(looks) == 4
     assert {look[:2] for look in looks} == set(of_pins)

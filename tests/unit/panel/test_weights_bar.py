@@ -4,11 +4,12 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
 import pytest
-from pressing import cancel, held, press
+from pressing import cancel, export, held, press
 
 from heapr_lab.checkpoints import folder as folders
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -66,8 +67,7 @@ def test_what_is_evaluated_is_what_is_exported(
     point = last_point(panel)
     assert point["weights"] == weights.replace("unchanged", "masked")
     assert f"Last point, {point['weights']}:" in panel.evaluation.message.value
-    panel.export.folder.value = str(tmp_path / "out")
-    press(panel.export.job)
+    export(panel, tmp_path / "out")
     bench: Any = panel.session.workbench
     windows = bench.test_windows(panel.evaluation.corpora.value[0])
     loaded = load_like(tmp_path / "out", bench.model)
@@ -84,27 +84,21 @@ def test_weights_are_made_once(
     panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All corpora and Export share them; another ratio or recipe makes them again."""
-    fitted: list[float] = []
-    original = making.fit_compensation
-
-    def fit(model: Any, keep: Any, *args: Any, **options: Any) -> Any:
-        fitted.append(round(keep.achieved_ratio, 2))
-        return original(model, keep, *args, **options)
-
+    fit = Mock(wraps=making.fit_compensation)
     monkeypatch.setattr(making, "fit_compensation", fit)
     panel.weights.weights.value = "compensated"
     panel.controls.ratio.value = "0.5"
     press(panel.evaluation.job)
     press(panel.evaluation.job)
-    panel.export.folder.value = str(tmp_path / "out")
-    press(panel.export.job)
-    assert fitted == [0.5]
+    export(panel, tmp_path / "out")
+    assert fit.call_count == 1
     panel.controls.ratio.value = "0.25"
     press(panel.evaluation.job)
-    assert fitted == [0.5, 0.25]
+    assert fit.call_count == 2
     panel.weights.weights.value = "unchanged"
     press(panel.evaluation.job)
-    assert fitted == [0.5, 0.25]
+    ratios = [call.args[1].achieved_ratio for call in fit.mock_calls]
+    assert ratios == [0.5, 0.25]
     assert last_point(panel)["weights"] == "masked"
 
 
@@ -121,8 +115,7 @@ def test_a_switch_that_moves_does_not_change_running_work(
 
     monkeypatch.setattr(folders, "check_new", moved)
     switch.value = "compensated"
-    panel.export.folder.value = str(tmp_path / "out")
-    press(panel.export.job)
+    export(panel, tmp_path / "out")
     manifest = read_json(tmp_path / "out" / "heapr_manifest.json")
     assert manifest["weights"].startswith("W_down compensated")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import manifest_of, one_line, run
 from families import tiny_model
-from pressing import cancel, failed, press
+from pressing import cancel, export, failed
 from stored_tensors import tensors_in
 from tiny_folder import D_VOCAB, write_model, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM
@@ -57,14 +57,6 @@ def panel_of(root: Path, bench: Workbench) -> Explorer:
     table = ImportanceTable.read(root / "table.parquet")
     session = PruningSession(table, workbench=bench, calibration=Calibration(text))
     return Explorer(session, corpora=(text,), tasks=())
-
-
-def export(panel: Explorer, folder: Path, *, weights: str) -> str:
-    """What the tab shows after Export was pressed."""
-    panel.export.folder.value = str(folder)
-    panel.export.weights.value = weights
-    press(panel.export.job)
-    return str(panel.export.job.value)
 
 
 def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> None:
