@@ -1,6 +1,7 @@
 """A pass over the calibration windows: what it counts, survives and refuses."""
 
 import copy
+import logging
 import os
 import random
 import signal
@@ -22,10 +23,13 @@ from torch import nn
 
 from heapr_lab.errors import CacheError, CoverageError, HeaprLabError, LayoutError
 from heapr_lab.importance import resuming
-from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
+from heapr_lab.models.identity import identity_in_force
 from heapr_lab.models.likelihood import token_nll
+from heapr_lab.storage import files
+from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
 ROUNDING = 1e-12
@@ -180,18 +184,26 @@ def saving_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resuming, "_SAVE_SHARE", float("inf"))
 
 
+def interrupted(model: nn.Module, state: Path, window: int) -> None:
+    """A pass of single windows that ends with an error after `window`."""
+    stop = stop_at(window)
+    with pytest.raises(KeyboardInterrupt):
+        collect_statistics(model, WINDOWS, batch_size=1, state=state, progress=stop)
+
+
 @pytest.mark.usefixtures("saving_always")
 @pytest.mark.parametrize("window", range(2, 6))
-def test_an_interrupted_pass_goes_on(window: int, tmp_path: Path) -> None:
+def test_an_interrupted_pass_goes_on(
+    window: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Stopped at any window and resumed with other batches, the table is the same."""
     model, state = tiny_model("qwen2_moe"), tmp_path / "pass.state"
     expected = collect_statistics(model, WINDOWS, batch_size=1)
-    stop = stop_at(window, InterruptedError)
-    with pytest.raises(InterruptedError):
-        collect_statistics(model, WINDOWS, batch_size=1, state=state, progress=stop)
-    assert state.exists()
+    interrupted(model, state, window)
     done = Heard()
+    caplog.set_level(logging.INFO)
     table = collect_statistics(model, WINDOWS, batch_size=2, state=state, progress=done)
+    assert f"resumed {state} at window {window - 1}" in caplog.messages
     assert_same(table, expected)
     # The batch in which it stopped was not saved yet.
     assert table.metadata["provenance"]["resumed_at"] == window - 1
@@ -201,11 +213,17 @@ def test_an_interrupted_pass_goes_on(window: int, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("saving_always")
 def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
-    """Another model's or calibration set's state is an error, and is left alone."""
+    """Another model's or calibration set's state is an error, and is left alone.
+
+    It has the hash of its specification, and how many windows are done.
+    """
     model, state = tiny_model("qwen2_moe"), tmp_path / "pass.state"
-    stop = stop_at(3, InterruptedError)
-    with pytest.raises(InterruptedError):
-        collect_statistics(model, WINDOWS, batch_size=1, state=state, progress=stop)
+    interrupted(model, state, 3)
+    arrays, meta = files.load_state(state)
+    spec = statistics_spec(identity_in_force(model), WINDOWS)
+    assert meta == {"key": digest(spec), "done": 2}
+    assert {name.partition(".")[0] for name in arrays} == {"0", "1"}
+    assert arrays["1.tokens"].sum() == 2 * 9 * 2
     content = state.read_bytes()
     other_windows = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seed=9))
     for other, windows in (

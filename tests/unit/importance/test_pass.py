@@ -1,7 +1,6 @@
 """What a pass takes, says and writes down, beside what it counts."""
 
 import copy
-import logging
 import platform
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 import transformers
 from families import tiny_ids, tiny_model
-from heard import stop_at
 from torch import nn
 
 from heapr_lab.errors import CoverageError, LayoutError
@@ -22,7 +20,6 @@ from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.hooks import edits_of, masked, observed, probed
 from heapr_lab.models.identity import identity_in_force
 from heapr_lab.models.likelihood import token_nll
-from heapr_lab.storage import files
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -186,34 +183,6 @@ def test_windows_that_are_written_to_are_other_windows(model: nn.Module) -> None
 
 
 # --- states -----------------------------------------------------------------------
-
-
-def interrupted(model: nn.Module, state: Path, at: int) -> None:
-    """A pass of single windows that ends with an error after window `at`."""
-    options: Any = {"state": state, "progress": stop_at(at)}
-    with pytest.raises(KeyboardInterrupt):
-        collect_statistics(model, WINDOWS, batch_size=1, **options)
-
-
-def test_a_state_says_what_it_is_of(
-    model: nn.Module,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The hash of the specification, and how many windows are done."""
-    monkeypatch.setattr(resuming, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(resuming, "_SAVE_SHARE", float("inf"))
-    state = tmp_path / "pass.state"
-    interrupted(model, state, 3)
-    arrays, meta = files.load_state(state)
-    spec = statistics_spec(identity_in_force(model), WINDOWS)
-    assert meta == {"key": digest(spec), "done": 2}
-    assert {name.partition(".")[0] for name in arrays} == {"0", "1"}
-    assert arrays["1.tokens"].sum() == 2 * 9 * 2
-    caplog.set_level(logging.INFO)
-    collect_statistics(model, WINDOWS, state=state)
-    assert f"resumed {state} at window 2" in caplog.messages
 
 
 def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
