@@ -116,12 +116,14 @@ def test_specifications_are_listed_whole() -> None:
         assert metadata["spec_hash"] == digest(metadata["spec"])
 
 
-def test_provenance_of_one_table_only() -> None:
-    """It stays listed; there is no hash of it."""
+def test_what_one_table_alone_says_of_its_measurement() -> None:
+    """It stays listed, and merges with any other; provenance has no hash."""
     provenance = {"device": "cpu"}
     expected = {"provenance": {"device": "cpu", "merged": [provenance]}}
     assert merge_metadata({"provenance": provenance}, {}) == expected
     assert merge_metadata({}, {"provenance": provenance}) == expected
+    merged = merge_metadata({}, {"spec": {"model": "m"}})
+    assert merged["spec"] == {"model": "m", "merged": [{"model": "m"}]}
 
 
 def test_only_one_knows_its_tokens() -> None:
@@ -150,12 +152,6 @@ def test_ways_of_measuring_that_differ() -> None:
             merge_metadata(*pair)
     with pytest.raises(SpecError, match="differ in dtype: f16 and f32; measure"):
         merge_metadata({"spec": {"dtype": "f16"}}, {"spec": {"dtype": "f32"}})
-
-
-def test_a_table_that_says_nothing_of_its_measurement() -> None:
-    """It merges with any other."""
-    merged = merge_metadata({}, {"spec": {"model": "m"}})
-    assert merged["spec"] == {"model": "m", "merged": [{"model": "m"}]}
 
 
 def test_what_would_count_twice() -> None:

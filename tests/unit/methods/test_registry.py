@@ -44,13 +44,13 @@ def with_rule(rule: str) -> str:
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Makes a distribution with one module and one entry point importable."""
 
-    def installed(code: str, *, value: str = "{module}:METHOD", name: str) -> None:
+    def installed(code: str, *, name: str) -> None:
         module = f"plugin_{name}"
         (tmp_path / f"{module}.py").write_text(code, encoding="utf-8")
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
-        entry = f"[heapr_lab.methods]\nmine = {value.format(module=module)}\n"
+        entry = f"[heapr_lab.methods]\nmine = {module}:METHOD\n"
         (info / "entry_points.txt").write_text(entry)
 
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -114,26 +114,20 @@ def test_two_plugins_of_one_name_are_refused(install: Install) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "value", "message"),
+    ("code", "message"),
     [
-        ("import nothing_of_that_name", "{module}:METHOD", "loaded: ModuleNotFoundErr"),
-        ("METHOD = 1", "{module}:SECOND", "loaded: AttributeError"),
-        (
-            "METHOD = 1",
-            "{module}:METHOD",
-            "is int, expected a heapr_lab.methods.method",
-        ),
-        ("raise SystemExit(3)", "{module}:METHOD", "loaded: SystemExit: 3"),
-        ("METHOD = None", "{module}:METHOD", "is NoneType, expected a heapr_lab"),
-        (called("Smallest"), "{module}:METHOD", "is called 'Smallest', expected lower"),
-        (with_rule(TAKEN), "{module}:METHOD", "has an option ratio, which is an"),
+        ("import nothing_of_that_name", "loaded: ModuleNotFoundErr"),
+        ("SECOND = 1", "loaded: AttributeError"),
+        ("METHOD = 1", "is int, expected a heapr_lab.methods.method"),
+        ("raise SystemExit(3)", "loaded: SystemExit: 3"),
+        ("METHOD = None", "is NoneType, expected a heapr_lab"),
+        (called("Smallest"), "is called 'Smallest', expected lower"),
+        (with_rule(TAKEN), "has an option ratio, which is an"),
     ],
 )
-def test_a_broken_plugin_is_named(
-    install: Install, code: str, value: str, message: str
-) -> None:
+def test_a_broken_plugin_is_named(install: Install, code: str, message: str) -> None:
     """The message names the distribution, and says what to do."""
-    install(code, value=value, name="broken")
+    install(code, name="broken")
     with pytest.raises(SpecError, match=rf"broken \(mine = .*{message}.*uninstall"):
         methods.names()
 

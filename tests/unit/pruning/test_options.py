@@ -41,16 +41,14 @@ def selections(draw: st.DrawFn) -> Selection:
 
 @given(selections())
 def test_a_selection_survives_json(selection: Selection) -> None:
-    """Read back it is equal, with an equal hash, and its text is the same."""
+    """Read back it is equal, with an equal hash, and its text is the same.
+
+    A repr makes the selection again: it names what was set, and is Python.
+    """
     again = Selection.from_dict(json.loads(json.dumps(selection.to_dict())))
     assert again == selection
     assert hash(again) == hash(selection)
     assert again.text == selection.text
-
-
-@given(selections())
-def test_a_repr_makes_the_selection_again(selection: Selection) -> None:
-    """It names what was set, and is Python."""
     assert eval(repr(selection), {"Selection": Selection}) == selection
 
 
@@ -194,10 +192,8 @@ def test_what_cannot_be_used_is_named(plain: dict[str, Any], message: str) -> No
         Selection.from_dict(plain)
 
 
-def test_a_ratio_is_called_what_it_is() -> None:
-    """Unless the caller has another name for it."""
-    with pytest.raises(SpecError, match=r"^pruning ratio must be in \[0, 1\), got 1;"):
-        exact_ratio(1)
+def test_a_ratio_is_called_what_the_caller_calls_it() -> None:
+    """By default it is the pruning ratio, as `select` has it."""
     with pytest.raises(SpecError, match=r"^--at must be in \[0, 1\), got 1;"):
         exact_ratio(1, name="--at")
 

@@ -51,7 +51,7 @@ def test_ratio_is_the_decimal_it_was_written_as(ratio: Any, removed: int) -> Non
 def test_ratio_outside_is_refused(ratio: float) -> None:
     """A ratio outside [0, 1) is an error that says how to write it."""
     message = (
-        rf"pruning ratio must be in \[0, 1\), got {ratio}; give a fraction \(0.25\), "
+        rf"^pruning ratio must be in \[0, 1\), got {ratio}; give a fraction \(0.25\), "
         "not per cent"
     )
     with pytest.raises(SpecError, match=message):

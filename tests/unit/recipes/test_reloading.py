@@ -53,22 +53,20 @@ def write(
     return manifest_of(out)
 
 
-def test_a_training_is_kept_until_its_weights_are_written(root: Path) -> None:
+def test_a_training_is_kept_until_its_weights_are_written(
+    bench: Workbench, root: Path
+) -> None:
     """By an error it is not forgotten; no other process has it meanwhile."""
-    text = str(root / "text.txt")
-    bench: Workbench = open_workbench(str(root / "moe"), profile="small")
-    setting = Setting(0.5, text)
+    setting = Setting(0.5, str(root / "text.txt"))
     table = bench.importance(setting.calibration)
     made = make(bench, table, setting, WeightRecipe(heal=8))
     with contextlib.suppress(OSError), healing_of(bench, made) as healing:
-        assert healing is not None
         healing.state.write_text("trained")
         second = healing_of(bench, made)
         with pytest.raises(SpecError, match="is being written by another process"):
             second.__enter__()
         raise OSError("the disk is full")
     with healing_of(bench, made) as again:
-        assert again is not None
         assert again.state.read_text() == "trained"
     assert not again.state.exists()
 
@@ -116,6 +114,17 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-64])
 
 
+def change_written(monkeypatch: Any, change: Callable[[Path], None]) -> None:
+    """Let something change the files once their weights are written."""
+    save_tokenizer = save.save_tokenizer
+
+    def changing(folder: Path, *args: Any, **options: Any) -> str:
+        change(folder)
+        return save_tokenizer(folder, *args, **options)
+
+    monkeypatch.setattr(save, "save_tokenizer", changing)
+
+
 @pytest.mark.parametrize(
     ("change", "message"), [(damage, BOTH_LOSSES), (cut, "cannot be loaded again")]
 )
@@ -127,13 +136,7 @@ def test_files_that_are_wrong_leave_nothing(
     message: str,
 ) -> None:
     """The error has both losses, and there is neither folder nor partial folder."""
-    written = save.save_tokenizer
-
-    def changing(folder: Path, *args: Any, **options: Any) -> str:
-        change(folder)
-        return written(folder, *args, **options)
-
-    monkeypatch.setattr(save, "save_tokenizer", changing)
+    change_written(monkeypatch, change)
     with pytest.raises(CacheError, match=message):
         write(root, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -141,12 +144,10 @@ def test_files_that_are_wrong_leave_nothing(
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
 def test_sliced_files_are_compared_with_the_mask(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str
+    bench: Workbench, root: Path, tmp_path: Path, monkeypatch: Any, structure: str
 ) -> None:
     """A wrong tensor leaves nothing, not even a folder to resume from."""
     text = str(root / "text.txt")
-    bench = open_workbench(str(root / "moe"), profile="small")
-    assert bench.source is not None
     setting = Setting(Selection(0.5, structure=structure), Calibration(text))
     keep = select(bench.importance(setting.calibration), setting.selection)
 
@@ -160,14 +161,7 @@ def test_sliced_files_are_compared_with_the_mask(
     told = write_slices(tmp_path / "out")
     assert told["reloaded"] == f"Δ nll = 0.0000 on 4 windows of {text}"
     assert set(told["perplexity"]) == {text}
-    written = save.write_weights
-
-    def damaging(model: Any, folder: Path, *args: Any, **rest: Any) -> dict[str, str]:
-        names = written(model, folder, *args, **rest)
-        damage(folder)
-        return names
-
-    monkeypatch.setattr(save, "write_weights", damaging)
+    change_written(monkeypatch, damage)
     with pytest.raises(CacheError, match=BOTH_LOSSES):
         write_slices(tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -222,20 +222,24 @@ def cached_answer(key: dict[str, int], runs: list[int]) -> int:
     return int(store.cached_json("answers", key, compute))
 
 
-def test_a_result_is_computed_once_per_key(cache: Path) -> None:
+@pytest.fixture
+def path(cache: Path) -> Path:
+    """The file of the answer to {"x": 4}."""
+    return store.cache_path("answers", {"x": 4}, extension="json")
+
+
+def test_a_result_is_computed_once_per_key(path: Path) -> None:
     """The second asking reads; another key computes; the key is readable beside."""
     runs: list[int] = []
     assert [cached_answer({"x": x}, runs) for x in (4, 4, 5)] == [40, 40, 50]
     assert len(runs) == 2
-    path = store.cache_path("answers", {"x": 4}, extension="json")
     assert files.read_json(path) == 40
     assert files.read_json(path.with_name(f"{path.name}.key.json")) == {"x": 4}
 
 
-def test_a_truncated_result_is_refused_and_never_replaced() -> None:
+def test_a_truncated_result_is_refused_and_never_replaced(path: Path) -> None:
     """A damaged file under a result's name is named, not recomputed over."""
     cached_answer({"x": 4}, [])
-    path = store.cache_path("answers", {"x": 4}, extension="json")
     path.write_text('{"val')
     runs: list[int] = []
     with pytest.raises(CacheError, match=path.name):
@@ -244,9 +248,8 @@ def test_a_truncated_result_is_refused_and_never_replaced() -> None:
     assert path.read_text() == '{"val'
 
 
-def test_a_foreign_result_is_refused_and_never_replaced() -> None:
+def test_a_foreign_result_is_refused_and_never_replaced(path: Path) -> None:
     """A readable file that this cache did not put there is not taken for a result."""
-    path = store.cache_path("answers", {"x": 4}, extension="json")
     path.parent.mkdir(parents=True)
     path.write_text("41")
     with pytest.raises(CacheError, match=rf"{path.name} is foreign"):
@@ -254,10 +257,9 @@ def test_a_foreign_result_is_refused_and_never_replaced() -> None:
     assert path.read_text() == "41"
 
 
-def test_a_damaged_key_is_deleted_with_its_result() -> None:
+def test_a_damaged_key_is_deleted_with_its_result(path: Path) -> None:
     """What the message advises is enough."""
     cached_answer({"x": 4}, [])
-    path = store.cache_path("answers", {"x": 4}, extension="json")
     key = path.with_name(f"{path.name}.key.json")
     key.write_text('{"x"')
     message = rf"{key.name} is truncated .* {path.name} was made for; move both"
@@ -268,10 +270,9 @@ def test_a_damaged_key_is_deleted_with_its_result() -> None:
     assert cached_answer({"x": 4}, []) == 40
 
 
-def test_a_result_of_another_key_is_refused() -> None:
+def test_a_result_of_another_key_is_refused(path: Path) -> None:
     """The stored key is compared with the key asked for, not only its hash."""
     cached_answer({"x": 4}, [])
-    path = store.cache_path("answers", {"x": 4}, extension="json")
     files.write_json(path.with_name(f"{path.name}.key.json"), {"x": 3})
     with pytest.raises(CacheError, match=r'found {"x":3}, expected {"x":4}'):
         cached_answer({"x": 4}, [])

@@ -96,17 +96,12 @@ def test_another_template_gives_other_windows(tmp_path: Path, model: Path) -> No
     assert prints[0] != prints[1]
 
 
-def test_a_tokenizer_without_template_is_refused(tmp_path: Path, model: Path) -> None:
-    """Conversations are never read as plain text."""
+def test_what_cannot_be_rendered_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    """The conversation that a template refuses; without one none is plain text."""
     path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
-    plain = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = None
     with pytest.raises(CorpusError, match="tokenizer has no chat template"):
-        load_windows(path, plain, seq_len=16)
-
-
-def test_what_the_template_refuses_is_named(tmp_path: Path, tokenizer: Any) -> None:
-    """The number of the conversation, and what the template says."""
-    path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+        load_windows(path, tokenizer, seq_len=16)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(CorpusError, match=r"conversation 1: .*roles must alternate"):
         load_windows(path, tokenizer, seq_len=16)
@@ -122,6 +117,13 @@ def test_what_is_no_conversation(tmp_path: Path, row: Any) -> None:
         load_corpus(path)
 
 
+def test_a_parquet_row_that_is_no_conversation(tmp_path: Path) -> None:
+    """A missing one is named by its row."""
+    path = write_parquet(tmp_path / "chats.parquet", [CHATS[0], None])
+    with pytest.raises(CorpusError, match=r"row 2: .*with a role"):
+        load_corpus(path)
+
+
 def test_rows_of_two_kinds(tmp_path: Path) -> None:
     """The first row says which kind the file has; a text is read where both are."""
     path = tmp_path / "mixed.jsonl"
@@ -130,14 +132,6 @@ def test_rows_of_two_kinds(tmp_path: Path) -> None:
         load_corpus(str(path))
     path.write_text('{"messages": [{"role": "u"}], "text": "plain"}\n')
     assert load_corpus(str(path)).texts == ("plain",)
-
-
-def test_a_parquet_row_that_is_no_conversation(tmp_path: Path) -> None:
-    """A missing one is named by its row."""
-    path = tmp_path / "chats.parquet"
-    write_parquet(path, [CHATS[0], None])
-    with pytest.raises(CorpusError, match=r"row 2: .*with a role"):
-        load_corpus(str(path))
 
 
 def test_no_continuation_items_of_conversations(tmp_path: Path) -> None:

@@ -17,12 +17,10 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
+def bench(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
     """A workbench with a cache of its own, in a folder of its own."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "moe")
-    return open_workbench(str(tmp_path / "moe"), profile="small")
+    return open_workbench(str(write_model(tmp_path / "moe")), profile="small")
 
 
 def fingerprints(bench: Workbench, corpus: str) -> tuple[str, str]:
