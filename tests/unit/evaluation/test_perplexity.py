@@ -1,8 +1,6 @@
 """Batches that fit, divergences by hand, and what is refused before a forward."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from unittest.mock import Mock
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from families import tiny_ids, tiny_model
 from heard import Heard
 from keeps import full_keep, random_keep
+from room import FULL, room_for
 from torch import nn
 
 from heapr_lab.evaluation.perplexity import (
@@ -20,30 +19,12 @@ from heapr_lab.evaluation.perplexity import (
 )
 from heapr_lab.models.likelihood import token_nll
 
-
-@contextlib.contextmanager
-def room_for(model: nn.Module, n_windows: int, *, error: Exception) -> Iterator[list]:
-    """Forwards of more windows raise `error`; gives the sizes of all that began."""
-    sizes: list[int] = []
-
-    def check(_module: nn.Module, args: tuple[torch.Tensor]) -> None:
-        sizes.append(len(args[0]))
-        if len(args[0]) > n_windows:
-            raise error
-
-    with model.get_input_embeddings().register_forward_pre_hook(check):
-        yield sizes
-
-
-FULL = torch.OutOfMemoryError("CUDA out of memory.")
-
-
 # --- batches ----------------------------------------------------------------------
 
 
 def test_batches_have_2048_tokens(model: nn.Module) -> None:
     """32 windows of 64 tokens; the last batch is what is left."""
-    with room_for(model, 100, error=FULL) as sizes:
+    with room_for(100) as sizes:
         evaluate_perplexity(model, tiny_ids(n_sequences=33, seq_len=64))
     assert sizes == [32, 1]
 
@@ -54,13 +35,13 @@ def test_what_is_tried_again_counts_once(model: nn.Module) -> None:
     whole = evaluate_perplexity(model, ids)
     apart = evaluate_divergence(model, keep, ids)
     heard = Heard()
-    with room_for(model, 3, error=FULL) as sizes:
+    with room_for(3) as sizes:
         again = evaluate_perplexity(model, ids, progress=heard)
     assert again.nll == pytest.approx(whole.nll, rel=1e-12)
     assert sizes == [5, 2, 2, 1]
     assert heard == [(2, 5), (4, 5), (5, 5)]
     heard.clear()
-    with room_for(model, 1, error=FULL) as sizes:
+    with room_for(1) as sizes:
         divergence = evaluate_divergence(model, keep, ids, progress=heard)
     assert heard == [(done, 5) for done in range(1, 6)]
     assert sizes == [5, 2, *[1] * 10]
@@ -87,7 +68,7 @@ def test_a_batch_size_that_is_asked_for_is_not_made_smaller(model: nn.Module) ->
         lambda: evaluate_perplexity(model, tiny_ids(), batch_size=2),
         lambda: evaluate_divergence(model, full_keep(model), tiny_ids(), batch_size=2),
     ):
-        with room_for(model, 1, error=FULL) as sizes:
+        with room_for(1) as sizes:
             with pytest.raises(torch.OutOfMemoryError):
                 evaluate()
             assert sizes == [2]

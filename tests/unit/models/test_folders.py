@@ -179,20 +179,15 @@ def one_line(error: pytest.ExceptionInfo[SpecError]) -> str:
 
 @pytest.mark.parametrize("text", DAMAGED_JSON, ids=range(len(DAMAGED_JSON)))
 @pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-    ],
+    "stem", ["config", "tokenizer", "tokenizer_config", "generation_config"]
 )
-def test_a_damaged_file_is_named(name: str, text: str, folder: Path) -> None:
+def test_a_damaged_file_is_named(stem: str, text: str, folder: Path) -> None:
     """Anything may stand in it instead of an object."""
-    (folder / name).write_text(text)
+    path = folder / f"{stem}.json"
+    path.write_text(text)
     with pytest.raises(SpecError) as error:
         load_model(folder, device="cpu")
-    assert str(folder / name) in one_line(error)
+    assert str(path) in one_line(error)
     assert "download it again" in one_line(error)
 
 

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from families import tiny_ids, tiny_model
+from room import FULL, room_for
 from torch import nn
 
 from heapr_lab.errors import HeaprLabError
@@ -21,22 +22,6 @@ from heapr_lab.models.memory import (
 from heapr_lab.text.calibration import CalibrationSet
 
 N_WINDOWS = 7
-
-
-@pytest.fixture
-def room_for_two(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Memory for two windows; the sizes of the batches that were tried."""
-    tried: list[int] = []
-    embed = nn.Embedding.forward
-
-    def checked(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-        tried.append(len(ids))
-        if len(ids) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-        return embed(module, ids)
-
-    monkeypatch.setattr(nn.Embedding, "forward", checked)
-    return tried
 
 
 def test_what_is_computed_is_the_same(model: nn.Module) -> None:
@@ -68,7 +53,7 @@ def test_sizes_are_halved_and_said(
     model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
     """10, 5, 2, 1: a line for each, and then an error that says what to do."""
-    never = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    never = Mock(side_effect=FULL)
     with pytest.raises(HeaprLabError, match="one window needs more") as info:
         halving_batches(never, 10, model=model)
     assert [call.args for call in never.mock_calls] == [(10,), (5,), (2,), (1,)]
@@ -139,14 +124,12 @@ def test_the_first_batch_is_that_of_the_device(model: nn.Module) -> None:
     assert starting_batch_size(elsewhere, 50, 9, tokens=tokens) == 11
 
 
-def test_statistics_are_measured_with_smaller_batches(
-    model: nn.Module, room_for_two: list[int]
-) -> None:
+def test_statistics_are_measured_with_smaller_batches(model: nn.Module) -> None:
     """The whole pass anew, in each of its sums; the table says with which batches."""
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=N_WINDOWS))
     expected = collect_statistics(model, windows, batch_size=2)
-    room_for_two.clear()
-    table = collect_statistics(model, windows)
-    assert room_for_two == [7, 3, *[1] * 7]
+    with room_for(2) as sizes:
+        table = collect_statistics(model, windows)
+    assert sizes == [7, 3, *[1] * 7]
     pd.testing.assert_frame_equal(table.frame, expected.frame, rtol=1e-9)
     assert table.metadata["provenance"]["batch_size"] == 1

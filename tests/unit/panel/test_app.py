@@ -15,10 +15,10 @@ from heapr_lab.panel import app
 from heapr_lab.storage.paths import kernel_transport
 
 
-def source(name: str, folder: Path) -> str:
+def source(name: str, folder: Path, profile: str = "small") -> str:
     """The Python that shows the panel of `name`."""
     return app.panel_source(
-        name, profile="small", device="cpu", dtype="float32", folder=folder
+        name, profile=profile, device="cpu", dtype="float32", folder=folder
     )
 
 
@@ -41,7 +41,6 @@ def test_the_kernel_opens_the_table_by_its_name(
 ) -> None:
     """The panel can then name the file in the code that it offers."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HEAPR_LAB_PROGRESS", "0")
     small_table().write("table.parquet")
     code = source("table.parquet", tmp_path).replace("\nexplore(", "\nshown = explore(")
     names: dict[str, Any] = {}
@@ -65,9 +64,7 @@ def test_what_is_not_there_is_said_before_anything_is_served(tmp_path: Path) -> 
         with pytest.raises(SpecError, match="cannot be read as JSON"):
             source(name, tmp_path)
     with pytest.raises(SpecError, match=r"profile must be one of .*, got 'huge'"):
-        app.panel_source(
-            "lab", profile="huge", device="cpu", dtype="auto", folder=tmp_path
-        )
+        source("lab", tmp_path, profile="huge")
 
 
 SERVE = """

@@ -156,11 +156,8 @@ def test_a_page_says_how_far_the_scores_are(monkeypatch: pytest.MonkeyPatch) -> 
 @contextlib.contextmanager
 def waiting(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Press a button; in the block its work waits for the model."""
-    reached, go_on, load = (
-        threading.Event(),
-        threading.Event(),
-        workbench.open_workbench,
-    )
+    reached, go_on = threading.Event(), threading.Event()
+    load = workbench.open_workbench
 
     def slow(*names: Any, **options: Any) -> Any:
         reached.set()

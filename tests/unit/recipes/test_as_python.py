@@ -37,21 +37,21 @@ OTHER: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Settings by field of a selection, in which that field is not the default."""
-CALIBRATIONS: dict[str, Any] = {
-    "corpus": None,
-    "n_sequences": 3,
-    "seq_len": 16,
-    "seed": -5,
-    "own_text": 0.5,
+CALIBRATIONS: dict[str, dict[str, Any]] = {
+    "corpus": {},
+    "n_sequences": {"n_sequences": 3},
+    "seq_len": {"seq_len": 16},
+    "seed": {"seed": -5},
+    "own_text": {"own_text": 0.5},
 }
-OPENINGS: dict[str, Any] = {
-    "model": None,
-    "profile": "small",
-    "seq_len": 32,
-    "device": "cpu",
-    "dtype": "bfloat16",
-    "stream": True,
-    "host_memory": "1GB",
+OPENINGS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "profile": {"profile": "small"},
+    "seq_len": {"seq_len": 32},
+    "device": {"device": "cpu"},
+    "dtype": {"dtype": "bfloat16"},
+    "stream": {"stream": True},
+    "host_memory": {"host_memory": "1GB", "stream": True},
 }
 
 
@@ -112,19 +112,15 @@ def test_each_field_of_a_selection(name: str, inside: Path) -> None:
 @pytest.mark.parametrize("name", CALIBRATIONS)
 def test_each_field_of_a_calibration(name: str, inside: Path) -> None:
     """The same windows are drawn, and of as many tokens."""
-    value = CALIBRATIONS[name]
-    options = {} if value is None else {name: value}
-    assert f"{name}=" in same_mask(opened(), texts(**options), Selection(0.5))
+    calibration = texts(**CALIBRATIONS[name])
+    assert f"{name}=" in same_mask(opened(), calibration, Selection(0.5))
 
 
 @pytest.mark.parametrize("name", OPENINGS)
 def test_each_way_to_open_a_model(name: str, inside: Path) -> None:
     """The options of a workbench reach it again."""
-    value = OPENINGS[name]
-    options = {} if value is None else {name: value}
-    options |= {"stream": True} if name == "host_memory" else {}
-    code = same_mask(opened(**options), texts(), Selection(0.5))
-    assert value is None or f"{name}={value!r}" in code
+    code = same_mask(opened(**OPENINGS[name]), texts(), Selection(0.5))
+    assert all(f"{key}={value!r}" in code for key, value in OPENINGS[name].items())
 
 
 def test_defaults_are_left_out() -> None:

@@ -199,19 +199,16 @@ def test_from_ids_refuses_what_is_not_token_ids(ids: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.int32, torch.int16, torch.uint8, np.int32, list]
+    "converted",
+    [
+        *(torch.Tensor.int, torch.Tensor.short, torch.Tensor.byte, torch.Tensor.tolist),
+        lambda ids: ids.numpy().astype(np.int32),
+    ],
 )
-def test_from_ids_converts_whole_numbers(kind: Any) -> None:
+def test_from_ids_converts_whole_numbers(converted: Any) -> None:
     """Tensors and arrays of other types, and lists, are the same windows."""
     ids = torch.arange(8).view(2, 4)
-    other = (
-        ids.to(kind)
-        if isinstance(kind, torch.dtype)
-        else ids.tolist()
-        if kind is list
-        else ids.numpy().astype(kind)
-    )
-    got = CalibrationSet.from_ids(other)
+    got = CalibrationSet.from_ids(converted(ids))
     assert got.ids.dtype == torch.long
     assert got.fingerprint == CalibrationSet.from_ids(ids).fingerprint
 

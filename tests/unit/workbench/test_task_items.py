@@ -18,14 +18,13 @@ N_ITEMS = 60
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
+def bench(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
     """A workbench of a tiny model, with items of PIQA."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path / "tasks"))
     write_piqa(tmp_path / "tasks" / "piqa", N_ITEMS)
-    write_model(tmp_path / "moe")
-    return open_workbench(str(tmp_path / "moe"), profile="small", dtype="float32")
+    folder = write_model(tmp_path / "moe")
+    return open_workbench(str(folder), profile="small", dtype="float32")
 
 
 @pytest.fixture
