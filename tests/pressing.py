@@ -69,7 +69,7 @@ def told(panel: Any, path: object, name: str = "save") -> str:
 
 
 def export(panel: Any, folder: object, *, weights: str = "") -> str:
-    """What the tab shows after Export was pressed, of the weights on the panel or these."""
+    """What the tab shows after Export was pressed; the panel's weights or these."""
     panel.export.folder.value = str(folder)
     panel.export.weights.value = weights or panel.export.weights.value
     press(panel.export.job)

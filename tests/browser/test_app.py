@@ -16,6 +16,8 @@ from browser.servers import served, stop
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 pytestmark = pytest.mark.browser
+App = tuple[str, "subprocess.Popen[bytes]", Path]
+"""Its address and process, and where its temporary files go."""
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +25,8 @@ def app(
     tiny_model: Path,
     environment: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[str, "subprocess.Popen[bytes]", Path]]:
-    """Address and process of the app, and where its temporary files go."""
+) -> Iterator[App]:
+    """The app, as it runs."""
     pytest.importorskip("voila")
     private = tmp_path_factory.mktemp("app")
     command = ["heapr_lab", "app", str(tiny_model), "--profile", "small"]
@@ -41,9 +43,7 @@ def app(
     shutil.rmtree(Path(environment["HEAPR_CACHE_DIR"], "sessions"))
 
 
-def test_a_closed_page_ends_its_kernel(
-    chromium: "sync_api.Browser", app: tuple[str, "subprocess.Popen[bytes]", Path]
-) -> None:
+def test_a_closed_page_ends_its_kernel(chromium: "sync_api.Browser", app: App) -> None:
     """Each page has one; the second says that the model is loaded again."""
     address, process, _ = app
     context = chromium.new_context()
@@ -61,8 +61,7 @@ def test_a_closed_page_ends_its_kernel(
 
 
 def test_notices_leave_the_picture_in_sight(
-    visit: Callable[..., "sync_api.Page"],
-    app: tuple[str, "subprocess.Popen[bytes]", Path],
+    visit: Callable[..., "sync_api.Page"], app: App
 ) -> None:
     """At 1000 × 700 and 150 %, an earlier session and a second page are said below."""
     for ratio in ("0.5", "0.4"):
@@ -79,9 +78,7 @@ def test_notices_leave_the_picture_in_sight(
 
 
 def test_the_app_shows_the_panel(
-    visit: Callable[..., "sync_api.Page"],
-    app: tuple[str, "subprocess.Popen[bytes]", Path],
-    shots: Path,
+    visit: Callable[..., "sync_api.Page"], app: App, shots: Path
 ) -> None:
     """It follows keys and typing, evaluates, and stays local."""
     page = visit(f"{app[0]}&theme=dark")
@@ -116,9 +113,7 @@ def test_the_app_shows_the_panel(
     assert violations(panel.root) == []
 
 
-def test_only_this_machine_and_only_with_the_token(
-    app: tuple[str, "subprocess.Popen[bytes]", Path],
-) -> None:
+def test_only_this_machine_and_only_with_the_token(app: App) -> None:
     """It listens on 127.0.0.1 alone, and shows nothing to those without the token."""
     address, process, _ = app
     connections = psutil.Process(process.pid).net_connections("tcp")
@@ -129,9 +124,7 @@ def test_only_this_machine_and_only_with_the_token(
             assert "/login?" in answer.url
 
 
-def test_leaves_nothing_behind(
-    app: tuple[str, "subprocess.Popen[bytes]", Path],
-) -> None:
+def test_leaves_nothing_behind(app: App) -> None:
     """Told to stop, it ends well and takes its notebook with it."""
     _, process, temporary = app
     assert list(temporary.glob("heapr-lab-*/heapr-lab.ipynb"))

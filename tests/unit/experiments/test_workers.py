@@ -10,17 +10,10 @@ from pathlib import Path
 
 import pytest
 from heard import Heard
-from tiny_folder import write_model
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.experiments import workers
 from heapr_lab.workbench.workbench import Workbench, open_workbench
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model."""
-    return write_model(tmp_path_factory.mktemp("workers") / "moe")
 
 
 def note(bench: Workbench, *, folder: Path, name: str) -> None:

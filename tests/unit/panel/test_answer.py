@@ -42,7 +42,10 @@ def test_sizes_are_known_of_a_table_alone() -> None:
 
 
 def test_losses_say_what_they_are_of(panel: Explorer) -> None:
-    """Measured, with an interval; grey and named where it is of another ratio."""
+    """Measured, with an interval; grey and named where it is of another ratio.
+
+    A task is no text that loss is judged on: the caution stands.
+    """
     tab, session = panel.evaluation, panel.session
     assert [answer.of for answer in answers(session)[2:]] == [
         "not measured yet: Evaluate"
@@ -50,6 +53,8 @@ def test_losses_say_what_they_are_of(panel: Explorer) -> None:
     tab.tasks.value = tab.tasks.options
     panel.controls.ratio.value = "0.25"
     press(tab.job)
+    caution = "Perplexity was only measured on what was calibrated on"
+    assert caution in tab.cautions.value
     perplexity, accuracy = answers(session)[2:]
     dense, pruned = session.points[session.points["nll"].notna()].itertuples()
     assert perplexity.values == f"{dense.perplexity:,.1f} → {pruned.perplexity:,.1f}"

@@ -63,14 +63,6 @@ def test_another_corpus_can_be_typed(
     assert tab.cautions.value == ""
 
 
-def test_a_task_is_no_text_that_loss_is_judged_on(panel: Explorer) -> None:
-    """With tasks evaluated as well, the caution stands."""
-    tab = panel.evaluation
-    tab.tasks.value = tab.tasks.options
-    press(tab.job)
-    assert SAME_TEXT in tab.cautions.value
-
-
 def test_panel_evaluates(panel: Explorer) -> None:
     """The button measures in a thread; chart and table then hold all points.
 
