@@ -122,8 +122,9 @@ def _of_paper(rows: pd.DataFrame, model: str) -> pd.DataFrame:
 
 
 def _title(metric: str, dataset: str) -> str:
-    flops = metric == "flops_reduction"
-    return f"whole model\n{dataset}" if flops else look(dataset).label
+    if metric == "flops_reduction":
+        return f"whole model, {dataset}".replace(" at ", " at\n")
+    return look(dataset).label
 
 
 def _paper_granularity() -> pd.DataFrame:

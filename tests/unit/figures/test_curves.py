@@ -110,7 +110,7 @@ def test_granularity_compares_atoms_with_experts() -> None:
     assert ax.get_ylabel() == "perplexity ÷ dense [×] ↓"
     flops = figures.plot_comparison(data, metric="flops_reduction", dataset=CONTEXT)
     assert lines_of(flops)["atomic experts"][:, 1] == pytest.approx([0, 0.08, 0.2])
-    assert flops.get_title(loc="left") == f"whole model\n{CONTEXT}"
+    assert flops.get_title(loc="left") == "whole model, at\n256 tokens of context"
 
 
 def test_scope_compares_global_with_layer_wise() -> None:
