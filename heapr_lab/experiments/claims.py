@@ -348,7 +348,7 @@ def _ordered(*pairs: tuple[str, str]) -> Callable[[Evidence], Finding | None]:
 def _atoms_and_experts(evidence: Evidence) -> Finding | None:
     """Whether whole experts lose more, and the FLOPs that they save here."""
     finding = _ordered(("heapr-expert", "heapr"))(evidence)
-    if finding is None or evidence.savings.empty:
+    if finding is None or "expert" not in {*evidence.savings.get("granularity", ())}:
         return finding
     whole = evidence.savings[evidence.savings["granularity"].eq("expert")]
     text = _rows_as("{flops_reduction:.1%} at {ratio:.0%}", whole, between=" and ")

@@ -228,6 +228,8 @@ def test_whole_experts_save_what_is_counted_here() -> None:
     text = claims(evidence).set_index("number")["found"]
     assert "; whole experts save 7.0% at 20% of the FLOPs where nothing" in text[7]
     assert text[4].startswith("30.0% at 20% of the atoms (at 2,048 tokens of context)")
+    evidence = Evidence("text", losses, savings=savings(atom=0.3))
+    assert "save" not in claims(evidence).set_index("number")["found"][7]
 
 
 def test_scores_predict_or_do_not() -> None:
