@@ -19,6 +19,8 @@ from benchmarks.index import BENCHMARKS, results_of
 from benchmarks.quality import PASSES
 from heapr_lab import figures
 from heapr_lab.errors import SpecError
+from heapr_lab.experiments import paper
+from heapr_lab.storage import paths
 
 
 def test_no_quotient_is_that_of_noise() -> None:
@@ -30,6 +32,15 @@ def test_no_quotient_is_that_of_noise() -> None:
     names = [name for name in table if name.endswith("% [× HEAPr] ↓")]
     assert names[0] == "40 % [× HEAPr] ↓"
     assert not table.isna().all().any()
+
+
+@pytest.mark.parametrize("name", ["5_granularity", "6_scope", "8_methods"])
+def test_curves_that_are_compared_have_the_same_ratios(name: str) -> None:
+    """A curve with more points bends where the straight line of another does not."""
+    data = pd.read_csv(paths.figures_dir() / "data" / f"{name}.csv")
+    ours = data[data["source"].eq("ours")]
+    counts = ours.groupby(["metric", "dataset", "name"])["ratio"].nunique()
+    assert set(counts) == {1 + len(paper.METHOD_RATIOS)}
 
 
 def test_committed_passes_are_those_that_are_counted() -> None:
