@@ -129,13 +129,12 @@ class Request:
         """Whether a checkpoint is written."""
         return is_folder(self.out)
 
-    def _is_streamed(self) -> bool:
-        """Whether the model is streamed, where self-generated text is wanted."""
-        from heapr_lab.models.backend import backend_of
+    def _cannot_write_text(self) -> bool:
+        """Whether self-generated text is wanted of a model that is streamed."""
+        from heapr_lab.refinement.own_text import can_write
 
-        if not self.setting.calibration.own_text:
-            return False
-        return not backend_of(self.open_bench().model).runs_whole
+        wanted = self.setting.calibration.own_text
+        return bool(wanted) and not can_write(self.open_bench().model)
 
     def _without_own_text(self) -> "Request":
         say("a streamed model writes no text of its own: fitted to the corpus alone")
@@ -156,7 +155,7 @@ class Request:
 
         source = model_folder(self.model)
         self._check(source)
-        if self.default_own_text and self._is_streamed():
+        if self.default_own_text and self._cannot_write_text():
             return self._without_own_text().run(in_words=in_words)
         if self.importance is None and self.recipe.heal:
             from heapr_lab.refinement.healing import check_trainable

@@ -18,8 +18,8 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.methods.expert_axes import check_in_memory
 from heapr_lab.models.architecture import Architecture
-from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.models.hooks import check_gradients, observed
@@ -301,9 +301,7 @@ def sum_over_windows(
         CoverageError: a layer did not take part in a backward pass.
         HeaprLabError: a gradient is not finite.
     """
-    backend_of(model).require_loaded(
-        remedy="gradients of weights need all of them, so load it with stream=False",
-    )
+    check_in_memory(model)
     check_fits(model, calibration.ids)
     report = progress or no_report
     layers = find_experts(model)

@@ -27,8 +27,12 @@ from heapr_lab.methods.composed_experts import (
     Projection,
     Shared,
 )
-from heapr_lab.methods.expert_axes import COUNTS, KeptExperts, dropping
-from heapr_lab.models.backend import backend_of
+from heapr_lab.methods.expert_axes import (
+    COUNTS,
+    KeptExperts,
+    check_in_memory,
+    dropping,
+)
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.identity import refuse_disturbed
@@ -37,8 +41,6 @@ from heapr_lab.storage import files
 
 Compositions = Mapping[int, Composition]
 """The experts that each layer gets in place of its own."""
-LOADED = "load it with stream=False to replace experts"
-"""What is advised where the weights of a model are on disk."""
 _REMEDY = "drop or replace experts of the dense model"
 
 
@@ -101,7 +103,7 @@ def composed(
         SpecError: as `composing`.
         LayoutError: as `composing`.
     """
-    backend_of(model).require_loaded(remedy=LOADED)
+    check_in_memory(model)
     refuse_disturbed(model, remedy=_REMEDY)
     experts = [layer.module for layer in find_experts(model)]
     dense = {id(tensor): tensor for module in experts for tensor in module.parameters()}
@@ -130,7 +132,7 @@ def _made(
     Raises:
         SpecError: a composition is for another model, or the model is streamed.
     """
-    backend_of(model).require_loaded(remedy=LOADED)
+    check_in_memory(model)
     layers = {layer.layer: layer for layer in find_experts(model)}
     unknown = sorted(set(compositions) - set(layers))
     if unknown:

@@ -106,6 +106,18 @@ def find_expert_axes(model: nn.Module) -> list[ExpertAxis]:
     return [expert_axis(model, layer) for layer in find_experts(model)]
 
 
+def check_in_memory(model: nn.Module) -> None:
+    """Check that all weights of a model are in memory together.
+
+    Raises:
+        SpecError: it is streamed.
+    """
+    backend_of(model).require_loaded(
+        remedy="load it with stream=False to drop or replace experts, or to take "
+        "gradients of their weights"
+    )
+
+
 def expert_axis(model: nn.Module, layer: ExpertsLayer) -> ExpertAxis:
     """The same for one layer of `model`.
 
@@ -113,7 +125,7 @@ def expert_axis(model: nn.Module, layer: ExpertsLayer) -> ExpertAxis:
         LayoutError: experts cannot be dropped from it exactly.
         SpecError: the model is streamed.
     """
-    backend_of(model).require_loaded(remedy="load it with stream=False to drop experts")
+    check_in_memory(model)
     path, _, own_name = layer.name.rpartition(".")
     modules = {
         name: module

@@ -13,16 +13,15 @@ from torch import nn
 
 from heapr_lab.errors import SpecError, one_of, whole_number
 from heapr_lab.methods.collectors import Collector, Measurements
-from heapr_lab.methods.composing import LOADED, Compositions
+from heapr_lab.methods.composing import Compositions
 from heapr_lab.methods.compression import (
     AtomCompression,
     Compression,
     ExpertComposition,
     Made,
 )
-from heapr_lab.methods.expert_axes import KeptExperts
+from heapr_lab.methods.expert_axes import KeptExperts, check_in_memory
 from heapr_lab.models.architecture import LayerShape
-from heapr_lab.models.backend import backend_of
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
@@ -186,7 +185,7 @@ class Method:
         seed = whole_number(seed, name="seed", least=0)
         complete = self.completed(options)
         if self.compresses in _REPLACING:
-            backend_of(model).require_loaded(remedy=LOADED)
+            check_in_memory(model)
         measured = shared or Measurements(model, calibration)
         measured.check(model, calibration)
         measured.expect(self.collectors)

@@ -18,7 +18,6 @@ from heapr_lab.checkpoints.uniform import stock_config
 from heapr_lab.errors import CacheError, CorpusError, HeaprLabError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.models.sources import Source, dtype_name, source_of, weights_bytes
@@ -34,8 +33,7 @@ from heapr_lab.recipes.making import (
     pruned_model,
     records,
 )
-from heapr_lab.streaming.opening import free_memory, load_like
-from heapr_lab.streaming.sizes import gigabytes
+from heapr_lab.streaming.opening import load_like, why_no_copy
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
@@ -44,8 +42,6 @@ _MOST_APART, _MOST_IN_HALF = 5e-5, 0.01
 """Nats per token by which losses may differ, as kernels round differently."""
 _N_WINDOWS = 4
 """Held-out windows on which both are compared."""
-_SHARE = 0.8
-"""The share of the free memory that a second copy of the model may take."""
 
 Check = Callable[[Path], dict[str, str]]
 
@@ -294,7 +290,7 @@ def _check(
 
     def check(folder: Path) -> dict[str, str]:
         part("loading the files again", "step")(0, 1)
-        why = _too_large(pruned, like)
+        why = why_no_copy(pruned, like)
         if why is not None:
             return {"reloaded": f"not checked: {why}"}
         change = _loss_of(folder, like, ids) - expected
@@ -324,14 +320,3 @@ def _loss_of(folder: Path, like: Any, ids: torch.Tensor) -> float:
         raise CacheError(
             f"the checkpoint was written, and cannot be loaded again: {error}"
         ) from error
-
-
-def _too_large(pruned: Any, like: Any) -> str | None:
-    """Why a second copy does not fit beside `pruned`; None if it does."""
-    if not backend_of(pruned).runs_whole:
-        return None
-    needed = pruned.num_parameters() * like.dtype.itemsize
-    free = free_memory(like.device.type)
-    if needed <= _SHARE * free:
-        return None
-    return f"a second copy of {gigabytes(needed)} does not fit in {gigabytes(free)}"

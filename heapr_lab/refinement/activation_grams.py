@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import CoverageError, SpecError, one_of
-from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
 from heapr_lab.models.identity import refuse_autocast
@@ -228,8 +227,7 @@ def iter_grams(
             progress(done * calibration.n_sequences // of, calibration.n_sequences)
 
     walk = Walk(model, batches, watch, observed, report)
-    at_once = len(groups) == 1 and backend_of(model).runs_whole
-    yield from walk.whole(groups) if at_once else walk.by_layer(groups)
+    yield from walk.by_layer(groups)
 
 
 def _check(model: nn.Module, calibration: CalibrationSet) -> None:

@@ -83,8 +83,8 @@ class Walk(Generic[Result]):
     ) -> Iterator[tuple[ExpertsLayer, Result]]:
         """What the watcher of each layer kept; layers are run one by one.
 
-        If the layers of a model cannot be run separately, it is `whole`, and a warning
-        is logged.
+        It is `whole` if the model is in memory and there is one group, or if its layers
+        cannot be run separately: then a warning is logged.
         """
         layers = {layer.layer: layer for group in groups for layer in group}
         walk = walk_over(self.model, self.batches, n_passes=len(groups))

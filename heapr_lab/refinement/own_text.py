@@ -97,6 +97,11 @@ def _openings(model: Any, tokenizer: Any, n: int, seed: int) -> torch.Tensor:
 # --- continuations ----------------------------------------------------------------
 
 
+def can_write(model: Any) -> bool:
+    """Whether a model writes text; a streamed one would read all layers for a token."""
+    return backend_of(model).runs_whole
+
+
 class Steps(StoppingCriteria):
     """Reports each new token, and stops nothing."""
 

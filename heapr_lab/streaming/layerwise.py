@@ -59,18 +59,24 @@ def walk_over(
     *,
     n_passes: int,
 ) -> "LayerByLayer | None":
-    """A walk, or None (with a warning) if layers in memory cannot be run one by one.
+    """A walk; None if passes over the whole model take its place.
+
+    They do for a model in memory, if one is enough, or if its layers cannot be run one
+    by one: then a warning is logged.
 
     Arguments are those of `LayerByLayer`, and the forward passes that are run instead.
 
     Raises:
         LayoutError: the model is streamed, and they cannot.
     """
+    in_memory = stream_of(model) is None
+    if in_memory and n_passes == 1:
+        return None
     try:
         with evaluating(model):
             return LayerByLayer(model, batches)
     except LayoutError as error:
-        if stream_of(model) is not None:
+        if not in_memory:
             raise
         logger.warning(
             "%s; so %d forward passes are used instead of one", error, n_passes

