@@ -163,7 +163,7 @@ def one_pass_state_bytes(model: Any) -> int:
     total = 0
     for layer in find_experts(model):
         moments = LayerMoments(layer.n_experts, layer.d_inter, layer.down.device)
-        sums = moments.atoms | moments.experts
+        sums = moments.named
         total += sum(t.numel() * t.element_size() for t in sums.values())
     return total
 

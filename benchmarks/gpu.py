@@ -355,8 +355,7 @@ def _accounting(run: Run, name: str, shape: Shape) -> Iterator[Row]:
     h = random(routing[0].numel(), shape.d_inter).to(run.dtype)
     tokens = torch.bincount(routing[0].flatten(), minlength=shape.n_experts)
     moments = LayerMoments(shape.n_experts, shape.d_inter, h.device)
-    sums = {"p": h[:, 0], "out_norm": h[:, 0], "tokens": tokens}
-    costs = _kernels(run, lambda: moments.add(h, h, **sums))
+    costs = _kernels(run, lambda: moments.add(h, h, h[:, 0], tokens))
     yield {**size, "what": "statistics", **costs, "bytes_at_least": 2 * h.nbytes}
 
 

@@ -62,7 +62,7 @@ def random_table(layout: Layout) -> ImportanceTable:
     tokens = generator.integers(1, 1 << 20, shape[:2]).repeat(layout.d_inter)
     columns = {
         name: generator.lognormal(0, 3, layout.n_atoms).astype(np.float32)
-        for name in ("sum_h2", "sum_g2", "sum_hg2", "sum_p", "sum_ph2")
+        for name in ("sum_h2", "sum_g2", "sum_hg2", "sum_ph2")
     }
     keys = {"layer": layer, "expert": expert, "atom": atom}
     frame = pd.DataFrame({**keys, "tokens": tokens, **columns})

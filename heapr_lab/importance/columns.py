@@ -14,30 +14,19 @@ from heapr_lab.storage.hashing import digest
 
 KEYS = ("layer", "expert", "atom")
 """Columns that identify a row."""
-SUMS = (
-    "tokens",
-    "sum_p",
-    "sum_p_out",
-    "sum_h2",
-    "sum_g2",
-    "sum_hg",
-    "sum_hg2",
-    "sum_abs_h",
-    "sum_ph2",
-)
+SUMS = ("tokens", "sum_h2", "sum_g2", "sum_hg", "sum_hg2", "sum_ph2")
 """Columns that are summed over samples.
 
-No score in `estimators` reads `sum_p` (Σ p), `sum_p_out` (Σ p · ‖E(x)‖), `sum_abs_h`
-(Σ |h|) or `sum_hg` (Σ h · ∂ℓ/∂h). They are collected for the criteria of other papers,
-which then need no second pass: REAP ranks experts by sum_p_out / tokens, others by mean
-router weight or by mean activation. Existing tables and caches contain them.
+No score reads `sum_hg` (Σ h · ∂ℓ/∂h): it shows where squares are too small for float32.
 """
 MAXIMA = ("max_abs_h", "max_abs_ph")
 """Columns of which the maximum over samples is taken.
 
-`max_abs_ph`, max p · |h|, is CAMERA-P's peak. No score reads `max_abs_h`, max |h|: it
-is collected for criteria of other papers that keep the largest activations.
+`max_abs_ph`, max p · |h|, is CAMERA-P's peak; `max_abs_h`, max |h|, is for the same as
+`sum_hg`.
 """
+FORMER = ("sum_p", "sum_p_out", "sum_abs_h")
+"""Columns of earlier tables, which no score reads; they are left out."""
 _SIGNED = ("sum_hg",)
 """Sums of terms that may be negative."""
 NORMS = ("w_down_sq", "w_up_sq", "w_gate_sq")
@@ -87,7 +76,7 @@ def typed_rows(frame: pd.DataFrame) -> pd.DataFrame:
             f"the frame has {len(frame)} rows and lacks column "
             f"{', '.join(missing) or '(none)'}; expected rows with layer, expert, atom"
         )
-    typed = frame.copy(deep=False)
+    typed = frame.drop(columns=[name for name in FORMER if name in frame])
     whole = {**_TYPES, "tokens": np.int64}
     for name, kind in whole.items():
         if name in frame and frame[name].dtype != kind:

@@ -16,7 +16,7 @@ from heapr_lab.errors import CoverageError
 from heapr_lab.importance.columns import atom_keys
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.models.moments import EXPERT_SUMS, LayerMoments
+from heapr_lab.models.moments import LayerMoments
 from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,8 @@ def rows_of(
     for layer in layers:
         columns = atom_keys(layer.layer, layer.n_experts, layer.d_inter)
         sums = moments[layer.layer]
-        for name in EXPERT_SUMS:
-            values = np.repeat(sums.experts[name].cpu().numpy(), layer.d_inter)
-            columns[name] = values.astype(np.int64 if name == "tokens" else real)
+        tokens = np.repeat(sums.tokens.cpu().numpy(), layer.d_inter)
+        columns["tokens"] = tokens.astype(np.int64)
         atoms = sums.atoms | dict(norms[layer.layer])
         for name, tensor in atoms.items():
             columns[name] = tensor.cpu().numpy().reshape(-1).astype(real)

@@ -1,7 +1,7 @@
 """The importance table: what calibration measured, one row per routed atom.
 
-Without torch. Rows are (layer, expert, atom), sorted. `tokens`, `sum_p` and `sum_p_out`
-belong to the expert and are repeated on its rows; all columns but the weights' norms
+Without torch. Rows are (layer, expert, atom), sorted. `tokens` belongs to
+the expert and is repeated on its rows; all columns but the weights' norms
 are sums or maxima over tokens, so tables of disjoint samples can be merged.
 """
 

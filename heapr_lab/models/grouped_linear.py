@@ -78,19 +78,18 @@ def scattered_linear(
     rows: torch.Tensor,
     tokens: torch.Tensor,
     n_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of p W h over the rows of each token, and the norms ‖W h‖ of all rows.
+) -> torch.Tensor:
+    """The sum of p W h over the rows of each token.
 
     No row's output is kept, because the gradient of p is ⟨g, W h⟩ = ⟨Wᵀ g, h⟩.
 
     Shapes: h (n, I); weight (E, D, I); p (n,); rows (n,) the token of each row; tokens
-    (E,), those of `rows_of_experts`; results (n_tokens, D) and (n,), of which the norms
-    have no gradient.
+    (E,), those of `rows_of_experts`; result (n_tokens, D).
     """
-    outputs: tuple[torch.Tensor, torch.Tensor] = _ScatteredLinear.apply(
+    total: torch.Tensor = _ScatteredLinear.apply(
         h, weight, p, rows, tokens.tolist(), n_tokens
     )
-    return outputs
+    return total
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -132,7 +131,7 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 class _ScatteredLinear(torch.autograd.Function):
-    """The sum of p W h over the rows of each token, and the norms of W h."""
+    """The sum of p W h over the rows of each token."""
 
     @staticmethod
     def forward(
@@ -143,24 +142,19 @@ class _ScatteredLinear(torch.autograd.Function):
         rows: torch.Tensor,
         tokens: list[int],
         n_tokens: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         ctx.save_for_backward(h, weight, p, rows)
         ctx.tokens = tokens
         wide = torch.promote_types(weight.dtype, p.dtype)
         total = h.new_zeros(n_tokens, weight.shape[1], dtype=wide)
-        norms = h.new_empty(len(h), dtype=accumulating_dtype(weight))
-        for w, x, q, index, sizes in _by_expert(tokens, weight, h, p, rows, norms):
+        for w, x, q, index in _by_expert(tokens, weight, h, p, rows):
             y = x.to(w.dtype) @ w.T
-            torch.linalg.vector_norm(y, dim=1, dtype=norms.dtype, out=sizes)
             total.index_add_(0, index, (y * q[:, None]).to(wide))
-        ctx.mark_non_differentiable(norms)
-        return total, norms
+        return total
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad: torch.Tensor, _norms: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         h, weight, p, rows = ctx.saved_tensors
         grad_h, grad_p = torch.empty_like(h), torch.empty_like(p)
         inputs = _by_expert(ctx.tokens, weight, h, p, rows, grad_h, grad_p)

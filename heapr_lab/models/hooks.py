@@ -27,7 +27,6 @@ from heapr_lab.errors import CoverageError, HeaprLabError
 from heapr_lab.models.all_experts import all_experts, most_are_active
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import (
-    accumulating_dtype,
     gathered_linear,
     routed_linear,
     rows_of_experts,
@@ -112,23 +111,24 @@ class _Accounting(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: torch.Tensor, p: torch.Tensor, call: dict[str, Any]
+        ctx: Any,
+        h: torch.Tensor,
+        p: torch.Tensor,
+        tokens: torch.Tensor,
+        probe: Probe,
     ) -> torch.Tensor:
-        ctx.save_for_backward(h, p)
-        ctx.call = call
+        ctx.save_for_backward(h, p, tokens)
+        ctx.probe = probe
         return h.view_as(h)
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        h, p = ctx.saved_tensors
-        call = ctx.call
-        probe: Probe = call["probe"]
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        h, p, tokens = ctx.saved_tensors
+        probe: Probe = ctx.probe
         with torch.no_grad():
-            probe.moments.add(
-                h, g, p=p, out_norm=call["out_norm"], tokens=call["tokens"]
-            )
+            probe.moments.add(h, g, p, tokens)
         probe.backwards += 1
-        return g, None, None
+        return g, None, None, None
 
 
 @contextlib.contextmanager
@@ -347,15 +347,13 @@ def _routed_forward(
     down = layer.down if new is None else new
     if edit is not None:
         h = h * edit.keep[experts]
-    call = {"probe": probe, "tokens": tokens}
     if probe is not None:
-        h = _Accounting.apply(h, p.detach(), call)
+        h = _Accounting.apply(h, p.detach(), tokens, probe)
     if h.is_cuda or layer.down_bias is not None or normalises(module):
         out = routed_linear(h, down, layer.down_bias, experts, tokens)  # (n, D)
-        call["out_norm"] = out.detach().norm(dim=-1, dtype=accumulating_dtype(out))
         total = _combined(module, out, p, order, n_slots)
     else:
-        total, call["out_norm"] = scattered_linear(
+        total = scattered_linear(
             h, down, p, rows=of_tokens, tokens=tokens, n_tokens=len(hidden_states)
         )
     result: torch.Tensor = total.to(hidden_states.dtype)

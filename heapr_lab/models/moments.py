@@ -7,18 +7,17 @@ h), p routing weight, T_i tokens routed to expert i.
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-SUMS = ("sum_h2", "sum_g2", "sum_hg", "sum_hg2", "sum_abs_h", "sum_ph2")
+from heapr_lab.models.grouped_linear import accumulating_dtype
+
+SUMS = ("sum_h2", "sum_g2", "sum_hg", "sum_hg2", "sum_ph2")
 """Atom columns that are summed over tokens, batches and runs."""
 MAXIMA = ("max_abs_h", "max_abs_ph")
 """Atom columns whose maximum is kept."""
-EXPERT_SUMS = ("tokens", "sum_p", "sum_p_out")
-"""Expert columns that are summed."""
 _Reduced = tuple[torch.Tensor, torch.Tensor]
-"""Sums (6, E, I) and maxima (2, E, I), in the order of `SUMS` and `MAXIMA`."""
+"""Sums (5, E, I) and maxima (2, E, I), in the order of `SUMS` and `MAXIMA`."""
 
 
 class LayerMoments:
@@ -39,49 +38,42 @@ class LayerMoments:
         self._maxima = zeros(len(MAXIMA), n_experts, d_inter)
         self.atoms = dict(zip(SUMS, self._sums, strict=True))
         self.atoms |= dict(zip(MAXIMA, self._maxima, strict=True))
-        self.experts = {name: zeros(n_experts) for name in EXPERT_SUMS}
+        self.tokens = zeros(n_experts)
 
     def add(
-        self,
-        h: torch.Tensor,
-        g: torch.Tensor,
-        *,
-        p: torch.Tensor,
-        out_norm: torch.Tensor,
-        tokens: torch.Tensor,
+        self, h: torch.Tensor, g: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor
     ) -> None:
         """Add one batch; on a GPU with Triton the host does not wait for it.
 
-        Shapes: h, g (n, I); p, out_norm (n,), where out_norm is the Euclidean norm of
-        an expert's output before its routing weight; tokens: rows of each expert, (E,).
+        Shapes: h, g (n, I); p (n,); tokens: rows of each expert, (E,).
         """
-        wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-        p = p.to(wide)
-        reduce, total = _ways(h.device)
-        sums, maxima = reduce(h, g, p, tokens)
+        sums, maxima = _reduction(h.device)(h, g, p.to(accumulating_dtype(h)), tokens)
         self._sums += sums
         torch.maximum(self._maxima, maxima.to(self._maxima.dtype), out=self._maxima)
-        self.experts["tokens"] += tokens
-        self.experts["sum_p"] += total(p, tokens)
-        self.experts["sum_p_out"] += total(p * out_norm.to(wide), tokens)
+        self.tokens += tokens
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """Every running sum and maximum by name, of atoms (E, I) and experts (E,)."""
+        return {**self.atoms, "tokens": self.tokens}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Every running sum by name, on the CPU, as `load_state` reads it."""
-        return {name: t.cpu() for name, t in (self.atoms | self.experts).items()}
+        """All of `named` on the CPU, as `load_state` reads it."""
+        return {name: total.cpu() for name, total in self.named.items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Replace the sums by those of an earlier `state`."""
-        for name, total in (self.atoms | self.experts).items():
+        for name, total in self.named.items():
             total.copy_(state[name])
 
 
-def _ways(device: torch.device) -> tuple[Callable[..., _Reduced], Callable[..., Any]]:
-    """How matrices and vectors are reduced on a device."""
+def _reduction(device: torch.device) -> Callable[..., _Reduced]:
+    """What reduces the rows of all experts on a device."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return one_by_one, _totals
+        return one_by_one
     from heapr_lab.models import moments_kernel
 
-    return moments_kernel.at_once, moments_kernel.totals
+    return moments_kernel.at_once
 
 
 def one_by_one(
@@ -106,11 +98,6 @@ def one_by_one(
     return sums, maxima
 
 
-def _totals(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The sum over each expert's rows of x (n,), (E,)."""
-    return torch.stack([rows.sum() for rows in x.split(tokens.tolist())])
-
-
 def _measure(
     h: torch.Tensor, g: torch.Tensor, p: torch.Tensor, out: dict[str, torch.Tensor]
 ) -> None:
@@ -129,6 +116,5 @@ def _measure(
     torch.sum(x, 0, out=out["sum_hg"])
     torch.sum(x.square_(), 0, out=out["sum_hg2"])
     torch.abs(h, out=x)
-    torch.sum(x, 0, out=out["sum_abs_h"])
     torch.amax(x, 0, out=out["max_abs_h"])
     torch.amax(x.mul_(p.abs()[:, None]), 0, out=out["max_abs_ph"])

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_N_SUMS, _N_MAXIMA = 6, 2
+_N_SUMS, _N_MAXIMA = 5, 2
 _PIECE = 256
 """Most rows that one program adds up."""
 _ROWS, _COLUMNS = 4, 128
@@ -33,11 +33,6 @@ def at_once(
     _reduce[grid](h, g, p, cuts, sums, maxima, width, _ROWS, _COLUMNS)
     of_experts = _segments(sums, "sum", experts), _segments(maxima, "max", experts)
     return of_experts[0].transpose(0, 1), of_experts[1].transpose(0, 1)
-
-
-def totals(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The sum over each expert's rows of x (n,), (E,)."""
-    return _segments(x, "sum", _with_zero(tokens.cumsum(0)))
 
 
 def _segments(x: torch.Tensor, how: str, offsets: torch.Tensor) -> torch.Tensor:
@@ -83,7 +78,7 @@ def _reduce(  # type: ignore[no-untyped-def]
 ):
     """Write what one piece adds, in the order of `SUMS` and `MAXIMA` in `moments`.
 
-    Shapes: cuts (pieces + 1,); sums (pieces, 6, width); maxima (pieces, 2, width).
+    Shapes: cuts (pieces + 1,); sums (pieces, 5, width); maxima (pieces, 2, width).
     """
     piece = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -91,7 +86,7 @@ def _reduce(  # type: ignore[no-untyped-def]
     end = tl.load(cuts + piece + 1)
     wide = p.dtype.element_ty
     h2 = tl.zeros((ROWS, COLUMNS), wide)
-    g2, hg, hg2, abs_h, ph2, max_h, max_ph = h2, h2, h2, h2, h2, h2, h2
+    g2, hg, hg2, ph2, max_h, max_ph = h2, h2, h2, h2, h2, h2
     for first in range(tl.load(cuts + piece), end, ROWS):
         rows = first + tl.arange(0, ROWS)
         at = rows.to(tl.int64)[:, None] * width + columns
@@ -106,17 +101,15 @@ def _reduce(  # type: ignore[no-untyped-def]
         g2 += y * y
         hg += product
         hg2 += product * product
-        abs_h += size
         ph2 += weighted * weighted
         max_h = tl.maximum(max_h, size)
         max_ph = tl.maximum(max_ph, weighted)
-    out = sums + piece * 6 * width + columns
+    out = sums + piece * 5 * width + columns
     tl.store(out, tl.sum(h2, 0), mask=inside)
     tl.store(out + width, tl.sum(g2, 0), mask=inside)
     tl.store(out + 2 * width, tl.sum(hg, 0), mask=inside)
     tl.store(out + 3 * width, tl.sum(hg2, 0), mask=inside)
-    tl.store(out + 4 * width, tl.sum(abs_h, 0), mask=inside)
-    tl.store(out + 5 * width, tl.sum(ph2, 0), mask=inside)
+    tl.store(out + 4 * width, tl.sum(ph2, 0), mask=inside)
     out = maxima + piece * 2 * width + columns
     tl.store(out, tl.max(max_h, 0), mask=inside)
     tl.store(out + width, tl.max(max_ph, 0), mask=inside)

@@ -14,8 +14,8 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.dtypes import DEQUANTISED
 from heapr_lab.models.safetensors_headers import Stored, StoredTensor
 
-ATOM_BYTES = 64
-"""The size of the running sums of one atom: eight columns in float64."""
+ATOM_BYTES = 56
+"""The size of the running sums of one atom: seven columns in float64."""
 EXTRA_STATES = 3
 """States besides the outputs of all layers: the first inputs, and two gradients."""
 _INDEX_BYTES = 4

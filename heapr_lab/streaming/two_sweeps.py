@@ -334,7 +334,7 @@ class _Tokens:
 
     def begin(self, probe: Probe) -> None:
         """Begin the second sweep."""
-        self._before = probe.moments.experts["tokens"].long().cpu()
+        self._before = probe.moments.tokens.long().cpu()
 
     def check(self, probe: Probe) -> None:
         """Check that the probe of the layer has seen as many tokens since `begin`.
@@ -342,7 +342,7 @@ class _Tokens:
         Raises:
             CoverageError: it has not.
         """
-        again = probe.moments.experts["tokens"].long().cpu() - self._before
+        again = probe.moments.tokens.long().cpu() - self._before
         if not torch.equal(self.seen, again):
             raise CoverageError(
                 f"{self._layer.name} routed other tokens in the second sweep than in "

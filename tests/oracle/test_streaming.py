@@ -342,7 +342,7 @@ def test_routing_is_replayed(
     table = collect_statistics(model, WINDOWS, batch_size=2)
     streamed = collect_statistics(on_disk, WINDOWS, batch_size=2)
     assert streamed.frame["tokens"].equals(table.frame["tokens"])
-    assert not np.allclose(streamed.frame["sum_p"], table.frame["sum_p"])
+    assert not np.allclose(streamed.frame["sum_ph2"], table.frame["sum_ph2"])
     stream(on_disk)._empty(0)
 
 

@@ -134,7 +134,6 @@ def statistics(record: Tokens, expert: int) -> dict[str, torch.Tensor]:
     h = torch.stack([token.h.detach() for token in tokens])
     g_h = torch.stack([token.h.grad for token in tokens])
     p = torch.stack([token.p for token in tokens]).double()[:, None]
-    norms = torch.stack([token.E.detach().norm() for token in tokens])
     G = sum(torch.outer(t.E.grad, t.E.grad) for t in tokens) / len(tokens)
     score = torch.stack(
         [
@@ -155,11 +154,8 @@ def statistics(record: Tokens, expert: int) -> dict[str, torch.Tensor]:
         "sum_g2": g_h.square().sum(0),
         "sum_hg": (h * g_h).sum(0),
         "sum_hg2": (h * g_h).square().sum(0),
-        "sum_abs_h": h.abs().sum(0),
         "max_abs_h": h.abs().amax(0),
         "sum_ph2": (p * h).square().sum(0),
         "max_abs_ph": (p * h).abs().amax(0),
         "tokens": torch.tensor(float(len(tokens))),
-        "sum_p": p.sum(),
-        "sum_p_out": (p[:, 0] * norms).sum(),
     }

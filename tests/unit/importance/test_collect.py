@@ -69,8 +69,6 @@ def test_every_token_of_every_window_is_counted() -> None:
     assert experts.groupby("layer")["tokens"].sum().to_dict() == {0: 90, 1: 90}
     assert table.metadata["N"] == 40
     assert len(table.frame) == 2 * 4 * 8
-    # The routing weights of a token need not add up to 1, but no more than that.
-    assert (experts["sum_p"] <= experts["tokens"]).all()
 
 
 def test_two_halves_merge_to_the_whole() -> None:
@@ -110,7 +108,7 @@ def test_lower_precision_is_close_to_float64(dtype: torch.dtype, rtol: float) ->
     expected = collect_statistics(exact, WINDOWS, batch_size=2)
     assert {str(t) for t in got.frame.dtypes} == {"int16", "int32", "int64", "float32"}
     assert expected.frame["sum_h2"].dtype == np.float64
-    for column in ("tokens", "sum_p", "sum_h2", "sum_g2", "sum_abs_h", "sum_p_out"):
+    for column in ("tokens", "sum_h2", "sum_g2", "sum_ph2"):
         true = expected.frame[column].to_numpy()
         error = np.linalg.norm(got.frame[column] - true) / np.linalg.norm(true)
         assert error < rtol, f"{column}: {error:.2g}"

@@ -8,6 +8,7 @@ import pytest
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import (
+    FORMER,
     MAXIMA,
     NORMS,
     SUMS,
@@ -42,6 +43,12 @@ def test_the_types_of_keys_and_tokens() -> None:
         "sum_h2": "float64",
     }
     assert typed["tokens"].tolist() == [1, 2, 3]
+
+
+def test_columns_of_earlier_tables_are_left_out() -> None:
+    """So that such a table can be merged with a new one."""
+    typed = typed_rows(frame(sum_h2=[1, 2, 3], **dict.fromkeys(FORMER, 1.0)))
+    assert [*typed] == ["layer", "expert", "atom", "sum_h2"]
 
 
 @pytest.mark.parametrize("name", [*SUMS[1:], *MAXIMA, *NORMS])

@@ -230,7 +230,7 @@ def test_only_passes_with_gradients_are_probed() -> None:
     with probed(find_experts(model)) as probes:
         logits_of(model, IDS)
         token_nll(other, IDS).sum().backward()
-    assert all(probe.moments.experts["tokens"].sum() == 0 for probe in probes.values())
+    assert all(probe.moments.tokens.sum() == 0 for probe in probes.values())
 
 
 def test_a_probe_inside_a_mask_sees_the_masked_model() -> None:
