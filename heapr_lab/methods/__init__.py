@@ -24,14 +24,27 @@ if TYPE_CHECKING:
 
 GROUP = "heapr_lab.methods"
 """The entry-point group of plug-ins; each entry is a `Method`."""
-OURS = (
-    *("heapr", "heapr-l", "heapr-expert", "magnitude", "random", "compress"),
-    *("intdim-e", "intdim-l", "intdim-g", "camera-p", "frequency", "ean"),
-    *("reap", "man", "msan", "naee", "mone", "evoesap", "moe-i2-like", "hc-smoe"),
-    *("mc-smoe", "sub-moe-like", "ream", "random-groups", "svd", "d2-moe"),
-    *("moe-svd-like", "moe-pruner"),
-)
-"""The names of the registry's own methods, for what must not wait for torch."""
+OURS = {
+    **dict.fromkeys(("heapr", "heapr-l", "heapr-expert", "magnitude"), "atoms"),
+    **dict.fromkeys(("random", "compress"), "atoms"),
+    **dict.fromkeys(("intdim-e", "intdim-l", "intdim-g"), "atoms"),
+    "camera-p": "camera",
+    **dict.fromkeys(("frequency", "ean", "reap", "man", "msan"), "experts"),
+    "naee": "naee",
+    "mone": "mone",
+    "evoesap": "evoesap",
+    "moe-i2-like": "moe_i2",
+    "hc-smoe": "merging",
+    "mc-smoe": "mc_smoe",
+    "sub-moe-like": "sub_moe",
+    "ream": "ream",
+    "random-groups": "merging",
+    "svd": "low_rank",
+    "d2-moe": "d2_moe",
+    "moe-svd-like": "moe_svd",
+    "moe-pruner": "moe_pruner",
+}
+"""The module of each method of this package, by the method's name."""
 
 
 def check_name(name: str, known: Iterable[str] = OURS) -> None:

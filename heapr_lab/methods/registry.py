@@ -1,46 +1,14 @@
 """Every method by name: those of this package, and those that plug-ins add."""
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
+from typing import Any
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import GROUP
-from heapr_lab.methods.atoms import ATOMS
-from heapr_lab.methods.camera import CAMERA
-from heapr_lab.methods.d2_moe import D2_MOE
-from heapr_lab.methods.evoesap import EVOESAP
-from heapr_lab.methods.experts import EXPERTS
-from heapr_lab.methods.low_rank import SVD
-from heapr_lab.methods.mc_smoe import MC_SMOE
-from heapr_lab.methods.merging import HC_SMOE, RANDOM_GROUPS
+from heapr_lab.methods import GROUP, OURS
 from heapr_lab.methods.method import Method
-from heapr_lab.methods.moe_i2 import MOE_I2
-from heapr_lab.methods.moe_pruner import MOE_PRUNER
-from heapr_lab.methods.moe_svd import MOE_SVD
-from heapr_lab.methods.mone import MONE
-from heapr_lab.methods.naee import NAEE
-from heapr_lab.methods.ream import REAM
-from heapr_lab.methods.sub_moe import SUB_MOE
-
-_OURS = (
-    *ATOMS,
-    CAMERA,
-    *EXPERTS,
-    NAEE,
-    MONE,
-    EVOESAP,
-    MOE_I2,
-    HC_SMOE,
-    MC_SMOE,
-    SUB_MOE,
-    REAM,
-    RANDOM_GROUPS,
-    SVD,
-    D2_MOE,
-    MOE_SVD,
-    MOE_PRUNER,
-)
 
 
 def found() -> Mapping[str, Method]:
@@ -50,7 +18,8 @@ def found() -> Mapping[str, Method]:
         SpecError: a plug-in cannot be loaded, is no `Method`, or its name is taken (the
             distribution is named).
     """
-    methods = {method.name: method for method in _OURS}
+    ours = {method.name: method for place in OURS.values() for method in _in(place)}
+    methods = {name: ours[name] for name in OURS}
     made_by = dict.fromkeys(methods, "heapr-lab")
     for entry in sorted(entry_points(group=GROUP), key=_place):
         method = _loaded(entry)
@@ -63,6 +32,14 @@ def found() -> Mapping[str, Method]:
         methods[method.name] = method
         made_by[method.name] = _place(entry)
     return MappingProxyType(methods)
+
+
+def _in(place: str) -> Iterator[Method]:
+    """The methods that a module has names for, alone or in a tuple."""
+    module = importlib.import_module(f"{__package__}.{place}")
+    for value in vars(module).values():
+        values: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
+        yield from (one for one in values if isinstance(one, Method))
 
 
 def _place(entry: EntryPoint) -> str:
