@@ -9,6 +9,7 @@ embedding's output does. Source: HEAPr, Algorithm 1, in the form that is derived
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from heapr_lab.importance.measured import (
 )
 from heapr_lab.importance.resuming import Ranks, SavedSums
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.backend import backend_of
+from heapr_lab.models.backend import Steps, backend_of
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, describe, find_experts
 from heapr_lab.models.hooks import Probe, check_gradients, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
@@ -169,8 +170,8 @@ def _table(
 class _Pass:
     """HEAPr's forward and backward pass over calibration windows.
 
-    The backend of the model runs it: in memory a batch at a time through all layers, on
-    disk a layer at a time on all batches.
+    In memory a batch goes through all layers at a time, as in `batches`; the backend of
+    a model on disk runs a layer at a time on all batches.
     """
 
     model: Any
@@ -207,6 +208,18 @@ class _Pass:
                 for number, windows in steps:
                     self._check(number, windows)
         self._check_weights()
+
+    def batches(self) -> Steps:
+        """HEAPr on a model in memory: each batch to its loss, and back once."""
+        for layer in self.layers:
+            self.weighed(layer.layer)
+        with _gradients_from_embedding_on(self.model):
+            while self.done < len(self.ids):
+                stop = min(self.done + self.batch_size, len(self.ids))
+                windows = slice(self.done, stop)
+                self.loss(windows).backward()  # and each layer's probe adds its sums
+                yield from ((layer.layer, windows) for layer in self.layers)
+                self.finish(stop)
 
     def loss(self, windows: slice, states: torch.Tensor | None = None) -> torch.Tensor:
         """The sum over the predicted tokens of some windows of -log p."""
@@ -246,6 +259,18 @@ class _Pass:
 
     def _check_weights(self) -> None:
         check_unchanged(self.model, self._weights)
+
+
+@contextlib.contextmanager
+def _gradients_from_embedding_on(model: Any) -> Iterator[None]:
+    """The embedding's output requires a gradient wherever gradients are computed."""
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda _module, _args, output: output.requires_grad_(torch.is_grad_enabled())
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _warn_of_repeats(windows: list[str]) -> None:

@@ -7,10 +7,9 @@ elsewhere registers a subclass of it on the modules of a model.
 Shapes: B windows, L tokens in each; d_model; E n_experts.
 """
 
-import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +32,8 @@ Optimizers = Callable[[Mapping[str, nn.Parameter], float], torch.optim.Optimizer
 """From parameters by name, and a share of their rates, to what changes them."""
 Gradient = Callable[[slice, torch.Tensor], torch.Tensor]
 """From some windows and their final states to the gradient of the loss by these."""
+Steps = Generator[tuple[int, slice]]
+"""The number of an MoE layer, and the windows that it has just been measured on."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class GradientPass(Protocol):
 
     def finish(self, stop: int, *, save: bool = False) -> None:
         """All windows before `stop` are measured, which may be saved, or has to be."""
+
+    def batches(self) -> Steps:
+        """The pass through all layers at once, for a model in memory."""
 
 
 @dataclass(frozen=True)
@@ -201,22 +205,16 @@ class Backend:
         return [run(ids) for ids in batches]
 
     def backward(
-        self, model: nn.Module, run: GradientPass
-    ) -> Generator[tuple[int, slice]]:
-        """Run all windows to the loss and back.
+        self,
+        model: nn.Module,  # noqa: ARG002
+        run: GradientPass,
+    ) -> Steps:
+        """Run all windows to the loss and back: through the whole model, by batches.
 
         Yields the number of an MoE layer and the windows of which it has just got the
         gradients.
         """
-        for layer in run.layers:
-            run.weighed(layer.layer)
-        with _gradients_from_embedding_on(model):
-            while run.done < len(run.ids):
-                stop = min(run.done + run.batch_size, len(run.ids))
-                windows = slice(run.done, stop)
-                run.loss(windows).backward()
-                yield from ((layer.layer, windows) for layer in run.layers)
-                run.finish(stop)
+        return run.batches()
 
     def training(self, plan: TrainingPlan) -> Training | None:  # noqa: ARG002
         """The training of weights that are not in memory together; None if they are."""
@@ -312,15 +310,3 @@ def _first_values(tensor: torch.Tensor) -> torch.Tensor:
     else:
         parts = [tensor[..., 0].reshape(-1), tensor[..., 0, :].reshape(-1)]
     return torch.cat(parts).contiguous().view(torch.uint8)
-
-
-@contextlib.contextmanager
-def _gradients_from_embedding_on(model: Any) -> Iterator[None]:
-    """The embedding's output requires a gradient wherever gradients are computed."""
-    hook = model.get_input_embeddings().register_forward_hook(
-        lambda _module, _args, output: output.requires_grad_(torch.is_grad_enabled())
-    )
-    try:
-        yield
-    finally:
-        hook.remove()

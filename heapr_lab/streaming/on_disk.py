@@ -6,7 +6,7 @@ Those of a pruned one are sliced from the dense one when they are read.
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from heapr_lab.models.backend import (
     GradientPass,
     NewModule,
     States,
+    Steps,
     Tensors,
     Training,
     TrainingPlan,
@@ -112,9 +113,7 @@ class OnDisk(Backend):
         """The final states, by one sweep over the layers."""
         return swept_states(model, batches)
 
-    def backward(
-        self, model: nn.Module, run: GradientPass
-    ) -> Generator[tuple[int, slice]]:
+    def backward(self, model: nn.Module, run: GradientPass) -> Steps:
         """Run all windows by two sweeps over the layers."""
         return streamed_pass(model, self.stream, run)
 

@@ -18,7 +18,7 @@ Shapes: B windows, L tokens in each; E n_experts, I d_inter.
 """
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from heapr_lab.errors import CoverageError
-from heapr_lab.models.backend import GradientPass
+from heapr_lab.models.backend import GradientPass, Steps
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.hooks import Probe, counting
 from heapr_lab.models.likelihood import input_device
@@ -41,9 +41,7 @@ _Choices = list[torch.Tensor]
 _TOKENS, _STATES, _CHOICE = "tokens", "states", "choice."
 
 
-def streamed_pass(
-    model: Any, stream: Stream, run: GradientPass
-) -> Generator[tuple[int, slice]]:
+def streamed_pass(model: Any, stream: Stream, run: GradientPass) -> Steps:
     """Measure every window that is not done.
 
     Yields the number of an MoE layer and the windows of which it has the gradients.
