@@ -169,6 +169,8 @@ class Measured:
             best = fit_compression(model, self.windows(extra), selection, fitted=part)
             keep, down_projs = best.keep, best.down_projs
             cost["passes"] = PASSES["compress"]
+            if down_projs is None:  # the statistics of the other quarter as well
+                cost["passes"] += PASSES["statistics"] / 4
             cost["chosen"] = best.report.loc[best.report["chosen"], "made"].item()
         else:
             keep, down_projs = self._made(variant, selection)

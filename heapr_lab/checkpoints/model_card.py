@@ -1,5 +1,6 @@
 """The model card of a pruned checkpoint, made from its manifest."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ def loading_code(folder: Path) -> str:
     plain = _is_stock(manifest) and is_native(read_config(folder))
     lines = [] if plain else ["import heapr_lab"]
     lines += [f"from transformers import {name}", ""]
-    return "\n".join([*lines, f'model = {name}.from_pretrained("{folder}")'])
+    path = json.dumps(str(folder), ensure_ascii=False)  # quotes in it are escaped
+    return "\n".join([*lines, f"model = {name}.from_pretrained({path})"])
 
 
 def _class_of(manifest: Mapping[str, Any]) -> str:

@@ -5,13 +5,14 @@ One of them serves any number of selections: only masks and solves are new.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.estimators import find_estimator
+from heapr_lab.importance.merging import merge_frames
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Parts, Progress
@@ -78,6 +79,7 @@ class CalibratedModel:
         self._measure = measure or functools.partial(collect_statistics, model)
         self._table: ImportanceTable | None = None
         self._eliminated: ImportanceTable | None = None
+        self._others: dict[str, ImportanceTable] = {}
 
     @property
     def n_passes(self) -> int:
@@ -118,6 +120,45 @@ class CalibratedModel:
             SpecError: the selection is infeasible.
         """
         return select(self.table(selection.estimator, progress), selection)
+
+    def keep_on_all(
+        self,
+        selection: Selection,
+        calibration: CalibrationSet,
+        others: Iterable[CalibrationSet],
+        progress: Progress | None = None,
+    ) -> KeepMask:
+        """The mask by statistics of all windows: these, and the `others`.
+
+        Args:
+            selection: how atoms are selected, by an estimator without an extra pass.
+            calibration: all of the windows.
+            others: those that are not among these.
+            progress: called with (windows done, windows in all) of the others.
+
+        Raises:
+            SpecError: the selection is infeasible.
+        """
+        parts = Parts(calibration.n_sequences - self.windows.n_sequences, progress)
+        tables = [self.table()]
+        for windows in others:
+            tables.append(self._measured(windows, parts))
+            parts.end(windows.n_sequences)
+        metadata = tables[0].metadata
+        for name in ("windows", "spec_hash"):
+            metadata.pop(name, None)
+        if "spec" in metadata:
+            metadata["spec"]["calibration"] = calibration.fingerprint
+        metadata["N"] = sum(table.metadata["N"] for table in tables)
+        frame = functools.reduce(merge_frames, [table.frame for table in tables])
+        return select(ImportanceTable.from_frame(frame, **metadata), selection)
+
+    def _measured(self, windows: CalibrationSet, parts: Parts) -> ImportanceTable:
+        """The statistics on other windows, measured once."""
+        key = windows.fingerprint
+        if key not in self._others:
+            self._others[key] = self._measure(windows, progress=parts)
+        return self._others[key]
 
     def compensated(
         self, selection: Selection, *, progress: Progress | None = None

@@ -6,8 +6,9 @@ Fisher information, which lose less on pretrained weights, and those of eliminat
 within the sums, which lose less on models from scratch. HEAPr as published, its mask
 with unchanged weights, gives way to the first and that to the second only where the
 paired difference, over windows that no fit has seen, is in favour by more than two
-standard errors. So it is never worse than the paper's by more than noise. What is
-reported is measured on further windows, which have no part in either.
+standard errors. So it is never worse than the paper's by more than noise. HEAPr's mask
+that is returned is of all windows, as the paper's is. What is reported is measured on
+further windows, which have no part in either: of HEAPr, for the mask of the fit.
 
 Source: this project.
 """
@@ -139,10 +140,10 @@ def fit_compression(
     sizes = [n_fit, *[0 if fitted.at_once else n_fit] * (len(COMPENSATED) - 1)]
     n_judged = [windows.n_sequences for windows in judges]
     n_losses = (1 + len(COMPENSATED)) * sum(n_judged) + n_judged[-1]
-    parts = Parts(sum(sizes) + n_losses, progress)
+    parts = Parts(sum(sizes) + n_losses + sum(n_judged), progress)
     paper = fitted.keep(_of(selection, PAPER), parts)
     judged: dict[str, list[Losses]] = {}
-    result: tuple[KeepMask, Compensation] | None = None
+    result: tuple[KeepMask, Compensation | None] | None = None
     for (name, estimator), size in zip(COMPENSATED.items(), sizes, strict=True):
         keep, columns = fitted.compensated(_of(selection, estimator), progress=parts)
         parts.end(size)
@@ -153,8 +154,11 @@ def fit_compression(
         if _chosen(judged) == name:
             result = keep, columns
     (dense,) = losses_on(contextlib.nullcontext(model), judges[-1:], parts)
-    kept, weights = result or (paper, None)
-    return FittedCompression(kept, weights, _report(judged, dense))
+    if result is None:
+        published = _of(selection, PAPER)
+        result = fitted.keep_on_all(published, calibration, judges, parts), None
+    parts.end(sum(n_judged))
+    return FittedCompression(*result, _report(judged, dense))
 
 
 def _of(selection: Selection, estimator: str) -> Selection:

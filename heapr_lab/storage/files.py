@@ -333,17 +333,16 @@ def unsealed(
 ) -> dict[str, Any]:
     """The `meta` that `arrays` were sealed with in the file `path`.
 
-    Files of versions that wrote no checksum are taken as they are.
-
     Raises:
-        CacheError: the arrays or the meta are not those that were sealed.
+        CacheError: the arrays or the meta are not those that were sealed, or an earlier
+            version wrote them, without a checksum.
     """
     header = _header((metadata or {}).get(_KEY), path)
     meta: dict[str, Any] = header["metadata"]
-    if header.get(_CRC, crc := _crc(arrays, meta)) != crc:
+    if header.get(_CRC) != _crc(arrays, meta):
         raise CacheError(
-            f"{path} is damaged: its checksum is not that of its contents; "
-            f"{remedy(path)}"
+            f"{path} is damaged: its checksum ({header.get(_CRC, 'none')}) is not that "
+            f"of its contents; {remedy(path)}"
         )
     return meta
 

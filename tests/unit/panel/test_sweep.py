@@ -233,6 +233,22 @@ def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:
     assert "expected a fraction" in error_of(tab.job)
 
 
+def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
+    """The switch may move meanwhile; the running job names what it measures."""
+    tab, told = swept.evaluation.sweep, []
+
+    def move(change: dict[str, Any]) -> None:
+        told.append(change["new"])
+        if "starting" not in change["new"]:
+            swept.weights.weights.value = "compensated"
+
+    tab.job.text.observe(move, names="value")
+    tab.ratios.value, tab.estimators.value = "75%", ("heapr",)
+    press(tab.job)
+    assert swept.session.points["weights"].iloc[-1] == "masked"
+    assert any("0.75 of the atoms" in text and ", masked: " in text for text in told)
+
+
 def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
     """The second estimator against the first one, at both ratios, in the table."""
     session = swept.session
