@@ -41,6 +41,8 @@ _OF_EXPERTS = (
 )
 _MORE = "heapr_total minus heapr, Δloss [nats per token] ↓"
 _MIXTURE = "0.5*pydocs + 0.5*wikitext2"
+_OWN = " + own text"
+"""How the names of texts end to which self-generated windows were added."""
 
 
 def tables() -> dict[str, pd.DataFrame]:
@@ -63,7 +65,24 @@ def _said_rows(gaps: pd.DataFrame) -> pd.DataFrame:
 
 def sentences() -> dict[str, str]:
     """What the tables of the pretrained MoE come to, by the name of its block."""
-    return {"accuracy_said": _accuracy_said(), "experts_said": _experts_said()}
+    return {
+        "accuracy_said": _accuracy_said(),
+        "experts_said": _experts_said(),
+        "own_text_said": _own_text_said(),
+    }
+
+
+def _own_text_said() -> str:
+    """What it costs to write text, where scores were measured without it as well."""
+    sizes = rows_beside("real", "sizes")
+    rows = sizes[sizes["model"].eq(real.MODEL) & sizes["method"].eq("heapr")]
+    (own,) = rows[rows["fitted_to"].eq(f"{real.FITTED_TO}{_OWN}")].to_dict("records")
+    alike = rows["fitted_to"].eq(real.FITTED_TO) & rows["ratio"].eq(own["ratio"])
+    plain = rows.loc[alike & rows["device"].eq(own["device"]), "seconds_fit"]
+    return (
+        f"HEAPr's scores took {own['seconds_fit']:.0f} s of CPU with the text and its "
+        f"writing, {plain.median():.0f} s without (one core of {own['device']})."
+    )
 
 
 def _accuracy_said() -> str:
@@ -117,16 +136,17 @@ def _less_heapr(
 
 
 def more_text_gaps() -> pd.DataFrame:
-    """What more calibration windows change on the pretrained MoE, as `real.apart`.
+    """What more windows, or self-generated ones, change on the pretrained MoE.
 
-    A row for each method and ratio.
+    As `real.apart`, a row for each method and ratio.
     """
     windows, items = (rows_beside("real", part) for part in ("windows", "items"))
     windows, items = (
         frame[real.of_model(frame)].assign(method=frame["method"] + frame["fitted_to"])
         for frame in (windows, items)
     )
-    more = windows[windows["fitted_to"].str.startswith(f"{real.FITTED_TO}, ")]
+    added = tuple(f"{real.FITTED_TO}{text}" for text in (", ", _OWN))
+    more = windows[windows["fitted_to"].str.startswith(added)]
     states = more[["ratio", "method", "fitted_to"]].drop_duplicates()
     states = states.sort_values(["ratio", "method"])
     rows = []

@@ -247,6 +247,8 @@ EVOESAP = Method(
         "content.",
         "With a smaller population than 12, only the first of the authors' shapes of "
         "first plans are tried.",
+        "A layer keeps as many experts as a token is routed to, as in the authors' "
+        "script; in their code one is enough.",
         "The order within a layer is that of REAP.",
     ),
     options={**BUDGET, "population": 12, **_SEARCH},

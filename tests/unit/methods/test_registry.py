@@ -76,6 +76,27 @@ def test_the_example_of_the_page_is_a_method_like_ours(install: Install) -> None
     assert dropping.materialise(model).num_parameters() < model.num_parameters()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("heapr", "0/0, which sorts highest"),
+        ("reap", "since March 2026 by default renormalised"),
+        ("mone", "updates them batch by batch"),
+        ("evoesap", "in their code one is enough"),
+        ("mc-smoe", "Mixtral not at all: there ours is an improvement"),
+        ("sub-moe-like", "could not be obtained. REAP's repository has"),
+        ("sub-moe-like", "reshapes V in place of dividing it"),
+        ("moe-svd-like", "could not be obtained"),
+        ("moe-svd-like", "This is in the method's favour"),
+        ("d2-moe", "shifts the labels for a model that shifts them itself"),
+        ("camera-p", "in their code it is 1 by default"),
+    ],
+)
+def test_what_differs_from_the_authors_is_stated(name: str, words: str) -> None:
+    """What was seen by running their code beside ours, or why that was not possible."""
+    assert words in " ".join(methods.get(name).deviations)
+
+
 def test_the_entry_point_of_the_page_is_the_one_that_is_read() -> None:
     """It stands as in the pyproject.toml of a plug-in."""
     text = fence(PAGE, "toml")
