@@ -21,16 +21,25 @@ def register(name: str, place: str) -> None:
 def find(name: str, default: Any = _NEEDED) -> Any:
     """What is registered as `name`, or `default` where it is given and nothing is.
 
+    Also where the module that is registered was left out. One that is there and cannot
+    be imported is an error, with or without a default.
+
     Raises:
-        SpecError: nothing is registered, or it is not installed.
+        SpecError: nothing is registered, or its module is not there.
+        ModuleNotFoundError: its module is there, and one that it imports is not.
     """
     module, _, attribute = _PLACES.get(name, "").partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, ValueError) as error:
-        if default is not _NEEDED:
-            return default
-        raise SpecError(
-            f"this needs {name}, which is not there ({module or 'not registered'}); "
-            f"expected one of {', '.join(sorted(_PLACES))}"
-        ) from error
+    missing = None
+    if module:
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):
+                raise
+            missing = error
+    if default is not _NEEDED:
+        return default
+    raise SpecError(
+        f"this needs {name}, which is not there ({module or 'not registered'}); "
+        f"expected one of {', '.join(sorted(_PLACES))}"
+    ) from missing
