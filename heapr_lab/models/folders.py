@@ -33,7 +33,7 @@ from heapr_lab.models.dtypes import (
 )
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.named import what_is_expected
-from heapr_lab.models.ragged_experts import check_no_missing_weights
+from heapr_lab.models.ragged_experts import EARLIER, check_no_missing_weights
 from heapr_lab.models.safetensors_headers import names_in, read_object, read_settings
 
 _TOKENIZER_FILES = (
@@ -86,9 +86,9 @@ def read_config(source: str | Path) -> Any:
         config.quantization_config = beside
     if hasattr(config, "less_is_moe"):
         raise SpecError(
-            f"{source} is written in Less-is-MoE's format, which heapr-lab 0.1 of "
-            "2026-11 and its vLLM plug-in read: prune the base model again, or convert "
-            "it with that version (heapr-lab convert --format heapr)"
+            f"{source} is written in Less-is-MoE's format, which {EARLIER} reads and "
+            "this version does not: convert it with that (heapr-lab convert --format "
+            "heapr), or prune the base model again"
         )
     return config
 

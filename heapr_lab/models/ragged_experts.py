@@ -36,6 +36,8 @@ FORMAT_VERSION = 1
 """The version that is written; 2 and 3 were those of what is in `_GONE`."""
 _COMPOSED = "heapr_composed"
 """What earlier versions wrote in place of `METHOD` for other papers' methods."""
+EARLIER = "heapr-lab 0.1 (`git checkout ad73bb64` in a clone of the repository)"
+"""What reads every earlier format: the last commit before the first of them went."""
 _GONE = {
     "output_bias": "experts with output biases",
     "quantised": "experts whose weights are integers",
@@ -547,8 +549,8 @@ def check_format(settings: Mapping[str, Any]) -> None:
     for name, what in _GONE.items():
         if settings.get(name):
             raise ValueError(
-                f"the checkpoint has {what}, which heapr-lab 0.1 of 2026-11 wrote and "
-                "reads: load it with that version, or make it again from the base model"
+                f"the checkpoint has {what}, which {EARLIER} reads and this version "
+                "does not: load it with that, or make it again from the base model"
             )
     version = settings.get("format_version", FORMAT_VERSION)
     if not isinstance(version, int) or version > FORMAT_VERSION:

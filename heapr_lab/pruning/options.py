@@ -367,7 +367,8 @@ class Selection:
         if used:
             raise SpecError(
                 f"{', '.join(used)} of the selection was a setting of heapr-lab 0.1: "
-                "select without it, or use the mask itself"
+                "select without it, use the mask itself, or select with that version "
+                "(`git checkout ad73bb64` in a clone of the repository)"
             )
         unknown = sorted(given.keys() - names)
         if unknown or "ratio" not in given:

@@ -4,7 +4,9 @@
 stood side by side: a tiny model, what was cached for it, and what was saved of it.
 """
 
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,11 @@ import heapr_lab
 from heapr_lab import ImportanceTable, KeepMask, Selection, Setting, open_workbench
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import load_model
+from heapr_lab.models.ragged_experts import EARLIER
 from heapr_lab.text.calibration import CalibrationSet
 
-EARLIER = Path(__file__).parents[1] / "data" / "earlier"
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "tests" / "data" / "earlier"
 SETTING = Setting(0.5, calibration="text.txt")
 COMPOSED = {"quant_method": "heapr_composed"}
 """The format of then for what other papers' methods leave."""
@@ -31,7 +35,7 @@ REMOVED = ("own_layers", "price", "protect_outliers", "layer_ratios")
 def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the files, in use as the cache, beside the text of then."""
     folder = tmp_path / "earlier"
-    shutil.copytree(EARLIER, folder)
+    shutil.copytree(FILES, folder)
     write_text(folder / "text.txt")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(folder / "cache"))
@@ -103,7 +107,7 @@ def test_experts_of_before_are_refused_by_name(
     path = earlier / "ragged" / "config.json"
     with changed_json(path) as config:
         config["quantization_config"] |= own
-    why = rf"{what}, which heapr-lab 0\.1 of 2026-11 .* again from the base model"
+    why = rf"{what}, which {re.escape(EARLIER)} .* again from the base model"
     with pytest.raises(ValueError, match=why):
         AutoModelForCausalLM.from_pretrained(path.parent)
     for stream in (False, True):
@@ -112,9 +116,44 @@ def test_experts_of_before_are_refused_by_name(
         assert "\n" not in str(error.value)
 
 
+def test_what_reads_them_can_be_checked_out() -> None:
+    """All refusals name one commit, which has the formats; it calls itself 0.1."""
+    commit = re.findall("git checkout ([0-9a-f]+)", EARLIER)
+    with pytest.raises(SpecError) as error:
+        Selection.from_dict({"ratio": 0.5, "price": 1.0})
+    page = (ROOT / "docs" / "checkpoints.md").read_text("utf-8")
+    for text in (str(error.value), page):
+        assert re.findall("git checkout ([0-9a-f]+)", text) == commit
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone")
+    settings = _of_commit(f"{commit[0]}:pyproject.toml")
+    assert re.search(r'^version = "0\.1\.', settings, re.MULTILINE)
+    names = _of_commit(f"{commit[0]}:heapr_lab/models/").split()
+    assert {"less_is_moe.py", "composed_files.py"} <= {*names}
+
+
+def _of_commit(place: str) -> str:
+    """A file of the repository as it was in a commit."""
+    command = ["git", "-C", str(ROOT), "show", place]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_this_version_is_another() -> None:
+    """What refuses a file does not have the number of what it says to take."""
+    numbers = [
+        re.search(
+            r'^version(?: =|:) "?([\d.]+)"?$', path.read_text("utf-8"), re.MULTILINE
+        )
+        for path in (ROOT / "pyproject.toml", ROOT / "CITATION.cff")
+    ]
+    ours = {number and number[1] for number in numbers}
+    assert len(ours) == 1
+    assert not str(*ours).startswith("0.1.")
+
+
 def test_the_format_of_less_is_moe_is_refused_by_name(earlier: Path) -> None:
     """The error says what reads it; in memory, streamed, and as a configuration."""
-    why = r"Less-is-MoE's format, which heapr-lab 0\.1 of 2026-11"
+    why = rf"Less-is-MoE's format, which {re.escape(EARLIER)} reads"
     for stream in (False, True):
         with pytest.raises(SpecError, match=why):
             load_model(earlier / "less_is_moe", device="cpu", stream=stream)
