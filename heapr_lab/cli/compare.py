@@ -10,7 +10,7 @@ import typer
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import names_in, print_facts, say
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import check_name
+from heapr_lab.methods import OPTIONS, OURS, check_name, check_options
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,10 +121,10 @@ def compare(
     calibration = Calibration(asked["corpus"], n_sequences, seed=seed)
     preflight.check_corpora([asked["corpus"]], split="train")
     preflight.check_corpora(asked["corpora"], split="test")
+    preflight.check_tasks(asked["tasks"])
     from heapr_lab.methods.comparison import compare_methods, entries
 
     wanted = entries(asked["methods"], asked["ratios"], given)
-    preflight.check_tasks(asked["tasks"])
     bench = options.open_bench(
         name, profile, seq_len, device, dtype, stream, host_memory
     )
@@ -286,8 +286,10 @@ def _ratios(text: str) -> list[float]:
 def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
     """The options of each method in texts such as `reap.protect_super_experts=true`.
 
+    Those of plug-ins are checked later, since they may import torch.
+
     Raises:
-        SpecError: a text cannot be read.
+        SpecError: a text cannot be read, or a method or an option is unknown.
     """
     settings: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -302,4 +304,8 @@ def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
             settings.setdefault(method, {})[option] = json.loads(value)
         except ValueError:
             settings.setdefault(method, {})[option] = value
+    for name, given in settings.items():
+        check_name(name)
+        if name in OURS:
+            check_options(name, given, OPTIONS.get(name, {}))
     return settings

@@ -41,9 +41,9 @@ def evaluate(
         kl=kl,
         masked=mask is not None,
     )
-    from heapr_lab.pruning.masks import KeepMask
-
     if mask is not None:
+        from heapr_lab.pruning.masks import KeepMask
+
         KeepMask.read(mask)  # a damaged file is refused before any text is read
     preflight.check_corpora(names_in(corpora), split="test")
     preflight.check_tasks(names_in(tasks))

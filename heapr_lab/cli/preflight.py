@@ -110,12 +110,13 @@ def check_corpora(names: Iterable[str], *, split: str) -> None:
         CorpusError: a corpus is unknown or not available.
     """
     from heapr_lab.text.calibration_spec import corpora_of
-    from heapr_lab.text.corpora import load_corpus
 
-    for name in names:
-        for corpus in corpora_of(name):
-            if corpus != _ALWAYS_THERE:
-                load_corpus(corpus, split=split)
+    every = [corpus for name in names for corpus in corpora_of(name)]
+    for corpus in every:
+        if corpus != _ALWAYS_THERE:
+            from heapr_lab.text.corpora import load_corpus  # pandas comes with it
+
+            load_corpus(corpus, split=split)
 
 
 def check_tasks(names: Iterable[str]) -> None:

@@ -13,9 +13,10 @@ For example::
 through the entry-point group `heapr_lab.methods`.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from heapr_lab.errors import SpecError
 
@@ -45,6 +46,31 @@ OURS = {
     "moe-pruner": "moe_pruner",
 }
 """The module of each method of this package, by the method's name."""
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "camera-p": {"alpha": 0.9},
+    "reap": {"protect_super_experts": False},
+    "naee": {"most_subsets": 2000, "most_tokens": 4096},
+    "mone": {"score": "product", "scope": "layer"},
+    "evoesap": {
+        "population": 12,
+        "generations": 4,
+        "most_windows": 8,
+        "survivors": 4,
+        "most_moves": 1,
+        "largest_move": 2,
+    },
+    "moe-i2-like": {
+        "population": 8,
+        "generations": 4,
+        "most_windows": 8,
+        "most_tokens": 4096,
+    },
+    "ream": {"group_size": 16, "batch_size": 8},
+    "svd": {"whiten": True},
+    "moe-svd-like": {"most_of_layer": 0.3},
+    "moe-pruner": {"pattern": "unstructured"},
+}
+"""The options of those that have any, and their defaults, without torch."""
 
 
 def check_name(name: str, known: Iterable[str] = OURS) -> None:
@@ -55,6 +81,36 @@ def check_name(name: str, known: Iterable[str] = OURS) -> None:
     """
     if name not in known and (known is not OURS or not entry_points(group=GROUP)):
         raise SpecError(f"unknown method {name!r}; choose one of {', '.join(known)}")
+
+
+def check_options(
+    name: str, options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Check options that are given to a method, by the defaults of all it has.
+
+    Raises:
+        SpecError: there is no such option, or the value is of another type, no number,
+            or a count below 1.
+    """
+    unknown = sorted(set(options) - set(defaults))
+    if unknown:
+        raise SpecError(
+            f"method {name!r} has no option {', '.join(unknown)}; it has "
+            f"{', '.join(defaults) or 'none'}"
+        )
+    for option, value in options.items():
+        kind = type(defaults[option])
+        kinds = (int, float) if kind is float else kind
+        other = not isinstance(value, kinds) or (
+            kind is not bool and isinstance(value, bool)
+        )
+        small = kind is int and not other and value < 1
+        if other or small or (kind is float and not math.isfinite(value)):
+            wanted = f"{kind.__name__}{' from 1' if kind is int else ''}"
+            raise SpecError(
+                f"option {option} of method {name!r} is {value!r}, expected {wanted}, "
+                f"such as {defaults[option]!r}"
+            )
 
 
 def names() -> tuple[str, ...]:

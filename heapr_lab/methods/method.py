@@ -1,6 +1,5 @@
 """What a method is: a name, where it comes from, and a rule that fits it to a model."""
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from heapr_lab.errors import SpecError, one_of, whole_number
+from heapr_lab.methods import check_options
 from heapr_lab.methods.collectors import Collector, Measurements
 from heapr_lab.methods.composing import Compositions
 from heapr_lab.methods.compression import (
@@ -227,23 +227,5 @@ class Method:
             SpecError: there is no such option, or the value is of another type, no
                 number, or a count below 1.
         """
-        unknown = sorted(set(options) - set(self.options))
-        if unknown:
-            raise SpecError(
-                f"method {self.name!r} has no option {', '.join(unknown)}; it has "
-                f"{', '.join(self.options) or 'none'}"
-            )
-        for name, value in options.items():
-            kind = type(self.options[name])
-            kinds = (int, float) if kind is float else kind
-            other = not isinstance(value, kinds) or (
-                kind is not bool and isinstance(value, bool)
-            )
-            small = kind is int and not other and value < 1
-            if other or small or (kind is float and not math.isfinite(value)):
-                wanted = f"{kind.__name__}{' from 1' if kind is int else ''}"
-                raise SpecError(
-                    f"option {name} of method {self.name!r} is {value!r}, expected "
-                    f"{wanted}, such as {self.options[name]!r}"
-                )
+        check_options(self.name, options, self.options)
         return {**self.options, **options}

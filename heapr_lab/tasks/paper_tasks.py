@@ -75,8 +75,12 @@ def _definitions() -> bytes:
     package = find_spec("lm_eval")
     assert package is not None
     assert package.origin is not None
-    every = (Path(package.origin).parent / "tasks").rglob("*")
-    files = (path for path in every if path.suffix in ("", ".yaml") and path.is_file())
+    files = (
+        Path(folder, name)
+        for folder, _, names in os.walk(Path(package.origin).parent / "tasks")
+        for name in names
+        if name.endswith(".yaml") or "." not in name
+    )
     return b"\n".join(path.read_bytes() for path in files)
 
 

@@ -113,6 +113,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("evaluate", "lab", "--corpora", "absent.txt"), "absent.txt"),
     (("evaluate", "lab", "--corpora", "", "--tasks", "continuation:typo"), "typo"),
     (("evaluate", "lab", "--tasks", "arc_esy"), "knows no task arc_esy"),
+    (("evaluate", "lab", "--tasks", "nope"), "knows no task nope"),
     (("evaluate", "lab", "--mask", "none.parquet"), "none.parquet"),
     (("evaluate", "lab", "--mask", "bad.parquet"), "bad.parquet cannot be read"),
     (("evaluate", "lab", "--kl"), "--mask"),
@@ -120,6 +121,13 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("compare", "lab", "--ratios", "0.2,many"), "many"),
     (("compare", "lab", "--ratios", "25"), "write 0.25 or 25%"),
     (("compare", "lab", "--set", "alpha=1"), "expected METHOD.OPTION=VALUE"),
+    (("compare", "lab", "--set", "heapr.x=1"), "'heapr' has no option x; it has none"),
+    (("compare", "lab", "--set", "reap.alpha=1"), "no option alpha"),
+    (("compare", "lab", "--set", "camera-p.alpha=high"), "is 'high', expected float"),
+    (("compare", "lab", "--set", "naee.most_tokens=0"), "expected int from 1"),
+    (("compare", "lab", "--set", "magic.x=1"), "unknown method 'magic'"),
+    (("compare", "lab", "--tasks", "continuation:gone"), "gone"),
+    (("compare", "lab", "--tasks", "arc_esy"), "knows no task arc_esy"),
     (("compare", "lab", "--methods", ""), "nothing to measure"),
     (("compare", "lab", "--corpora", ""), "nothing to measure"),
     (("compare", "lab", "--preset", "table2"), "expected paper-table1"),
@@ -153,9 +161,6 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """What is asked for, and a part of what is said of it."""
 LATER: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("compare", "lab", "--set", "reap.alpha=1"), "no option alpha"),
-    (("compare", "lab", "--set", "camera-p.alpha=high"), "is 'high', expected float"),
-    (("compare", "lab", "--tasks", "continuation:gone"), "gone"),
     ((*WIDE, "--out", "x"), "experts have 96 atoms: give a smaller multiple"),
     (
         ("evaluate", "lab", "--corpora", "", "--tasks", "arc_easy"),
