@@ -22,7 +22,7 @@ from heapr_lab.cli.console import in_one_line, line_of_interrupt, print_facts
 from heapr_lab.cli.evaluate import evaluate
 from heapr_lab.cli.prune import prune
 from heapr_lab.cli.score import score
-from heapr_lab.models.named import check_there
+from heapr_lab.models.safetensors_headers import check_there
 
 
 class _Commands(TyperGroup):

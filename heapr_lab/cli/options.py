@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heapr_lab.errors import SpecError, one_of
-from heapr_lab.models.dtypes import DTYPES
-from heapr_lab.models.named import check_there, dense_of, hub_id
+from heapr_lab.errors import one_of
+from heapr_lab.models.dtypes import DTYPES, device_name
+from heapr_lab.models.named import dense_of, hub_id
+from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.streaming.sizes import size_of
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench
-
-_DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")
 
 
 def _size(size: str | None) -> str | None:
@@ -51,21 +50,6 @@ def model_name(name: str) -> str:
 def dtype_name(name: str) -> str:
     """A type that models can be run in."""
     return str(one_of(name, DTYPES, name="dtype"))
-
-
-def device_name(name: str) -> str:
-    """A kind of device that there is somewhere; torch knows whether it is here.
-
-    Raises:
-        SpecError: there is no such kind.
-    """
-    kind, _, number = name.partition(":")
-    if kind not in _DEVICES or not (number or "0").isdecimal():
-        raise SpecError(
-            f"device is {name!r}: give one of {', '.join(_DEVICES)}, or one with a "
-            "number, such as cuda:1"
-        )
-    return name
 
 
 def profile_name(name: str | None) -> str | None:

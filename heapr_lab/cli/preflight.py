@@ -126,18 +126,11 @@ def check_tasks(names: Iterable[str]) -> None:
         SpecError: there is no task of that name.
         CorpusError: the items or the corpus of a task are not available.
     """
-    from heapr_lab.workbench.settings import CONTINUATION
+    from heapr_lab.tasks.paper_tasks import check_defined, continued
 
-    of_harness = []
-    for task in names:
-        name, _, corpus = task.partition(":")
-        if name == CONTINUATION:
-            check_corpora([corpus or _ALWAYS_THERE], split="test")
-        else:
-            of_harness.append(task)
+    corpora, of_harness = continued(names)
+    check_corpora(corpora, split="test")
     if of_harness:
-        from heapr_lab.tasks.paper_tasks import check_defined
-
         check_defined(of_harness)
         from heapr_lab.tasks.harness import check_tasks as check_harness
 

@@ -1,4 +1,4 @@
-"""The types of numbers that models are run in, by name. Without torch."""
+"""The types of numbers that models are run in, and devices, by name. Without torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +9,7 @@ NAMES = ("float32", "bfloat16", "float16", "float64")
 DTYPES = ("auto", *NAMES)
 """The types that a model can be run in, and what chooses one."""
 """Types in which everything in this package can be computed."""
+_DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")
 FP8, MXFP4, NVFP4 = DEQUANTISED = "fp8", "mxfp4", "nvfp4"
 """Formats of quantised weights that are dequantised when they are read."""
 
@@ -23,6 +24,21 @@ FP4_LAYOUTS: dict[str, dict[str, str]] = {
 }
 """Formats by the names of their layouts, by what writes them; that of transformers for
 NVFP4 is not known."""
+
+
+def device_name(name: str) -> str:
+    """A kind of device that there is somewhere; torch knows whether it is here.
+
+    Raises:
+        SpecError: there is no such kind.
+    """
+    kind, _, number = name.partition(":")
+    if kind not in _DEVICES or not (number or "0").isdecimal():
+        raise SpecError(
+            f"device is {name!r}: give one of {', '.join(_DEVICES)}, or one with a "
+            "number, such as cuda:1"
+        )
+    return name
 
 
 def format_of(settings: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ A wing above this one adds a name with `register`; `heapr_lab/__init__.py` does 
 those of the package. Without torch.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,36 +92,6 @@ def dense_of(name: str) -> str | None:
         ('./my_llama', None)
     """
     return name.removeprefix(AS_MOE) if name.startswith(AS_MOE) else None
-
-
-def check_there(name: str) -> None:
-    """Make sure that a model can be found, before what needs torch is imported.
-
-    Args:
-        name: as it is given to `load_model`.
-
-    Raises:
-        SpecError: there is no such folder, and no such model on the hub or in the files
-            that were fetched from it.
-    """
-    dense = dense_of(name)
-    name = hub_id(name) if dense is None else dense
-    if name in _FOLDERS or Path(name).is_dir():
-        return
-    if name.startswith((".", "~", os.sep)):
-        raise SpecError(f"no such folder: {name}; expected {what_is_expected()}")
-    from huggingface_hub import hf_hub_download
-
-    from heapr_lab import hub
-
-    hub.is_reachable()  # if it does not, only local files are used
-    try:
-        hf_hub_download(name, "config.json")
-    except (OSError, ValueError) as error:
-        raise SpecError(
-            f"cannot get the files of the model {name!r}: {error}\n"
-            f"Expected {what_is_expected()}"
-        ) from error
 
 
 def what_is_expected() -> str:

@@ -4,6 +4,7 @@ Without torch.
 """
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.named import what_is_expected
+from heapr_lab.models.named import (
+    dense_of,
+    hub_id,
+    local_folder,
+    names,
+    what_is_expected,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -31,6 +38,48 @@ class StoredTensor:
 
 Stored = dict[Path, dict[str, StoredTensor]]
 """The tensors in each file."""
+
+
+def check_there(name: str) -> None:
+    """Make sure that a model can be found, before what needs torch is imported.
+
+    Args:
+        name: as it is given to `load_model`.
+
+    Raises:
+        SpecError: there is no such folder, its config.json is missing or damaged, or
+            there is no such model on the hub or in the files that were fetched from it.
+    """
+    dense = dense_of(name)
+    name = hub_id(name) if dense is None else dense
+    if name in names():
+        return
+    if Path(name).is_dir():
+        read_settings(Path(name))
+    elif name.startswith((".", "~", os.sep)):
+        raise SpecError(f"no such folder: {name}; expected {what_is_expected()}")
+    elif local_folder(name) is None:
+        _ask_the_hub(name)
+
+
+def _ask_the_hub(name: str) -> None:
+    """Make sure that the hub has a model.
+
+    Raises:
+        SpecError: it has not, or cannot be reached.
+    """
+    from huggingface_hub import hf_hub_download
+
+    from heapr_lab import hub
+
+    hub.is_reachable()  # if it does not, only local files are used
+    try:
+        hf_hub_download(name, "config.json")
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"cannot get the files of the model {name!r}: {error}\n"
+            f"Expected {what_is_expected()}"
+        ) from error
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

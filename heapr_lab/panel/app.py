@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.named import check_there, dense_of, folder_of, names
+from heapr_lab.models.named import dense_of, folder_of, names
+from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.storage.paths import cached_folders, kernel_transport
 
 if TYPE_CHECKING:
@@ -89,11 +90,9 @@ def panel_source(
 
 
 def _of_table(path: Path) -> str:
-    if not path.is_file():
-        raise SpecError(f"there is no table {path}; make one with `heapr-lab score`")
-    from heapr_lab.importance.table import ImportanceTable
+    from heapr_lab.panel.loading import table_at
 
-    ImportanceTable.read(path)
+    table_at(path)
     return repr(str(path.absolute()))
 
 
@@ -102,10 +101,6 @@ def _of_model(source: str) -> str:
     if source in names() and any(cached_folders("models", source)):
         return source  # made before; its kernel checks it, which imports torch
     check_there(source)
-    if (folder := Path(dense_of(source) or source)).is_dir():
-        from heapr_lab.models.safetensors_headers import read_settings
-
-        read_settings(folder)
     if dense_of(source) is not None or folder_of(source) is not None:
         return source
     if Path(source).is_dir():

@@ -8,13 +8,13 @@ the table, needs no torch.
 import contextlib
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.errors import CacheError, CorpusError, SpecError
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.named import LAB, local_folder, names
@@ -26,8 +26,10 @@ from heapr_lab.recipes.calibrated_on import calibration_of
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
 from heapr_lab.storage.paths import cached_folders
+from heapr_lab.streaming.sizes import size_of
+from heapr_lab.tasks.paper_tasks import check_defined, continued
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
-from heapr_lab.text.corpora import source_key
+from heapr_lab.text.corpora import available_corpora, source_key
 from heapr_lab.workbench.settings import Opening, Profile, profile_of
 
 if TYPE_CHECKING:
@@ -81,9 +83,12 @@ class LoadingWorkbench:
             **options: the options of `open_workbench`.
 
         Raises:
-            SpecError: there is no such profile.
+            SpecError: there is no such model or profile, or an option has an invalid
+                value.
         """
-        self.opening = Opening.of(name, **options)
+        self.opening = Opening.of(name, **options).check()
+        if self.opening.host_memory is not None:
+            size_of(self.opening.host_memory, least=0)
         self.name = self.opening.name
         self.profile: Profile = profile_of(
             name, self.opening.profile, seq_len=self.opening.seq_len
@@ -133,11 +138,17 @@ class LoadingWorkbench:
     def importance(
         self, calibration: Calibration | None = None, *, estimator: str = "heapr"
     ) -> ImportanceTable:
-        """As `Workbench.importance`, without the model if the table is known."""
+        """As `Workbench.importance`, without the model if the table is known.
+
+        Raises:
+            CorpusError: a text is not available; it is said before the model is loaded.
+        """
         known = None if self._loaded else self._find(calibration)
         if known is not None and not find_estimator(estimator).extra_pass:
             with contextlib.suppress(CacheError):
                 return ImportanceTable.read(_table_path(known))
+        corpus = (calibration or Calibration()).corpus
+        _check_available(corpora_of(corpus), split="train")
         return self.load().importance(calibration, estimator=estimator)
 
     def _find(self, calibration: Calibration | None) -> Known | None:
@@ -164,14 +175,15 @@ def session_of(
     """The session of any source that `explore` takes, with these arguments of it.
 
     Raises:
-        SpecError: `source` is of another type.
+        SpecError: `source` is of another type, there is no such table or model, or an
+            option has an invalid value.
     """
     if isinstance(source, str | Path):
         name = str(source)
         if name.startswith("~"):
             name = str(path_of(name))
         if name.endswith(".parquet"):
-            pruning = session_of(ImportanceTable.read(name), selection, calibration)
+            pruning = session_of(table_at(Path(name)), selection, calibration)
             pruning.file = Path(name)
             return pruning
         loading: Any = LoadingWorkbench(name, **options)
@@ -191,6 +203,39 @@ def session_of(
     if not find_estimator(estimator).extra_pass:
         remember(source, calibration or Calibration(), table)
     return PruningSession(table, workbench=source, calibration=calibration)
+
+
+def table_at(path: Path) -> ImportanceTable:
+    """The table in a file.
+
+    Raises:
+        SpecError: there is no such file.
+    """
+    if not path.is_file():
+        raise SpecError(f"there is no table {path}; make one with `heapr-lab score`")
+    return ImportanceTable.read(path)
+
+
+def check_measurable(corpora: Sequence[str], tasks: Sequence[str]) -> None:
+    """Make sure that there are these corpora and tasks, without reading their text.
+
+    Raises:
+        CorpusError: the test split of a corpus, or of a task's, is not available.
+        SpecError: there is no such task.
+    """
+    texts, of_harness = continued(tasks)
+    _check_available([*corpora, *texts], split="test")
+    check_defined(of_harness)
+
+
+def _check_available(corpora: Sequence[str], *, split: str) -> None:
+    """Make sure that there are these corpora.
+
+    Raises:
+        CorpusError: one of them is not available.
+    """
+    for error in available_corpora(corpora, split=split)[1].values():
+        raise CorpusError(error)
 
 
 def _read(kind: Any, text: Any) -> Any:

@@ -30,7 +30,7 @@ from heapr_lab.panel.export_tab import ExportTab
 from heapr_lab.panel.glossary import HelpSection, add_tooltips
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, jobs_in, take_turns
-from heapr_lab.panel.loading import session_of
+from heapr_lab.panel.loading import check_measurable, session_of
 from heapr_lab.panel.looks import (
     PANEL,
     InPage,
@@ -438,9 +438,11 @@ def explore(
         **options: those of `open_workbench`, where `source` is the name of a model.
 
     Raises:
-        SpecError: `source` is of another type, the controls cannot show the selection,
-            the session is not of the table, or a selection or a calibration is given
+        SpecError: `source` is of another type, there is no such table, model or task,
+            an option has an invalid value, the controls cannot show the selection, the
+            session is not of the table, or a selection or a calibration is given
             besides.
+        CorpusError: a corpus is not available.
 
     Example:
         >>> explore("lab")  # doctest: +SKIP
@@ -453,6 +455,7 @@ def explore(
             )
         # A workbench then measures the table of the session.
         selection, calibration = Selection(0.0, saved.measured_for), saved.calibration
+    check_measurable(corpora or (), tasks or ())
     pruning = session_of(source, selection, calibration, **options)
     first = selection or pruning.selection
     pruning.choose(first)

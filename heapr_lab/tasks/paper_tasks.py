@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from heapr_lab.errors import SpecError
+from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
+from heapr_lab.workbench.settings import CONTINUATION
 
 PAPER_TASKS = {
     "openbookqa": ("test", 500),
@@ -53,6 +55,23 @@ def local_items(name: str) -> Path | None:
     # A numbered part, as validation_1000; other variants differ from the official set.
     parts = sorted(whole.parent.glob(f"{split}_[0-9]*.parquet"))
     return parts[0].resolve() if parts else None
+
+
+def continued(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The corpora whose text is continued in tasks, and the tasks of the harness.
+
+    Example:
+        >>> continued(["piqa", "continuation", "continuation:ptb"])
+        (['pydocs', 'ptb'], ['piqa'])
+    """
+    corpora, others = [], []
+    for task in tasks:
+        name, _, corpus = task.partition(":")
+        if name == CONTINUATION:
+            corpora.append(corpus or DEFAULT_CORPUS)
+        else:
+            others.append(task)
+    return corpora, others
 
 
 def check_defined(names: Iterable[str]) -> None:

@@ -319,17 +319,19 @@ def _from_hub(name: str, split: str, dataset: _Dataset) -> tuple[tuple[str, ...]
     return tuple(rows[dataset.column]), source
 
 
-def available_corpora(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The `names` whose test split is available, and the errors of the others.
+def available_corpora(
+    names: Sequence[str], *, split: str = "test"
+) -> tuple[list[str], dict[str, str]]:
+    """The `names` of which a split is available, and the errors of the others.
 
     What is on this machine is not read for it; data sets of the hub are.
     """
     available, skipped = [], {}
     for name in names:
         try:
-            file = _source_file(name, "test")
+            file = _source_file(name, split)
             if name != "pydocs" and not (file and file.path.suffix and file.state):
-                load_corpus(name, split="test")
+                load_corpus(name, split=split)
         except CorpusError as error:
             skipped[name] = str(error)
         else:

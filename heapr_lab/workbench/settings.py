@@ -6,8 +6,10 @@ Without torch.
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from heapr_lab.errors import one_of
+from heapr_lab.errors import one_of, whole_number
+from heapr_lab.models.dtypes import DTYPES, device_name
 from heapr_lab.models.named import LAB, dense_of, hub_id
+from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.pruning.options import Selection, selection_of
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
@@ -42,6 +44,22 @@ class Opening:
         """Name of the model in figures and tables."""
         dense = dense_of(self.model) or self.model
         return "lab model" if self.model == LAB else hub_id(dense)
+
+    def check(self) -> Self:
+        """Itself, if the model can be found, and the options are some that there are.
+
+        What the device and the memory are is not asked: that needs torch.
+
+        Raises:
+            SpecError: there is no such model, or an option has an invalid value.
+        """
+        one_of(self.dtype, DTYPES, name="dtype")
+        device_name(self.device)
+        one_of(self.stream, (True, False, "auto"), name="stream")
+        if self.seq_len is not None:
+            whole_number(self.seq_len, name="seq_len", least=2)
+        check_there(self.model)
+        return self
 
     def given(self) -> dict[str, Any]:
         """The options that are not the defaults."""

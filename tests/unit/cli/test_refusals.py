@@ -138,6 +138,8 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*TABLE, "--ratio", "0.4", "--own-text", "1"), "runs the model"),
     (("plan", "lab", "--memory", "24 bananas"), "or a number with a unit"),
     (("plan", "./nosuchfolder"), "no such folder: "),
+    (("score", "."), "has no config.json: expected "),
+    (("score", "as-moe:bad"), "cannot be read as JSON"),
     (("reproduce", "--out", "figures.png"), "figures.png"),
     (("reproduce", "--out", "file/figures"), "give"),
     (("reproduce", "--out", ""), "has no name: give the name"),
@@ -177,6 +179,8 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
     """
     (tmp_path / "file").write_text("a file")
     (tmp_path / "bad.parquet").write_text("no parquet")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text("{")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     before = sorted(tmp_path.iterdir())
     code = (

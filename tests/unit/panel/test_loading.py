@@ -206,14 +206,16 @@ def test_only_jobs_wait_for_the_model(asked: dict[str, Any]) -> None:
     assert len(panel.session.points) == 2
 
 
-def test_a_corpus_that_is_missing_is_said(asked: dict[str, Any]) -> None:
-    """By Evaluate; the model is there all the same."""
+def test_a_corpus_that_is_gone_is_said(asked: dict[str, Any]) -> None:
+    """By Evaluate, if it was there at first; the model is there all the same."""
     opened(asked)
-    panel, bench = opened(asked | {"corpora": ("nowhere.txt",)})
+    gone = write_text(Path(asked["source"]).with_name("gone.txt"))
+    panel, bench = opened(asked | {"corpora": (str(gone),)})
+    gone.unlink()
     panel.get_ready()
     assert bench.is_loaded
     assert "loading" not in panel.evaluation.job.text.value
-    assert "nowhere.txt" in error_of(panel.evaluation.job)
+    assert "gone.txt" in error_of(panel.evaluation.job)
 
 
 def test_another_model_of_the_same_name_is_noticed(asked: dict[str, Any]) -> None:

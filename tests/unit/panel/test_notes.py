@@ -82,7 +82,7 @@ def test_a_model_has_a_dtype_and_a_device(panel: Explorer, bench: Workbench) -> 
 def test_the_header_follows_what_is_opened(bench: Workbench, root: Path) -> None:
     """The calibration is that of the table now, whatever it was at the start."""
     calibration = Calibration(str(root / "text.txt"), n_sequences=4, seq_len=32)
-    panel = explore(bench, calibration=calibration, corpora=("ptb",), tasks=())
+    panel = explore(bench, calibration=calibration, corpora=(), tasks=())
     assert "text.txt, seed 0, 4 windows × 32 tokens" in panel.header.value
     other = replace(calibration, seed=5)
     panel.session.table = bench.importance(other)
