@@ -121,7 +121,7 @@ def names() -> tuple[str, ...]:
     """
     from heapr_lab.methods import registry
 
-    return tuple(registry.found())
+    return tuple(registry.all_methods())
 
 
 def get(name: str) -> "Method":
@@ -132,6 +132,6 @@ def get(name: str) -> "Method":
     """
     from heapr_lab.methods import registry
 
-    methods = registry.found()
+    methods = registry.all_methods()
     check_name(name, methods)
     return methods[name]

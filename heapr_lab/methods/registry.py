@@ -11,7 +11,7 @@ from heapr_lab.methods import GROUP, OURS
 from heapr_lab.methods.method import Method
 
 
-def found() -> Mapping[str, Method]:
+def all_methods() -> Mapping[str, Method]:
     """The methods by name, ours first.
 
     Raises:

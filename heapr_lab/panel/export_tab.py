@@ -17,7 +17,7 @@ from heapr_lab.panel.looks import (
     slider,
     status,
 )
-from heapr_lab.panel.session import Chosen, PruningSession
+from heapr_lab.panel.session import JobSettings, PruningSession
 from heapr_lab.panel.session_file import is_as_measured, path_of
 from heapr_lab.recipes.as_python import python_of_model, python_of_table
 from heapr_lab.recipes.calibrated_on import describe_calibration
@@ -79,10 +79,10 @@ class ExportTab(ipw.VBox):
         self.folder.observe(self.job.check, names="value")
         self.refresh()
 
-    def _asked(self) -> tuple[Chosen, str]:
+    def _asked(self) -> tuple[JobSettings, str]:
         """What is chosen, with healing, and the folder."""
         recipe = replace(self.session.recipe, heal=self.heal.value)
-        return Chosen(self.session.selection, recipe), self.folder.value
+        return JobSettings(self.session.selection, recipe), self.folder.value
 
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write."""
@@ -132,7 +132,7 @@ class ExportTab(ipw.VBox):
         place = str(path_of(folder))
         return python_of_model(bench.opening, counted, *chosen, folder=place)
 
-    def _export(self, report: Report, chosen: Chosen, name: str) -> str:
+    def _export(self, report: Report, chosen: JobSettings, name: str) -> str:
         from heapr_lab.checkpoints.folder import check_new
         from heapr_lab.recipes import export
 

@@ -25,7 +25,7 @@ from heapr_lab.panel.passage_html import (
     losses_html,
     routing_html,
 )
-from heapr_lab.panel.session import Chosen, PruningSession, named
+from heapr_lab.panel.session import JobSettings, PruningSession, named
 from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 
@@ -66,7 +66,7 @@ def _place_text(place: Iterable[int]) -> str:
     return ", ".join(f"{name} {number}" for name, number in pairs)
 
 
-def _said(keep: KeepMask, chosen: Chosen) -> str:
+def _said(keep: KeepMask, chosen: JobSettings) -> str:
     """The pruned share, and the settings, as text."""
     return f"{keep.achieved_ratio:.1%} of the atoms removed ({named(*chosen)})"
 
@@ -232,7 +232,7 @@ class InspectTab(ipw.VBox):
     # --- what the buttons start ---------------------------------------------------
 
     def _generated(
-        self, report: Report, chosen: Chosen, text: str, n_tokens: int
+        self, report: Report, chosen: JobSettings, text: str, n_tokens: int
     ) -> str:
         from heapr_lab.inspection.passages import continue_text
 
@@ -257,7 +257,7 @@ class InspectTab(ipw.VBox):
         view = continuations_html(prompt.text, *frames, pruned=pruned)
         return left_out_html(prompt.n_left_out, "beginning") + view
 
-    def _compared(self, report: Report, chosen: Chosen, text: str) -> str:
+    def _compared(self, report: Report, chosen: JobSettings, text: str) -> str:
         from heapr_lab.inspection.passages import token_losses
 
         passage = self._passage(text)
@@ -273,7 +273,9 @@ class InspectTab(ipw.VBox):
         view = losses_html(self.losses, pruned=pruned)
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _routed(self, report: Report, chosen: Chosen, text: str, *token: int) -> str:
+    def _routed(
+        self, report: Report, chosen: JobSettings, text: str, *token: int
+    ) -> str:
         from heapr_lab.inspection.activations import atoms_of_token, routing
 
         place = dict(zip(("layer", "position"), token, strict=True))
@@ -287,7 +289,7 @@ class InspectTab(ipw.VBox):
         view = routing_html(self.routes, self.atoms, keep=keep, pruned=pruned, **place)
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _contexts(self, report: Report, chosen: Chosen, *numbers: int) -> str:
+    def _contexts(self, report: Report, chosen: JobSettings, *numbers: int) -> str:
         from heapr_lab.inspection.activations import top_contexts
 
         bench, (layer, expert, atom) = self._bench, numbers
@@ -327,16 +329,18 @@ class InspectTab(ipw.VBox):
             bench.model, bench.tokenizer, text=text, room=room, most=_LONGEST
         )
 
-    def _made(self, chosen: Chosen, report: Report) -> tuple[KeepMask, Any, str]:
+    def _made(self, chosen: JobSettings, report: Report) -> tuple[KeepMask, Any, str]:
         """The mask, the new W_down, if any, and both as text."""
         made = self.session.made(*chosen, part=parts_of(report))
         return made.keep, made.down_projs, _said(made.keep, chosen)
 
-    def _masked(self, chosen: Chosen, text: str) -> "tuple[Passage, KeepMask, str]":
+    def _masked(
+        self, chosen: JobSettings, text: str
+    ) -> "tuple[Passage, KeepMask, str]":
         """The tokens of a text, the mask of a selection, and both as text."""
         return self._passage(text), *self._pruned(chosen)
 
-    def _pruned(self, chosen: Chosen) -> tuple[KeepMask, str]:
+    def _pruned(self, chosen: JobSettings) -> tuple[KeepMask, str]:
         """The mask of a selection, and both as text."""
         keep = self.session.keep_of(*chosen)
         return keep, f"{_said(keep, chosen)}, masked, not compensated"

@@ -46,7 +46,7 @@ _PATIENCE: Final = 0.5
 """Seconds between the reports of work that waits."""
 
 
-class Chosen(NamedTuple):
+class JobSettings(NamedTuple):
     """What a job begins with, and keeps: a selection, and how weights are made."""
 
     selection: Selection
@@ -207,13 +207,13 @@ class PruningSession:
             raise self._rejected
         return self.recipe.asked(self._selection)
 
-    def settings(self) -> tuple[Chosen]:
+    def settings(self) -> tuple[JobSettings]:
         """The settings of a job on what is chosen.
 
         Raises:
             SpecError: as `selection`.
         """
-        return (Chosen(self.selection, self.recipe),)
+        return (JobSettings(self.selection, self.recipe),)
 
     def reject(self, why: Exception) -> None:
         """Have no selection until the next `choose`: the settings are infeasible.

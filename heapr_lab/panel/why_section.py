@@ -19,7 +19,7 @@ from heapr_lab.panel.passage_html import (
     step_style,
     visible,
 )
-from heapr_lab.panel.session import Chosen, PruningSession
+from heapr_lab.panel.session import JobSettings, PruningSession
 from heapr_lab.pruning.masks import KeepMask
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class WhySection(ipw.VBox):
 
     # --- what the buttons start ---------------------------------------------------
 
-    def _attributed(self, report: Report, chosen: Chosen, text: str) -> str:
+    def _attributed(self, report: Report, chosen: JobSettings, text: str) -> str:
         from heapr_lab.inspection.attribution import attribute_loss
         from heapr_lab.inspection.passages import token_losses
 
@@ -113,7 +113,9 @@ class WhySection(ipw.VBox):
         )
         return left_out_html(passage.n_left_out, "end") + view
 
-    def _explained(self, report: Report, chosen: Chosen, text: str, *token: int) -> str:
+    def _explained(
+        self, report: Report, chosen: JobSettings, text: str, *token: int
+    ) -> str:
         from heapr_lab.inspection.attribution import attribute_token
 
         passage, keep, pruned = self._masked(chosen, text)

@@ -143,7 +143,7 @@ def errors(folder: Path) -> dict[int, str]:
 def test_every_rank_has_the_table_of_one_process(
     size: int, n_windows: int, root: Path
 ) -> None:
-    """To rounding, also if a rank has no windows, streamed, and with drawn labels."""
+    """To rounding, also if a rank has no windows, and streamed."""
     (root / "n_windows").write_text(str(n_windows))
     assert run_ranks(write_tables, root, size) == [0] * size
     for name, table in tables(root, n_windows).items():
