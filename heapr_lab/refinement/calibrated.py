@@ -33,7 +33,7 @@ from heapr_lab.refinement.compensation import (
     check_layers,
     compensation_of,
 )
-from heapr_lab.refinement.elimination import with_elimination
+from heapr_lab.refinement.elimination import EliminationScores, with_elimination
 from heapr_lab.text.calibration import CalibrationSet
 
 Summed = tuple[ExpertsLayer, LayerGrams]
@@ -82,11 +82,6 @@ class CalibratedModel:
         self._others: dict[str, ImportanceTable] = {}
 
     @property
-    def n_passes(self) -> int:
-        """Passes of `compensated` for an estimator that takes an extra one."""
-        return 2 if self.at_once else 3
-
-    @property
     def at_once(self) -> bool:
         """Whether one pass gives the sums for every use.
 
@@ -95,20 +90,28 @@ class CalibratedModel:
         """
         return self._store is not None or self._fits
 
+    def n_passes(self, estimator: str = "heapr", *, compensated: bool = False) -> int:
+        """Passes over the windows that `table`, or `compensated`, has still to take."""
+        eliminates = find_estimator(estimator).extra_pass and self._eliminated is None
+        n_uses = eliminates + compensated  # of the sums
+        if self.at_once:
+            n_uses = 0 if self._tokens else min(n_uses, 1)
+        return (self._table is None) + n_uses
+
     def table(
         self, estimator: str = "heapr", progress: Progress | None = None
     ) -> ImportanceTable:
         """The statistics of every atom, with the scores of `estimator`.
 
-        `progress` is called with windows: twice as many where it takes a second pass.
+        `progress` is called with the windows of `n_passes`.
         """
-        eliminated = find_estimator(estimator).extra_pass
-        parts = Parts((1 + eliminated) * self.windows.n_sequences, progress)
+        n_windows = self.windows.n_sequences
+        parts = Parts(self.n_passes(estimator) * n_windows, progress)
         if self._table is None:
             self._table = self._measure(self.windows, progress=parts)
-        if not eliminated:
+            parts.end(n_windows)
+        if not find_estimator(estimator).extra_pass:
             return self._table
-        parts.end(self.windows.n_sequences)
         if self._eliminated is None:
             self._eliminated = with_elimination(self._table, self._grams(parts))
         return self._eliminated
@@ -161,21 +164,30 @@ class CalibratedModel:
         return self._others[key]
 
     def compensated(
-        self, selection: Selection, *, progress: Progress | None = None
+        self,
+        selection: Selection,
+        *,
+        eliminate: bool = False,
+        progress: Progress | None = None,
     ) -> tuple[KeepMask, Compensation]:
         """The mask of a selection, and the weights that make up for the others.
 
         Args:
             selection: how atoms are selected.
-            progress: called with (windows done, windows in all).
+            eliminate: whether the sums of a layer, where not all are kept, are used for
+                the scores of elimination as well, which are then known without a pass.
+            progress: called with (windows done, windows in all) of `n_passes`.
 
         Raises:
             SpecError: the selection is infeasible.
         """
-        parts = Parts(self.n_passes * self.windows.n_sequences, progress)
+        n_windows, estimator = self.windows.n_sequences, selection.estimator
+        n_passes = self.n_passes(estimator, compensated=True)
+        n_before = self.n_passes(estimator)
+        parts = Parts(n_passes * n_windows, progress)
         keep = self.keep(selection, parts)
-        parts.end((self.n_passes - 1) * self.windows.n_sequences)
-        solvers = self._solvers_of(parts)
+        parts.end(n_before * n_windows)
+        solvers = self._solvers_of(parts, eliminate=eliminate and not self.at_once)
         down_projs = by_layer(self._store, "down")
         return keep, compensation_of(solvers, keep, down_projs=down_projs)
 
@@ -202,14 +214,27 @@ class CalibratedModel:
         sums = self._sums[layer.layer].to(layer.device)
         return layer, LayerGrams(self.span, sums, self._tokens[layer.layer])
 
-    def _solvers_of(self, progress: Progress | None) -> Iterator[LayerSolver]:
+    def _eliminating(self, grams: Iterator[Summed]) -> Iterator[Summed]:
+        """The sums of each layer, which are used for scores on their way."""
+        scores = EliminationScores(self.table())
+        for layer, sums in grams:
+            scores.add(layer, sums)
+            yield layer, sums
+            del sums  # before those of the next layer
+        self._eliminated = scores.table()
+
+    def _solvers_of(
+        self, progress: Progress | None, *, eliminate: bool
+    ) -> Iterator[LayerSolver]:
         """The solver of each layer, in order.
 
         `progress` is called with (windows done, windows in all) of a pass.
         """
         if self._solvers:
             return iter(self._solvers)
-        solvers = itertools.starmap(LayerSolver, self._grams(progress))
+        grams = self._grams(progress)
+        grams = self._eliminating(grams) if eliminate else grams
+        solvers = itertools.starmap(LayerSolver, grams)
         if not self._fits:
             return solvers
         self._solvers = list(solvers)

@@ -136,16 +136,22 @@ def fit_compression(
     selection = selection_of(selection, fields)
     fit, *judges = calibration.three_parts()
     fitted = fitted or CalibratedModel(model, fit)
-    n_fit = fitted.n_passes * fit.n_sequences
-    sizes = [n_fit, *[0 if fitted.at_once else n_fit] * (len(COMPENSATED) - 1)]
+    first, *others = COMPENSATED.values()
+    n_passes = fitted.n_passes(first, compensated=True)
+    n_passes += 0 if fitted.at_once else len(others)
+    n_fit, n_scored = fit.n_sequences, fitted.n_passes(PAPER) * fit.n_sequences
     n_judged = [windows.n_sequences for windows in judges]
     n_losses = (1 + len(COMPENSATED)) * sum(n_judged) + n_judged[-1]
-    parts = Parts(sum(sizes) + n_losses + sum(n_judged), progress)
+    parts = Parts(n_passes * n_fit + n_losses + sum(n_judged), progress)
     paper = fitted.keep(_of(selection, PAPER), parts)
+    parts.end(n_scored)
     judged: dict[str, list[Losses]] = {}
     result: tuple[KeepMask, Compensation | None] | None = None
-    for (name, estimator), size in zip(COMPENSATED.items(), sizes, strict=True):
-        keep, columns = fitted.compensated(_of(selection, estimator), progress=parts)
+    for name, estimator in COMPENSATED.items():
+        size = fitted.n_passes(estimator, compensated=True) * n_fit
+        keep, columns = fitted.compensated(
+            _of(selection, estimator), eliminate=estimator == first, progress=parts
+        )
         parts.end(size)
         if not judged:
             judged[PAPER] = losses_on(masking(model, paper), judges, parts)

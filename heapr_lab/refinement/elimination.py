@@ -92,21 +92,37 @@ def with_elimination(
 
     `spec` describes the result; without it, the table has no specification.
     """
-    frame = table.frame
-    bases = table.score(_PRICE).to_numpy()
-    scores = np.zeros(len(bases))
+    scores = EliminationScores(table)
     for layer, sums in grams:
-        rows = frame["layer"].eq(layer.layer).to_numpy()
-        shape = layer.n_experts, layer.d_inter
-        prices = torch.from_numpy(bases[rows]).unflatten(0, shape)
-        scores[rows] = layer_costs(layer, sums, prices).flatten().numpy()
+        scores.add(layer, sums)
         del sums  # before the sums of the next layer
-    frame[ELIMINATION] = scores
-    unknown = {"spec", "spec_hash"}
-    metadata = {k: v for k, v in table.metadata.items() if k not in unknown}
-    if spec is not None:
-        metadata |= {"spec": spec, "spec_hash": digest(spec)}
-    return ImportanceTable.from_frame(frame, **metadata)
+    return scores.table(spec)
+
+
+class EliminationScores:
+    """The scores of elimination, one layer after the other."""
+
+    def __init__(self, table: ImportanceTable) -> None:
+        """Begin with the statistics of all layers."""
+        self._table, self._frame = table, table.frame
+        self._bases = table.score(_PRICE).to_numpy()
+        self._scores = np.zeros(len(self._bases))
+
+    def add(self, layer: ExpertsLayer, sums: LayerGrams) -> None:
+        """Score the atoms of a layer, of which these are the sums."""
+        rows = self._frame["layer"].eq(layer.layer).to_numpy()
+        shape = layer.n_experts, layer.d_inter
+        prices = torch.from_numpy(self._bases[rows]).unflatten(0, shape)
+        self._scores[rows] = layer_costs(layer, sums, prices).flatten().numpy()
+
+    def table(self, spec: dict[str, Any] | None = None) -> ImportanceTable:
+        """The table with the scores of all layers, and `spec` to describe it."""
+        frame = self._frame.assign(**{ELIMINATION: self._scores})
+        unknown = {"spec", "spec_hash"}
+        metadata = {k: v for k, v in self._table.metadata.items() if k not in unknown}
+        if spec is not None:
+            metadata |= {"spec": spec, "spec_hash": digest(spec)}
+        return ImportanceTable.from_frame(frame, **metadata)
 
 
 def extra_pass(

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -19,7 +20,7 @@ from heapr_lab.models.identity import weights_state
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.refinement import compensation, compress
+from heapr_lab.refinement import activation_grams, calibrated, compensation, compress
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compress import (
     COMPENSATED,
@@ -220,13 +221,25 @@ def test_it_takes_less_than_twice_the_scores(seen: list[float]) -> None:
     assert sum(seen) / 24 == pytest.approx(7 / 8)
 
 
-def test_progress_reaches_its_end(model: nn.Module) -> None:
-    """It only grows, and ends at the number it named from the beginning."""
+@pytest.mark.parametrize(("room", "n_sums"), [(2**32, 1), (1, 2)])
+def test_sums_that_are_not_kept_take_two_passes(
+    model: nn.Module,
+    found: FittedCompression,
+    room: int,
+    n_sums: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The result is the same; progress only grows, to the number named first."""
+    monkeypatch.setattr(activation_grams, "_AT_ONCE", room)
+    passes = Mock(wraps=activation_grams.iter_grams)
+    monkeypatch.setattr(calibrated, "iter_grams", passes)
     seen = Heard()
-    fit_compression(model, WINDOWS, HALF, progress=seen)
+    compression = fit_compression(model, WINDOWS, HALF, progress=seen)
+    pd.testing.assert_frame_equal(compression.report, found.report)
+    assert passes.call_count == n_sums
     done, totals = zip(*seen, strict=True)
     assert list(done) == sorted(done)
-    assert set(totals) == {2 * 18 + 7 * 3 + 2 * 3}
+    assert set(totals) == {(1 + n_sums) * 18 + 7 * 3 + 2 * 3}
     assert done[-1] == totals[-1]
 
 
