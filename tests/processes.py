@@ -1,26 +1,37 @@
 """Processes for tests, which start quickly because imports are done once for all."""
 
+import atexit
+import functools
+import json
 import multiprocessing
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["heapr_lab.workbench.workbench"])
 
-_EACH = """
-import os, sys
+_SERVER = """
+import json, os, sys
 import accelerate, torch._dynamo
 assert not {"transformers", "heapr_lab"} & sys.modules.keys()
-for code in sys.argv[1:]:
+while line := sys.stdin.readline():
+    code, folder, variables, *outputs = json.loads(line)
     child = os.fork()
     if not child:
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(variables)
+        for number, output in enumerate(outputs, start=1):
+            os.dup2(os.open(output, os.O_WRONLY), number)
         exec(code, {})
         sys.stdout.flush()
         os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        sys.exit(f"failed: {code}")
+    print(os.waitpid(child, 0)[1], flush=True)
 """
 
 
@@ -33,9 +44,33 @@ def says(*words: str, **options: Any) -> str:
     return str(done.stdout)
 
 
-def run_each(*codes: str, cwd: Path | None = None) -> str:
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """A Python that has imported torch, and runs code in processes of their own."""
+    command = [sys.executable, "-c", _SERVER]
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    atexit.register(server.communicate)  # which ends it
+    return server
+
+
+def run_each(
+    *codes: str, cwd: Path | None = None, env: Mapping[str, str] = os.environ
+) -> str:
     """What pieces of code print, each run in a process of its own.
 
     These have imported torch and what it needs, but nothing of transformers.
     """
-    return says("-c", _EACH, *codes, cwd=cwd)
+    return "".join(_run(code, cwd or Path.cwd(), env) for code in codes)
+
+
+def _run(code: str, folder: Path, env: Mapping[str, str]) -> str:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with NamedTemporaryFile("r") as output, NamedTemporaryFile("r") as errors:
+        request = [code, str(folder), dict(env), output.name, errors.name]
+        json.dump(request, server.stdin)
+        print(file=server.stdin, flush=True)
+        assert server.stdout.readline() == "0\n", errors.read() + f"failed: {code}"
+        return output.read()

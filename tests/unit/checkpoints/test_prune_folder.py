@@ -10,7 +10,7 @@ import torch
 from families import tiny_model
 from heard import Heard, stop_at
 from keeps import check_masked, random_keep, widths_keep
-from processes import says
+from processes import run_each
 from safetensors.torch import load_file, save_file
 from stored_tensors import (
     INDEX,
@@ -126,6 +126,24 @@ def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
     assert settings == expected
 
 
+MEASURED = """
+import sys
+from pathlib import Path
+from heapr_lab.checkpoints.save import prune_folder
+from heapr_lab.models.folders import read_config, skeleton_of
+from heapr_lab.pruning.masks import KeepMask
+folder = Path({folder!r})
+skeleton_of(read_config(folder / "source"))
+keep = KeepMask.read(folder / "keep.parquet")
+status = Path("/proc/self/status")
+peak = lambda: 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+Path("/proc/self/clear_refs").write_text("5")  # what is resident now is the peak
+before = peak()
+prune_folder(folder / "source", keep, folder / "out")
+sys.stdout.write(str(peak() - before))
+"""
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not on Linux")
 def test_memory_holds_a_layer(tmp_path: Path) -> None:
     """The peak grows by less than half of the file, which has eight layers."""
@@ -149,23 +167,8 @@ def test_memory_holds_a_layer(tmp_path: Path) -> None:
     n_bytes = (tmp_path / "source" / SINGLE).stat().st_size
     assert n_bytes > 200e6
     random_keep(skeleton).write(tmp_path / "keep.parquet")
-    code = """
-import sys
-from pathlib import Path
-from heapr_lab.checkpoints.save import prune_folder
-from heapr_lab.models.folders import read_config, skeleton_of
-from heapr_lab.pruning.masks import KeepMask
-folder = Path(sys.argv[1])
-skeleton_of(read_config(folder / "source"))
-keep = KeepMask.read(folder / "keep.parquet")
-status = Path("/proc/self/status")
-peak = lambda: 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
-Path("/proc/self/clear_refs").write_text("5")  # what is resident now is the peak
-before = peak()
-prune_folder(folder / "source", keep, folder / "out")
-sys.stdout.write(str(peak() - before))
-"""
-    assert float(says("-c", code, str(tmp_path))) < n_bytes / 2
+    printed = run_each(MEASURED.format(folder=str(tmp_path)))
+    assert float(printed) < n_bytes / 2
 
 
 # --- interrupted ------------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 import copy
 import logging
-import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ from devices import GPU, OF_DEVICES
 from families import FAMILIES, REPRESENTATIVES, tiny_ids, tiny_model
 from heard import Heard, stop_at
 from keeps import logits_of
+from processes import CONTEXT
 from torch import nn
 
 from heapr_lab.errors import CacheError, CoverageError, HeaprLabError, LayoutError
@@ -236,43 +234,28 @@ def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
         collect_statistics(model, WINDOWS, batch_size=1, state=state)
 
 
-KILLED = """
-    import sys, time
-    from pathlib import Path
-    sys.path.insert(0, {tests!r})
-    from families import tiny_ids, tiny_model
-    from heapr_lab.importance import collect, resuming
-    from heapr_lab.text.calibration import CalibrationSet
+def measure(state: Path, steps: Connection) -> None:
+    """What is killed: a pass that says how many of 400 windows it has done."""
     resuming._SAVE_SECONDS, resuming._SAVE_SHARE = 0.0, float("inf")
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=400))
-    def progress(done, total):
-        print(done, flush=True)
-    collect.collect_statistics(
-        tiny_model("qwen2_moe"), windows, batch_size=1, state=Path({state!r}),
-        progress=progress,
-    )
-"""
+    collect_statistics(
+        tiny_model("qwen2_moe"), windows, batch_size=1, state=state,
+        progress=lambda done, _total: steps.send(done),
+    )  # fmt: skip
 
 
 def test_a_killed_process_goes_on(tmp_path: Path) -> None:
     """A process killed at a random moment leaves a state from which to resume."""
     state = tmp_path / "pass.state"
-    code = textwrap.dedent(
-        KILLED.format(tests=str(Path(__file__).parents[2]), state=str(state))
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert process.stdout is not None
-    while process.stdout.readline().strip() != "3":
-        assert process.poll() is None
+    steps, sent = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=measure, args=(state, sent))
+    process.start()
+    while steps.recv() < 3:
+        assert process.is_alive()
     time.sleep(random.SystemRandom().uniform(0, 0.3))
-    os.kill(process.pid, signal.SIGKILL)
-    process.stdout.close()
-    assert process.wait(30) == -signal.SIGKILL
+    process.kill()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
     model = tiny_model("qwen2_moe")
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=400))
     table = collect_statistics(model, windows, batch_size=50, state=state)
