@@ -21,7 +21,8 @@ from heapr_lab.text.calibration import CalibrationSet
 
 FAMILIES = ("mixtral", "deepseek_v2")
 """Families of different routers and tensor names; the oracles have each method's."""
-NAMES = methods.names()
+METHODS = {name: methods.get(name) for name in methods.names()}
+"""Looked up once, because plug-ins are looked for each time."""
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
 """They have as many tokens as an expert's least squares have unknowns, or rounding
 would select its atoms."""
@@ -72,7 +73,7 @@ def fit_all(
 ) -> dict[str, Compression]:
     """What each method finds, with shared measurements."""
     shared = Measurements(model, windows)
-    return {name: fit(name, model, windows, ratio, shared) for name in NAMES}
+    return {name: fit(name, model, windows, ratio, shared) for name in METHODS}
 
 
 def fit(
@@ -84,7 +85,7 @@ def fit(
 ) -> Compression:
     """What one method finds."""
     options = SMALL if name == "moe-i2-like" else {}
-    return methods.get(name).fit(model, windows, ratio=ratio, shared=shared, **options)
+    return METHODS[name].fit(model, windows, ratio=ratio, shared=shared, **options)
 
 
 def applied(compression: Compression, model: nn.Module) -> torch.Tensor:
@@ -117,14 +118,14 @@ def test_the_budget_is_exact(fitted: Fitted, ratio: float) -> None:
             if "down.bias" not in part  # a constant, which is in `savings`
         )
         zeros = 0
-        if methods.get(name).compresses == "weights":
+        if METHODS[name].compresses == "weights":
             every = [weight for module in experts for weight in module.parameters()]
             zeros = sum(int((weight == 0).sum()) for weight in every)
         atoms -= zeros
         layers = architecture.layers.values()
         total = sum(shape.n_atoms * shape.atom_parameters for shape in layers)
         assert reduction.achieved_ratio == pytest.approx(1 - atoms / total, abs=1e-12)
-        step = STEPS.get(name, STEPS[methods.get(name).compresses])
+        step = STEPS.get(name, STEPS[METHODS[name].compresses])
         apart = abs(Fraction(reduction.achieved_ratio) - Fraction(ratio))
         assert apart <= step / 96, name
         after = sum(weight.numel() for weight in small.parameters()) - zeros
@@ -145,10 +146,10 @@ def test_ratio_zero_changes_nothing(fitted: Fitted) -> None:
 def test_the_same_seed_gives_the_same_result(fitted: Fitted) -> None:
     """Fitted again, with measurements of its own; another seed is another draw."""
     model, before, _ = fitted
-    for name in NAMES:
+    for name in METHODS:
         assert same(fit(name, model), model, before[name], model), name
     for name in DRAWN:
-        drawn = methods.get(name).fit(model, WINDOWS, ratio=RATIO, seed=1)
+        drawn = METHODS[name].fit(model, WINDOWS, ratio=RATIO, seed=1)
         assert not same(drawn, model, before[name], model)
 
 
@@ -180,10 +181,10 @@ def test_the_order_of_windows_does_not_matter(fitted: Fitted) -> None:
     model, before, _ = fitted
     turned = CalibrationSet.from_ids(WINDOWS.ids.flip(0))
     compressions = fit_all(model, turned)
-    for name in set(NAMES) - ORDERED:
+    for name in set(METHODS) - ORDERED:
         assert same(compressions[name], model, before[name], model), name
     for name in ORDERED:
-        assert any("order" in text for text in methods.get(name).deviations)
+        assert any("order" in text for text in METHODS[name].deviations)
 
 
 def test_the_dense_model_is_untouched(fitted: Fitted) -> None:
