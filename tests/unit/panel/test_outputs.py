@@ -7,8 +7,14 @@ from pressing import failed, press
 
 from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.errors import CorpusError
+from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.storage.files import read_frame
+
+
+def labels_of(tab: CompareTab) -> list[str]:
+    """What the pins are called, in their order."""
+    return [pin.label for pin in tab.pins]
 
 
 def test_pins_are_compared_and_exported(
@@ -24,7 +30,7 @@ def test_pins_are_compared_and_exported(
     panel.controls.structure.value = "uniform"
     tab.pin_button.click()
     press(panel.evaluation.job)
-    assert [pin.label for pin in tab.pins] == ["A", "B"]
+    assert labels_of(tab) == ["A", "B"]
     frame = tab.frame()
     assert frame["achieved_ratio"].tolist() == [0.25, 0.5]
     (loss,) = [name for name in frame if name.startswith("Δloss ")]
@@ -36,38 +42,47 @@ def test_pins_are_compared_and_exported(
     tab.label.value = "B"
     tab.pin_button.click()  # the same again: what was written may be another
     assert "Written to" not in tab.exported.value
-    written = {path.suffix for path in (tmp_path / "comparison").iterdir()}
-    assert written == {".png", ".pdf", ".csv", ".md", ".parquet"}
-    stored, metadata = read_frame(tmp_path / "comparison" / "comparison.parquet")
-    assert stored["label"].tolist() == ["A", "B"]
-    assert [pin["ratio"] for pin in metadata["pins"]] == [0.25, 0.5]
-    assert metadata["importance"] == panel.session.table.metadata["spec_hash"]
-    for suffix in (".png", ".parquet"):
-        origin = read_provenance(tmp_path / "comparison" / f"comparison{suffix}")
-        assert origin["importance"] == metadata["importance"]
-        assert [pin["label"] for pin in origin["pins"]] == ["A", "B"]
+    check_files(tmp_path / "comparison", panel.session.table.metadata["spec_hash"])
     (tmp_path / "file").touch()
-    refused = {
-        "comparison": "has a comparison already",
-        " ": "no name",
-        "file": "exists",
-    }
-    for name, why in refused.items():
+    taken = {"comparison": "has a comparison already", " ": "no name", "file": "exists"}
+    for name, why in taken.items():
         tab.folder.value = name
         tab.export_button.click()
         assert why in tab.exported.value
+
+
+def check_files(folder: Path, importance: str) -> None:
+    """All kinds of files are there, and say of which pins and table they are."""
+    written = {path.suffix for path in folder.iterdir()}
+    assert written == {".png", ".pdf", ".csv", ".md", ".parquet"}
+    stored, metadata = read_frame(folder / "comparison.parquet")
+    assert stored["label"].tolist() == ["A", "B"]
+    assert [pin["ratio"] for pin in metadata["pins"]] == [0.25, 0.5]
+    assert metadata["importance"] == importance
+    for suffix in (".png", ".parquet"):
+        origin = read_provenance(folder / f"comparison{suffix}")
+        assert origin["importance"] == importance
+        assert [pin["label"] for pin in origin["pins"]] == ["A", "B"]
+
+
+def test_pins_are_cleared_chosen_and_removed(panel: Explorer) -> None:
+    """One or all, which *Undo* brings back; the first is chosen without being asked."""
+    tab = panel.comparison
+    tab.pin()
+    panel.controls.structure.value = "uniform"
+    tab.pin()
     tab.clear_button.click()
     assert tab.pins == []
     assert tab.export_button.disabled
     tab.undo_button.click()
-    assert [pin.label for pin in tab.pins] == ["A", "B"]
-    tab.load_button.click()  # the first pin is chosen without being asked for
+    assert labels_of(tab) == ["A", "B"]
+    tab.load_button.click()
     assert panel.session.selection == tab.pins[0].selection
     assert panel.controls.structure.value == "ragged"
     tab.remove_button.click()
-    assert [pin.label for pin in tab.pins] == ["B"]
+    assert labels_of(tab) == ["B"]
     tab.undo_button.click()
-    assert [pin.label for pin in tab.pins] == ["A", "B"]
+    assert labels_of(tab) == ["A", "B"]
 
 
 def test_undo_brings_back_what_was_cleared(panel: Explorer) -> None:
@@ -80,7 +95,7 @@ def test_undo_brings_back_what_was_cleared(panel: Explorer) -> None:
     tab.label.value = "C"
     tab.pin()
     tab.undo()
-    assert [pin.label for pin in tab.pins] == ["A", "B", "C"]
+    assert labels_of(tab) == ["A", "B", "C"]
     assert tab.undo_button.disabled
     tab.label.value = "A"
     tab.pin()
@@ -98,7 +113,7 @@ def test_a_label_that_is_no_formula(
     tab, label = panel.comparison, "$x^^2$"
     tab.label.value = label
     tab.pin_button.click()
-    assert [pin.label for pin in tab.pins] == [label]
+    assert labels_of(tab) == [label]
     assert bytes(tab.chart.value).startswith(b"\x89PNG")
     figure = tab.figure(tab.frame())
     assert [text.get_text() for text in figure.legends[0].texts] == [r"\$x^^2\$"]
