@@ -97,9 +97,11 @@ def saved(
     return panel, file
 
 
-def test_a_session_is_opened_as_it_was(fresh: Fresh, tmp_path: Path) -> None:
+def test_a_session_is_opened_as_it_was(
+    saved: tuple[Explorer, Path], fresh: Fresh, tmp_path: Path
+) -> None:
     """It is opened with the button, by name, and again after a second round."""
-    panel, file = used(fresh()), tmp_path / "my session.json"
+    panel, file = saved[0], tmp_path / "my session.json"
     plain = save(panel, file)
     before = state(panel)
     assert len(before["pins"]) == 2
