@@ -46,7 +46,7 @@ def model() -> nn.Module:
     return tiny_model("qwen2_moe")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in `moe`, and a text."""
     folder = tmp_path_factory.mktemp("unit")
@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def source(root: Path) -> Path:
     """The folder of the tiny model, which nothing changes."""
     return root / "moe"
@@ -79,7 +79,7 @@ def panel(bench: Workbench, root: Path) -> Explorer:
     return panel
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(root: Path) -> Path:
     """The model `moe`, the text `text.txt`, and a table of the model."""
     run("score", root / "moe", "--out", root / "table.parquet", *text_of(root))
