@@ -91,7 +91,7 @@ class Ranks:
             HeaprLabError: another rank has failed.
         """
         hashes: list[Any] = [None] * self.size
-        self._wait(lambda: distributed.all_gather_object(hashes, spec_hash))
+        self.wait(lambda: distributed.all_gather_object(hashes, spec_hash))
         other = [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]
         if other:
             raise SpecError(
@@ -117,7 +117,7 @@ class Ranks:
     def _reduce(self, tensors: list[torch.Tensor], op: Any) -> None:
         """Replace `tensors` by their sums or maxima over all ranks."""
         flat = torch.cat([tensor.flatten().double() for tensor in tensors])
-        self._wait(lambda: distributed.all_reduce(flat, op))
+        self.wait(lambda: distributed.all_reduce(flat, op))
         chunks = flat.split([tensor.numel() for tensor in tensors])
         for tensor, chunk in zip(tensors, chunks, strict=True):
             tensor.copy_(chunk.view_as(tensor))
@@ -156,10 +156,10 @@ class Ranks:
     def _told(self, begins: bool | None) -> bool:
         """What rank 0 gives."""
         message = [begins]
-        self._wait(lambda: distributed.broadcast_object_list(message, src=0))
+        self.wait(lambda: distributed.broadcast_object_list(message, src=0))
         return bool(message[0])
 
-    def _wait(self, collective: Callable[[], object]) -> None:
+    def wait(self, collective: Callable[[], object]) -> None:
         """Take part in a collective operation.
 
         Raises:
@@ -206,6 +206,8 @@ def joined() -> Iterator[Ranks | None]:
         "gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE
     )
     try:
+        # One that fails at once would else close what others are still opening.
+        ranks.wait(distributed.barrier)
         yield ranks
     except Exception as error:
         ranks.report(error)

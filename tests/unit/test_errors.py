@@ -22,10 +22,10 @@ def test_an_error_is_one_line_in_a_notebook(shell: InteractiveShell) -> None:
         result = shell.run_cell(EXPLORE)
     assert not result.success
     (line,) = shown.stdout.strip().splitlines()
-    assert line.startswith("SpecError: cannot load the model 'no/such-model'")
+    assert line.startswith("SpecError: cannot get the files of the model 'no/such")
     assert "Expected a hub id that can be reached, a local folder" in line
     assert "Traceback" not in shown.stdout + shown.stderr
     with capture_output() as shown:
         shell.run_cell("%tb")
     assert "Traceback (most recent call last)" in shown.stdout
-    assert "load_model" in shown.stdout
+    assert "check_there" in shown.stdout

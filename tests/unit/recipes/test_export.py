@@ -30,7 +30,7 @@ SEQ_LEN = 32
 QUARTER = Selection(ratio=0.25)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in bfloat16 in `moe`, a text, a table of windows of 32 tokens."""
     folder = tmp_path_factory.mktemp("export")

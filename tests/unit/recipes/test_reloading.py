@@ -20,6 +20,7 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.recipes import export
 from heapr_lab.recipes.making import healing_of, make
 from heapr_lab.recipes.weights import WeightRecipe
+from heapr_lab.streaming import opening
 from heapr_lab.streaming.opening import load_like
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
@@ -28,7 +29,7 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 BOTH_LOSSES = r"is \d+\.\d{6} nats per token in place of"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model and a text."""
     folder = tmp_path_factory.mktemp("reloading")
@@ -171,8 +172,8 @@ def test_a_model_too_large_for_a_second_copy(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is written, and the card says that it was not checked, and why."""
-    monkeypatch.setattr(export, "free_memory", lambda _device: 1000)
-    told = write(root, tmp_path / "out")["reloaded"]
+    monkeypatch.setattr(opening, "free_memory", lambda _device: 1000)
+    told = write(root, tmp_path / "out", stream=False)["reloaded"]
     assert told.startswith("not checked: a second copy of ")
 
 

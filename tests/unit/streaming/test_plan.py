@@ -70,7 +70,7 @@ def test_true_shapes_have_their_parameters(shape: str, billions: float) -> None:
     needs = plan(CONFIGS / shape)
     assert round(needs.n_parameters / 1e9, 1) == billions
     assert needs.checkpoint_bytes == 2 * needs.n_parameters
-    assert needs.statistics_bytes == 64 * needs.n_atoms
+    assert needs.statistics_bytes == 56 * needs.n_atoms
 
 
 def test_the_page_has_the_table_of_now() -> None:
