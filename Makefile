@@ -39,7 +39,7 @@ ifneq ($(wildcard ../shared/data/zero_shot),)
 export HEAPR_TASKS_DIR ?= $(abspath ../shared/data/zero_shot)
 endif
 
-.PHONY: help install test lint types tests main-tests device-tests browser-tests test-network engines test-engines reproduce publish lab docs clean
+.PHONY: help install test lint types tests browser-tests device-tests test-network engines test-engines reproduce publish lab docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -56,7 +56,6 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt --build-constraint constraints.txt -e '.[test,axe]'
 	touch $@
 
-# make --jobs=3 test runs the three kinds of tests side by side.
 test: lint types tests ## lint, types, tests
 
 lint: $(STAMP)
@@ -66,15 +65,14 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-tests: main-tests device-tests browser-tests
-
-main-tests: $(STAMP)
+tests: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not (browser or gpu or slow or network or engine)"
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync browser-tests device-tests
 
+# A browser waits for its pages half of the time: one process more, and another job.
 browser-tests: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m browser tests/browser
+	$(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist loadgroup -m browser tests/browser
 
-# A second device that is made of the CPU.
 device-tests: $(STAMP)
 	HEAPR_GPU=second $(BIN)/python -m pytest -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests)
 

@@ -43,23 +43,31 @@ def app(
     shutil.rmtree(Path(environment["HEAPR_CACHE_DIR"], "sessions"))
 
 
-def test_a_second_page_says_so_and_closed_ones_end(
-    chromium: "sync_api.Browser", app: App
-) -> None:
-    """Notices of another page and an earlier session leave the picture in sight.
-
-    Each page has a kernel, which ends with it; the second says that the model is loaded
-    again. The picture is in sight at 1000 × 700 and 150 %.
-    """
+def test_a_closed_page_ends_its_kernel(chromium: "sync_api.Browser", app: App) -> None:
+    """Each page has one; the second says that the model is loaded again."""
     address, process, _ = app
     context = chromium.new_context()
-    for before, ratio in enumerate(("0.5", "0.4")):
+    for before in (0, 1):
         page = context.new_page()
         page.goto(address, timeout=TIMEOUT)
-        panel = Panel(page.locator("body"))
-        panel.is_ready()
+        Panel(page.locator("body")).is_ready()
         again = page.get_by_text("memory of its files once more, 6")  # 6x kB
         expect(again).to_have_count(before)
+    kernels = psutil.Process(process.pid).children()
+    assert len(kernels) == 2
+    for page in context.pages:
+        page.close(run_before_unload=True)
+    assert psutil.wait_procs(kernels, timeout=TIMEOUT / 1000)[1] == []
+
+
+def test_notices_leave_the_picture_in_sight(
+    visit: Callable[..., "sync_api.Page"], app: App
+) -> None:
+    """At 1000 × 700 and 150 %, an earlier session and a second page are said below."""
+    for ratio in ("0.5", "0.4"):
+        page = visit(app[0])
+        panel = Panel(page.locator("body"))
+        panel.is_ready()
         panel.type_ratio(ratio)
         page.wait_for_timeout(3000)  # it is kept a second after the change
     page.set_viewport_size({"width": 667, "height": 467})
@@ -67,11 +75,6 @@ def test_a_second_page_says_so_and_closed_ones_end(
         expect(seen).to_be_in_viewport(ratio=0.99)
     for notice in ("is open in another page", "of this table (is|are) kept"):
         expect(page.get_by_text(re.compile(notice))).to_be_visible()
-    kernels = psutil.Process(process.pid).children()
-    assert len(kernels) == 2
-    for page in context.pages:
-        page.close(run_before_unload=True)
-    assert psutil.wait_procs(kernels, timeout=TIMEOUT / 1000)[1] == []
 
 
 def test_the_app_shows_the_panel(

@@ -40,5 +40,5 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     clone.git("add", "--all")
     author = ("-c", "user.name=stranger", "-c", "user.email=stranger@example.org")
     clone.git(*author, "commit", "--quiet", "--message", "as cloned")
-    job = ("-m", "heapr_lab", "reproduce", "--profile", "small", "--workers", "1")
+    job = ("-m", "heapr_lab", "reproduce", "--profile", "small", "--workers", "2")
     return dataclasses.replace(clone, output=clone.run(*job, timeout=TIMEOUT_SECONDS))
