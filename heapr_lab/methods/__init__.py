@@ -51,6 +51,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "reap": {"protect_super_experts": False},
     "naee": {"most_subsets": 2000, "most_tokens": 4096},
     "mone": {"score": "product", "scope": "layer"},
+    # Candidates at a time, rounds, and windows to judge them on; plans that survive,
+    # and of a new plan, how often experts move between two layers, at most how many.
     "evoesap": {
         "population": 12,
         "generations": 4,
@@ -70,7 +72,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "moe-svd-like": {"most_of_layer": 0.3},
     "moe-pruner": {"pattern": "unstructured"},
 }
-"""The options of those that have any, and their defaults, without torch."""
+"""The options of those that have any, with their defaults; known without torch."""
 
 
 def check_name(name: str, known: Iterable[str] = OURS) -> None:

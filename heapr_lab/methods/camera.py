@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.experts import lowest_of
 from heapr_lab.methods.method import Method, Request
@@ -123,5 +124,5 @@ CAMERA = Method(
         "alpha is 0.9, as in the authors' script; in their code it is 1 by default, "
         "which leaves the peak alone.",
     ),
-    options={"alpha": 0.9},
+    options=OPTIONS["camera-p"],
 )

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError, whole_number
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
@@ -22,14 +23,9 @@ from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.likelihood import final_states, iter_log_probs
 from heapr_lab.models.modes import evaluating
 
-BUDGET = {"population": 8, "generations": 4, "most_windows": 8}
-"""Options of a search: candidates at a time, rounds, and windows to judge them on."""
 _LEAST = 5
 """Fewest candidates."""
 _TOKENS_AT_ONCE = 4096
-_SEARCH = {"survivors": 4, "most_moves": 1, "largest_move": 2}
-"""Options: plans that survive, and of a new plan, how often experts are moved between
-two layers, and how many at most."""
 _ATTEMPTS = 32
 """Attempts to move experts, of which some would leave a layer too few."""
 
@@ -251,7 +247,7 @@ EVOESAP = Method(
         "script; in their code one is enough.",
         "The order within a layer is that of REAP.",
     ),
-    options={**BUDGET, "population": 12, **_SEARCH},
+    options=OPTIONS["evoesap"],
     collectors=(EXPERT_SUMS,),
     version=2,
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import find_expert_axes
@@ -213,7 +214,7 @@ EXPERTS = (
             "Super experts are those with an extreme entry of an output for a routed "
             "token; the authors' code runs every expert on every token.",
         ),
-        options={"protect_super_experts": False},
+        options=OPTIONS["reap"],
         collectors=(EXPERT_SUMS,),
     ),
     Method(

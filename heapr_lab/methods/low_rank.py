@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
@@ -240,7 +241,7 @@ SVD = Method(
         "its factors would cost as much as it does.",
         "An expert that no calibration token reaches is decomposed without whitening.",
     ),
-    options={"whiten": True},
+    options=OPTIONS["svd"],
     collectors=(MOMENTS,),
     version=2,
 )

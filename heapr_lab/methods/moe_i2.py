@@ -17,11 +17,12 @@ from scipy.optimize import differential_evolution
 from torch import nn
 
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.evoesap import BUDGET, at_once, check_budget, judging_windows
+from heapr_lab.methods.evoesap import at_once, check_budget, judging_windows
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.methods.experts import apportioned, by_layer, ranked, reap_scores
 from heapr_lab.methods.method import Method, Request
@@ -226,7 +227,7 @@ MOE_I2 = Method(
         "than is asked for.",
         "Nothing is trained afterwards.",
     ),
-    options={**BUDGET, "most_tokens": 4096},
+    options=OPTIONS["moe-i2-like"],
     collectors=(EXPERT_SUMS,),
     version=2,
 )

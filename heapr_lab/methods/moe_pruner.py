@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
@@ -169,6 +170,6 @@ MOE_PRUNER = Method(
         "Bytes are those of dense files: a packed format, which is not written, would "
         "take 9/16 of 16-bit weights for 2:4, and 19/32 for 4:8.",
     ),
-    options={"pattern": "unstructured"},
+    options=OPTIONS["moe-pruner"],
     collectors=(WEIGHTED_INPUTS,),
 )

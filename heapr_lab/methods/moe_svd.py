@@ -15,6 +15,7 @@ from fractions import Fraction
 import torch
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
@@ -261,7 +262,7 @@ MOE_SVD = Method(
         "Where the full rank of one V would remove more than asked for, the experts "
         "with the most tokens stay dense.",
     ),
-    options={"most_of_layer": 0.3},
+    options=OPTIONS["moe-svd-like"],
     collectors=(MOMENTS,),
     version=2,
 )

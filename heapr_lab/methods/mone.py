@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import Collector, routed_outputs
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
@@ -148,7 +149,7 @@ MONE = Method(
         "scope=global ranks the experts of all layers by the same, unscaled score.",
         "An expert that no calibration token reaches becomes the zero vector.",
     ),
-    options={"score": "product", "scope": "layer"},
+    options=OPTIONS["mone"],
     collectors=(OUTPUT_MOMENTS,),
     version=2,
 )

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import expert_output
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import ExpertAxis, find_expert_axes
@@ -185,5 +186,5 @@ NAEE = Method(
         "Dynamic skipping, by which a token does not use an expert whose weight is far "
         "below that of its best one, is left out.",
     ),
-    options={"most_subsets": 2000, "most_tokens": 4096},
+    options=OPTIONS["naee"],
 )

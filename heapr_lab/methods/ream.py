@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from heapr_lab.errors import SpecError
+from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import Collector, routed_outputs
 from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
@@ -256,7 +257,7 @@ REAM = Method(
         "Windows are in batches, in whose means an expert without tokens counts as 0, "
         "in the order of a hash of their content.",
     ),
-    options={"group_size": 16, "batch_size": 8},
+    options=OPTIONS["ream"],
     collectors=(MEAN_OUTPUTS, LOGIT_COSINES, GATED_NORMS),
     version=2,
 )

@@ -18,7 +18,7 @@ def all_methods() -> Mapping[str, Method]:
         SpecError: a plug-in cannot be loaded, is no `Method`, or its name is taken (the
             distribution is named).
     """
-    ours = {method.name: method for place in OURS.values() for method in _in(place)}
+    ours = {method.name: method for place in {*OURS.values()} for method in _in(place)}
     methods = {name: ours[name] for name in OURS}
     made_by = dict.fromkeys(methods, "heapr-lab")
     for entry in sorted(entry_points(group=GROUP), key=_place):

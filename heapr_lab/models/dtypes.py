@@ -6,9 +6,9 @@ from typing import Any
 from heapr_lab.errors import SpecError
 
 NAMES = ("float32", "bfloat16", "float16", "float64")
+"""Types in which everything in this package can be computed."""
 DTYPES = ("auto", *NAMES)
 """The types that a model can be run in, and what chooses one."""
-"""Types in which everything in this package can be computed."""
 _DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")
 FP8, MXFP4, NVFP4 = DEQUANTISED = "fp8", "mxfp4", "nvfp4"
 """Formats of quantised weights that are dequantised when they are read."""

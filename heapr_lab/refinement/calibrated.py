@@ -148,6 +148,7 @@ class CalibratedModel:
             tables.append(self._measured(windows, parts))
             parts.end(windows.n_sequences)
         metadata = tables[0].metadata
+        # Windows may repeat, which `ImportanceTable.merge` refuses.
         for name in ("windows", "spec_hash"):
             metadata.pop(name, None)
         if "spec" in metadata:
@@ -187,7 +188,8 @@ class CalibratedModel:
         parts = Parts(n_passes * n_windows, progress)
         keep = self.keep(selection, parts)
         parts.end(n_before * n_windows)
-        solvers = self._solvers_of(parts, eliminate=eliminate and not self.at_once)
+        scores = eliminate and not self.at_once and self._eliminated is None
+        solvers = self._solvers_of(parts, eliminate=scores)
         down_projs = by_layer(self._store, "down")
         return keep, compensation_of(solvers, keep, down_projs=down_projs)
 
