@@ -163,7 +163,6 @@ app.command(
         "prune lab --ratio 0.3 --structure aligned --multiple 16 --of model",
         "prune lab --ratio 0.4 --method paper --out as_published",
         "prune lab --ratio 0.4 --heal 128 --out healed",
-        "prune lab --max-rise 0.02 --out at_most_two_per_cent",
     ),
 )(prune)
 app.command(

@@ -152,15 +152,8 @@ Tasks = Annotated[
     ),
 ]
 Ratio = Annotated[
-    str | None,
+    str,
     _amount(metavar="SHARE", help="Share to prune, in [0, 1): 0.25 or 25%, not 25."),
-]
-MaxRise = Annotated[
-    float | None,
-    _amount(
-        help="Instead of --ratio: prune as much as possible while perplexity, before "
-        "compensation, rises by at most this share; 0.02 is 2 %."
-    ),
 ]
 MethodName = Annotated[
     str,

@@ -140,28 +140,6 @@ def check_tasks(names: Iterable[str]) -> None:
 # --- options of prune -------------------------------------------------------------
 
 
-def check_amount(
-    ratio: str | None, max_rise: float | None, *, of: str, table_alone: bool
-) -> None:
-    """Make sure that the amount to prune is given once, and can be determined.
-
-    Raises:
-        SpecError: it is given twice or not at all, counts something else than atoms
-            where it is searched for, or depends on a model that is not run where there
-            is a table alone.
-    """
-    if table_alone and max_rise is not None:
-        raise SpecError("--max-rise runs the model: leave --importance out")
-    if max_rise is not None and of != "atoms":
-        raise SpecError("--max-rise finds a ratio of atoms: leave --of out")
-    given = sum(value is not None for value in (ratio, max_rise))
-    if given != 1:
-        raise SpecError(
-            f"the amount to prune is given {given} times, expected once: give --ratio "
-            "or --max-rise"
-        )
-
-
 def own_share(asked: float | None, importance: Path | None, *, default: float) -> float:
     """The windows that the model writes itself, for each of the corpus.
 

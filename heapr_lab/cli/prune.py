@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts, say
 from heapr_lab.cli.preflight import (
-    check_amount,
     check_healed,
     check_out,
     is_folder,
     own_share,
 )
-from heapr_lab.errors import SpecError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,8 +32,7 @@ _WITH_DEFAULT_MULTIPLE = {"aligned", "uniform"}
 
 def prune(
     model: options.Model,
-    ratio: options.Ratio = None,
-    max_rise: options.MaxRise = None,
+    ratio: options.Ratio,
     of: options.Of = "atoms",
     method: options.MethodName = "best",
     estimator: options.EstimatorOrMethods = None,
@@ -71,11 +68,10 @@ def prune(
     from heapr_lab.workbench.settings import Setting
 
     preset = find_method(method)
-    check_amount(ratio, max_rise, of=of, table_alone=importance is not None)
     structure, multiple = widths_for(engine, structure, multiple)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     selection = Selection(
-        read_ratio(ratio or "0"),
+        read_ratio(ratio),
         estimator=estimator or preset.estimator_for(importance),
         structure=structure,
         multiple=1 if unset else multiple,
@@ -93,7 +89,6 @@ def prune(
     request = Request(
         model=model,
         method=preset,
-        max_rise=max_rise,
         setting=Setting(selection, calibration),
         recipe=recipe,
         default_multiple=unset,
@@ -112,9 +107,8 @@ class Request:
 
     model: str
     method: "Method"
-    max_rise: float | None
     setting: "Setting"
-    """The ratio is 0 if it is searched for; the multiple is 1 if it is set later."""
+    """The multiple is 1 if it is set later."""
     recipe: "WeightRecipe"
     """How weights are made."""
     default_multiple: bool
@@ -213,17 +207,12 @@ class Request:
 
         Raises:
             CacheError: the table is damaged or of another kind.
-            SpecError: a corpus cannot be used, or --max-rise is given with a mixture.
+            SpecError: a corpus cannot be used.
         """
         from heapr_lab.text.calibration_spec import corpora_of
 
         corpus = self.setting.calibration.corpus
         corpora = corpora_of(corpus)
-        if self.max_rise is not None and len(corpora) > 1:
-            raise SpecError(
-                f"--max-rise measures on the calibration corpus, and {corpus!r} is a "
-                "mixture: give --ratio, or one corpus"
-            )
         if self.importance is not None:
             from heapr_lab.importance.table import ImportanceTable
 
@@ -252,20 +241,10 @@ class Request:
         if self.default_multiple:
             selection = replace(setting.selection, multiple=default_multiple(table))
             setting = replace(setting, selection=selection)
-        setting = self._searched(setting)
         if self.importance is not None:
             return PruningResult(with_model(select(table, setting.selection), table))
         with progress_bars() as part:
             return make(self.open_bench(), table, setting, self.recipe, part=part)
-
-    def _searched(self, setting: "Setting") -> "Setting":
-        """`setting` with the ratio that meets the limit, if there is one."""
-        from heapr_lab.inspection.budgets import ratio_for_loss
-
-        if self.max_rise is not None:
-            corpus, rise = setting.calibration.corpus, self.max_rise
-            return ratio_for_loss(self.open_bench(), setting, corpus, rise=rise)[0]
-        return setting
 
     def _write(
         self,

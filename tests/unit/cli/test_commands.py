@@ -175,10 +175,6 @@ def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) ->
         "--corpus", mixture, *TINY,
     )  # fmt: skip
     assert manifest_of(tmp_path / "out")["perplexity"].keys() == {*parts}
-    message = refused(
-        "prune", folder / "moe", "--max-rise", 0.1, "--corpus", mixture, *TINY
-    )
-    assert "is a mixture" in message
 
 
 def test_prune_with_few_windows(folder: Path, tmp_path: Path) -> None:
@@ -190,17 +186,6 @@ def test_prune_with_few_windows(folder: Path, tmp_path: Path) -> None:
     assert [row["stderr"] for row in rows] == [None] * 3
     assert all(isinstance(row["nll"], float) for row in rows)
     assert "| — |" in (out / "README.md").read_text("utf-8")
-
-
-def test_prune_to_a_perplexity(folder: Path, tmp_path: Path) -> None:
-    """The ratio that is searched for keeps the limit, with unchanged weights."""
-    mask = tmp_path / "mask.parquet"
-    how = ("--max-rise", 0.01, "--method", "paper")
-    args = (*how, "--out", mask, *text_of(folder))
-    facts = said("prune", folder / "moe", *args)
-    assert 0 < facts["achieved_ratio"] < 1
-    pruned = losses(folder, folder / "moe", "--mask", mask)["perplexity"]
-    assert pruned <= 1.01 * losses(folder, folder / "moe")["perplexity"]
 
 
 def test_score_with_elimination(folder: Path) -> None:

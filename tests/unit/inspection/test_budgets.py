@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import Perplexity
 from heapr_lab.inspection.budgets import ratio_for_loss
 from heapr_lab.pruning.masks import KeepMask
+from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
+from heapr_lab.workbench.workbench import Workbench
 
 DENSE_NLL = 3.0
 
@@ -96,6 +99,17 @@ def test_a_limit_that_all_ratios_meet_gives_the_highest() -> None:
     setting, _ = ratio_for_loss(bench, Setting(0.0), "ptb", highest=0.5)
     assert setting.selection.ratio == 0.5
     assert len(bench.evaluated) == 1
+
+
+def test_the_limit_holds_for_a_model(bench: Workbench, root: Path) -> None:
+    """The ratio that is searched for keeps it, with unchanged weights."""
+    text = str(root / "text.txt")
+    calibrated = Setting(0.0, Calibration(text))
+    setting, _ = ratio_for_loss(bench, calibrated, text, rise=0.01)
+    keep, windows = bench.keep(setting), bench.test_windows(text)
+    assert 0 < keep.achieved_ratio < 1
+    dense = bench.perplexity(None, windows).value
+    assert bench.perplexity(keep, windows).value <= 1.01 * dense
 
 
 @pytest.mark.parametrize("rise", [0, -0.1, math.nan])
