@@ -5,12 +5,8 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from heapr_lab.errors import SpecError
-
-if TYPE_CHECKING:
-    from heapr_lab.recipes.weights import WeightRecipe
 
 _FILE_SUFFIXES = {
     ".bin", ".csv", ".gguf", ".json", ".md", ".npz", ".parquet", ".pdf", ".pkl", ".png",
@@ -26,20 +22,16 @@ _ALWAYS_THERE = "pydocs"
 # --- places -----------------------------------------------------------------------
 
 
-def check_file(path: Path, *, suffix: str | None = None) -> None:
-    """Make sure that a file can be written at `path`.
-
-    Args:
-        path: the file; an existing one would be replaced.
-        suffix: the suffix that the name must have, if any.
+def check_table(path: Path) -> None:
+    """Make sure that a parquet file can be written at `path`, or replaced.
 
     Raises:
         SpecError: the name has another suffix, or no file can be written there.
     """
-    if suffix is not None and path.suffix != suffix:
+    if path.suffix != ".parquet":
         raise SpecError(
-            f"{_shown(path)}: the output is a {suffix} file, give a name that ends "
-            f"with {suffix}"
+            f"{_shown(path)}: the output is a .parquet file, give a name that ends "
+            "with .parquet"
         )
     if path.is_dir():
         raise SpecError(f"{_shown(path)} is a folder: give the name of a file in it")
@@ -140,28 +132,18 @@ def check_tasks(names: Iterable[str]) -> None:
 # --- options of prune -------------------------------------------------------------
 
 
-def own_share(asked: float | None, importance: Path | None, *, default: float) -> float:
-    """The windows that the model writes itself, for each of the corpus.
-
-    Raises:
-        SpecError: it is asked for although there is a table of `importance`.
-    """
-    if asked and importance is not None:
-        raise SpecError("--own-text runs the model: leave --importance out")
-    return default if asked is None else asked
-
-
-def check_healed(
-    recipe: "WeightRecipe", out: Path | None, *, table_alone: bool
+def check_model_runs(
+    importance: Path | None, out: Path | None, *, own_text: float | None, heal: int
 ) -> None:
-    """Make sure that there are weights to train, and text.
+    """Make sure that there is a model to write text, and weights to train.
 
     Raises:
         SpecError: only a table is given, or no checkpoint is written.
     """
-    if recipe.heal and table_alone:
-        raise SpecError("--heal runs the model: leave --importance out")
-    if recipe.heal and not is_folder(out):
+    for name, asked in (("--own-text", own_text), ("--heal", heal)):
+        if asked and importance is not None:
+            raise SpecError(f"{name} runs the model: leave --importance out")
+    if heal and not is_folder(out):
         raise SpecError(
             "--heal changes weights: give the folder of a checkpoint as --out"
         )
@@ -172,12 +154,12 @@ def is_folder(out: Path | None) -> bool:
     return out is not None and out.suffix != ".parquet"
 
 
-def check_out(out: Path | None, *, to_folder: bool) -> None:
+def check_out(out: Path | None) -> None:
     """Make sure that a mask or a checkpoint can be written to `out`, if given."""
     from heapr_lab.checkpoints.folder import check_new
 
-    if out is not None and to_folder:
+    if out is not None and is_folder(out):
         check_folder(out)
         check_new(out)
     elif out is not None:
-        check_file(out)
+        check_table(out)

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts, say
-from heapr_lab.cli.preflight import (
-    check_healed,
-    check_out,
-    is_folder,
-    own_share,
-)
+from heapr_lab.cli.preflight import check_model_runs, check_out, is_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,6 +62,7 @@ def prune(
     from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.settings import Setting
 
+    check_model_runs(importance, out, own_text=own_text, heal=heal)
     preset = find_method(method)
     structure, multiple = widths_for(engine, structure, multiple)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
@@ -80,10 +76,8 @@ def prune(
     recipe = preset.recipe_for(importance, estimator=estimator)
     if not (recipe.chooses or is_folder(out)):
         recipe = MASKED  # its mask is known without fitting weights
-    generated = own_share(own_text, importance, default=recipe.own_text)
-    share = generated if recipe.chooses else 0.0
-    recipe = replace(recipe, own_text=share, heal=heal)
-    check_healed(recipe, out, table_alone=importance is not None)
+    generated = recipe.own_text if own_text is None else own_text
+    recipe = replace(recipe, own_text=generated, heal=heal)
     calibration = Calibration(corpus, n_sequences, own_text=generated)
     opening = model, profile, seq_len, device, dtype, stream, None
     request = Request(
@@ -141,7 +135,7 @@ class Request:
 
     def run(self, *, in_words: bool) -> dict[str, Any]:
         """Check, select and write; returns the facts to print."""
-        check_out(self.out, to_folder=self.to_folder)
+        check_out(self.out)
         measured = self._check_text()
         from heapr_lab.models.loading import model_folder
         from heapr_lab.models.sources import read_source

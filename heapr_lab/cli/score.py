@@ -45,7 +45,7 @@ def score(
     each process measures a part of the windows.
     """
     if out is not None:
-        preflight.check_file(out, suffix=".parquet")
+        preflight.check_table(out)
     from heapr_lab.text.calibration_spec import Calibration
 
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own_text)
