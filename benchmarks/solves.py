@@ -110,7 +110,8 @@ def one_layer(
     assert default_span([layer]) == "expert"
     routed = N_TOKENS * configuration.top_k // configuration.n_experts
     pairs = [(layer, random_sums(layer, routed))]
-    table, elimination = timed(lambda: with_elimination(table, pairs), device)
+    windows = calibration_set(configuration)
+    table, elimination = timed(lambda: with_elimination(table, windows, pairs), device)
     keep = select(table, ratio=RATIO, estimator="elimination", scope="layer")
     solvers = [LayerSolver(*pair) for pair in pairs]
     _, compensation = timed(lambda: compensation_of(solvers, keep), device)

@@ -113,7 +113,9 @@ class CalibratedModel:
         if not find_estimator(estimator).extra_pass:
             return self._table
         if self._eliminated is None:
-            self._eliminated = with_elimination(self._table, self._grams(parts))
+            self._eliminated = with_elimination(
+                self._table, self.windows, self._grams(parts)
+            )
         return self._eliminated
 
     def keep(self, selection: Selection, progress: Progress | None = None) -> KeepMask:
@@ -218,7 +220,7 @@ class CalibratedModel:
 
     def _eliminating(self, grams: Iterator[Summed]) -> Iterator[Summed]:
         """The sums of each layer, which are used for scores on their way."""
-        scores = EliminationScores(self.table())
+        scores = EliminationScores(self.table(), self.windows)
         for layer, sums in grams:
             scores.add(layer, sums)
             yield layer, sums

@@ -22,8 +22,7 @@ Shapes: E n_experts, I d_inter, D d_expert; P problems of F features: one for ea
 expert, or one of all experts.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -79,32 +78,29 @@ def eliminate(
     check_layers(layers, span)
     check_table(model, layers, table)
     grams = iter_grams(model, calibration, span=span, progress=progress)
-    return with_elimination(table, grams, spec=elimination_spec(table, calibration))
+    return with_elimination(table, calibration, grams)
 
 
 def with_elimination(
     table: ImportanceTable,
+    calibration: CalibrationSet,
     grams: Iterable[tuple[ExpertsLayer, LayerGrams]],
-    *,
-    spec: dict[str, Any] | None = None,
 ) -> ImportanceTable:
-    """`table` with the scores of elimination, from sums that were collected before.
-
-    `spec` describes the result; without it, the table has no specification.
-    """
-    scores = EliminationScores(table)
+    """`table` with the scores of elimination, from sums over these windows."""
+    scores = EliminationScores(table, calibration)
     for layer, sums in grams:
         scores.add(layer, sums)
         del sums  # before the sums of the next layer
-    return scores.table(spec)
+    return scores.table()
 
 
 class EliminationScores:
     """The scores of elimination, one layer after the other."""
 
-    def __init__(self, table: ImportanceTable) -> None:
-        """Begin with the statistics of all layers."""
+    def __init__(self, table: ImportanceTable, calibration: CalibrationSet) -> None:
+        """Begin with the statistics of all layers, and the windows of the sums."""
         self._table, self._frame = table, table.frame
+        self._spec = elimination_spec(table, calibration)
         self._bases = table.score(_PRICE).to_numpy()
         self._scores = np.zeros(len(self._bases))
 
@@ -115,27 +111,11 @@ class EliminationScores:
         prices = torch.from_numpy(self._bases[rows]).unflatten(0, shape)
         self._scores[rows] = layer_costs(layer, sums, prices).flatten().numpy()
 
-    def table(self, spec: dict[str, Any] | None = None) -> ImportanceTable:
-        """The table with the scores of all layers, and `spec` to describe it."""
+    def table(self) -> ImportanceTable:
+        """The table with the scores of all layers, and what determines them."""
         frame = self._frame.assign(**{ELIMINATION: self._scores})
-        unknown = {"spec", "spec_hash"}
-        metadata = {k: v for k, v in self._table.metadata.items() if k not in unknown}
-        if spec is not None:
-            metadata |= {"spec": spec, "spec_hash": digest(spec)}
-        return ImportanceTable.from_frame(frame, **metadata)
-
-
-def extra_pass(
-    model: nn.Module,
-    table: ImportanceTable,
-    calibration: CalibrationSet,
-) -> tuple[dict[str, Any], Callable[..., ImportanceTable]]:
-    """The key of the cache of the scores, and what computes them.
-
-    It takes `progress`, and gives `table` with these scores.
-    """
-    run = functools.partial(eliminate, model, table, calibration)
-    return elimination_spec(table, calibration), run
+        described = {"spec": self._spec, "spec_hash": digest(self._spec)}
+        return ImportanceTable.from_frame(frame, **self._table.metadata | described)
 
 
 def elimination_spec(

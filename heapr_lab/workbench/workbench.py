@@ -231,13 +231,12 @@ class Workbench:
     def _eliminated(self, windows: CalibrationSet) -> ImportanceTable:
         """The table of `windows` with the scores of `eliminate`."""
         table = self.measure(windows)
-        extra_pass = registry.find("scores with a pass of their own")
-        spec, run = extra_pass(self.model, table, windows)
+        spec = registry.find("key of elimination")(table, windows)
+        eliminate: Callable[..., ImportanceTable] = registry.find("elimination")
 
         def compute() -> ImportanceTable:
             with progress_bar(f"elimination on {windows.label}", "window") as bar:
-                scored: ImportanceTable = run(progress=bar)
-            return scored
+                return eliminate(self.model, table, windows, progress=bar)
 
         return _cached_table(spec, compute)
 

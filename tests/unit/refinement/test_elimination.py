@@ -157,7 +157,8 @@ def test_settings_are_those_that_the_specification_names(
     """Whichever function is called; the small model goes by layers."""
     expected = eliminate(model, table, WINDOWS).frame["elimination"]
     pairs = list(iter_grams(model, WINDOWS, span="layer"))
-    assert with_elimination(table, pairs).frame["elimination"].equals(expected)
+    scores = with_elimination(table, WINDOWS, pairs).frame["elimination"]
+    assert scores.equals(expected)
     base = torch.tensor(table.score("fisher").to_numpy()).view(2, 4, 8)
     costs = [
         layer_costs(*pair, bases, ridge=0.03, n_steps=128)
@@ -166,17 +167,17 @@ def test_settings_are_those_that_the_specification_names(
     assert torch.stack(costs).flatten().tolist() == expected.tolist()
 
 
-def test_without_a_specification_the_table_has_none(
+def test_the_specification_is_not_that_of_the_table_it_was_made_of(
     model: nn.Module, table: ImportanceTable
 ) -> None:
-    """Not that of the table it was made of, which other numbers would belong to."""
+    """Other numbers belong to that; what else is known of the table stays."""
     pairs = list(iter_grams(model, WINDOWS, span="expert"))
-    metadata = with_elimination(table, pairs).metadata
-    assert {"spec", "spec_hash"} & metadata.keys() == set()
+    metadata = with_elimination(table, WINDOWS, pairs).metadata
+    spec = elimination_spec(table, WINDOWS)
+    assert (metadata["spec"], metadata["spec_hash"]) == (spec, digest(spec))
+    assert metadata["spec_hash"] != table.metadata["spec_hash"]
     assert metadata["N"] == table.metadata["N"]
     assert metadata["architecture"] == table.metadata["architecture"]
-    named = with_elimination(table, pairs, spec={"a": 1}).metadata
-    assert named["spec"] == {"a": 1}
 
 
 def test_scores_of_an_earlier_version_are_not_read(
