@@ -66,9 +66,10 @@ def prune(
     preset = find_method(method)
     structure, multiple = widths_for(engine, structure, multiple)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
+    usual = preset.estimator if importance is None else preset.of_table
     selection = Selection(
         read_ratio(ratio),
-        estimator=estimator or preset.estimator_for(importance),
+        estimator=estimator or usual,
         structure=structure,
         multiple=1 if unset else multiple,
         of=of,

@@ -115,6 +115,9 @@ def _text_of(text: str, selection: Selection, weights: str) -> str:
 class PruningSession:
     """One table, one selection at a time, and every point that was evaluated.
 
+    Attributes:
+        file: the file that the table was read from, if it was.
+
     Example:
         >>> keys = {"layer": 0, "expert": 0, "atom": range(4), "tokens": 1}
         >>> sums = {"sum_h2": 1.0, "sum_g2": [1.0, 4.0, 9.0, 16.0]}
@@ -131,7 +134,6 @@ class PruningSession:
         *,
         workbench: "Workbench | None" = None,
         calibration: Calibration | None = None,
-        file: Path | None = None,
     ) -> None:
         """Start with the default selection.
 
@@ -139,12 +141,11 @@ class PruningSession:
             table: the importance of the atoms.
             workbench: that of the model `table` was measured on; needed to evaluate.
             calibration: what `table` was measured on; by default the workbench's.
-            file: the file `table` was read from, if it was.
         """
         self.table = table
         self.workbench = workbench
         self.calibration = calibration or Calibration()
-        self.file = file
+        self.file: Path | None = None
         self.recipe = MASKED
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self.windows: dict[tuple[Selection | None, str, str], tuple[float, ...]] = {}

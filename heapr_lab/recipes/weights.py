@@ -105,10 +105,6 @@ class Method:
     recipe: WeightRecipe
     """How its weights are made, where there is text to fit them to."""
 
-    def estimator_for(self, importance: object | None) -> str:
-        """The estimator, with or without a file of `importance`."""
-        return self.estimator if importance is None else self.of_table
-
     def recipe_for(
         self, importance: object | None, *, estimator: str | None
     ) -> WeightRecipe:

@@ -38,24 +38,19 @@ def task_summary(items: pd.DataFrame, *, metric: str = "acc") -> pd.DataFrame:
     return _summary(_values(items, metric))
 
 
-def task_difference(
-    items: pd.DataFrame, others: pd.DataFrame, *, metric: str = "acc"
-) -> pd.DataFrame:
-    """How much larger a metric is in one state than in another, item by item.
+def task_difference(items: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+    """How much larger the accuracy is in one state than in another, item by item.
 
     Columns as of `task_summary`; the standard errors are those of the differences.
 
     Args:
         items: a frame of `task_items`.
         others: that of the other state, on the same items.
-        metric: one of `METRICS`.
 
     Raises:
-        SpecError: there is no such metric, or the items are not the same.
+        SpecError: the items are not the same.
     """
-    mine, theirs = (
-        _values(frame, metric).set_index(_ITEM) for frame in (items, others)
-    )
+    mine, theirs = (_values(frame, "acc").set_index(_ITEM) for frame in (items, others))
     if len(mine) != len(theirs) or not mine.index.sort_values().equals(
         theirs.index.sort_values()
     ):
