@@ -16,7 +16,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from benchmarks.figures import (
-    beyond,
     cost,
     methods,
     quality,
@@ -172,22 +171,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 tested_on=quality.models_pooled,
             ),
             Benchmark(
-                "beyond",
-                "beyond.py",
-                "Self-generated text",
-                table=beyond.beyond_table,
-            ),
-            Benchmark(
                 "healing",
                 "healing.py",
                 "Healing a pruned model",
-                table=beyond.healing_table,
-            ),
-            Benchmark(
-                "learned_widths",
-                "learned_widths.py",
-                "Widths learned by gradients",
-                table=beyond.widths_table,
+                table=quality.healing_table,
             ),
             Benchmark(
                 "methods",
@@ -214,7 +201,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "solves",
                 "solves.py",
                 "What compress costs at true widths",
-                table=beyond.solves_table,
+                table=cost.solves_table,
             ),
             Benchmark(
                 "streaming",

@@ -225,3 +225,19 @@ def gpu_tested_on(rows: pd.DataFrame) -> str:
         f"the experts of a layer take {value_range(times, '.2f')} × the time with "
         f"statistics; of the tests marked `gpu` {passed} passed and {failed} did not"
     )
+
+
+def solves_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/solves.py` for readers."""
+    named = {
+        "model": "model",
+        "experts": "experts",
+        "atoms": "atoms",
+        "d_model": "d_model",
+        "tokens": "tokens",
+        "scores": "scores [s]",
+        "elimination": "elimination [s]",
+        "compensation": "compensation [s]",
+        "compress ÷ scores": "passes and solves of compress ÷ scores ↓",
+    }
+    return measured[list(named)].rename(columns=named)

@@ -22,6 +22,11 @@ _USUAL = (0.4, 0.6)
 MEASURABLE = 0.005
 """Nats per token; where HEAPr loses less, a quotient would be one of noise."""
 _RUN = ["model", "calibration", "test", "seed", "ratio"]
+_ACCURACIES = {
+    "accuracy, seven tasks [%] ↑": "accuracy",
+    "against dense [points] ↑": "against_dense",
+    "against not healed [points] ↑": "against_unhealed",
+}
 
 
 def _pooled(rows: pd.DataFrame) -> float:
@@ -159,3 +164,24 @@ def _gain(rows: pd.DataFrame) -> tuple[float, float]:
     runs = rows.groupby(["model", "calibration", "test"])[["stderr", "paper"]].mean()
     error = 1.96 * np.sqrt(runs["stderr"].pow(2).sum()) / runs["paper"].sum()
     return _pooled(rows), error
+
+
+def healing_table(measured: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `benchmarks/healing.py` for readers: each ratio and amount of text."""
+    ordered = measured.sort_values(["ratio", "windows"], ignore_index=True)
+    rows = []
+    for _, state in ordered.iterrows():
+        row: dict[str, object] = {
+            "model": state["model"],
+            "removed": f"{state['ratio']:.0%}",
+        }
+        row["trained on [tokens]"] = f"{state['tokens']:,}"
+        for corpus in ("wikitext2", "ptb", "c4"):
+            row[f"perplexity {corpus} ↓"] = state[f"perplexity {corpus}"]
+        for name, column in _ACCURACIES.items():
+            value, error = state[column], state[f"{column}_stderr"]
+            sign = "" if column == "accuracy" else "+"
+            row[name] = f"{100 * value:{sign}.1f} ± {100 * error:.1f}"
+        row["CPU time [s]"] = state["cpu_seconds"]
+        rows.append(row)
+    return pd.DataFrame(rows)
