@@ -44,16 +44,16 @@ from heapr_lab.errors import HeaprLabError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.experiments.paper import methods_of_table1
+from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import AtomCompression
-from heapr_lab.models.experts import describe
 from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.loading import load_model
 from heapr_lab.pretrained import smollm2, smolmoe
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.savings import CONTEXT
+from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.weights import METHODS
@@ -241,12 +241,11 @@ class Pruner:
             selection = Selection(state.ratio, estimator=COMPENSATED[state.method])
             keep, compensation = measured.calibrated.compensated(selection)
             masked = masking(self.model, keep, compensation.down_projs)
-            return masked, self._sizes_of(keep, measured.table().expert_tokens())
+            return masked, _sizes_of(keep, measured.table())
         if state.method in ESTIMATORS:
             selection = Selection(state.ratio, estimator=state.method)
             keep = select(measured.table(), selection)
-            sizes = self._sizes_of(keep, measured.table().expert_tokens())
-            return masking(self.model, keep), sizes
+            return masking(self.model, keep), _sizes_of(keep, measured.table())
         fitted = methods.get(state.method).fit(
             self.model,
             measured.calibration,
@@ -255,23 +254,18 @@ class Pruner:
             shared=measured,
         )
         if isinstance(fitted, AtomCompression):
-            sizes = self._sizes_of(fitted.keep, fitted.made.tokens)
+            sizes = _sizes_of(fitted.keep, measured.table())
         else:
             before, after = fitted.savings(self.model).parameters
             sizes = _sizes(fitted.achieved_ratio, 1 - after / before)
         return fitted.apply(self.model), sizes
 
-    def _sizes_of(self, keep: KeepMask, tokens: pd.DataFrame | None) -> dict[str, Any]:
-        """What a mask saves; of FLOPs, where the routing of tokens was measured."""
-        shape = describe(self.model)
-        saved, flops = 1 - shape.parameters(keep) / shape.n_parameters, math.nan
-        if tokens is not None:
-            before, after = (
-                shape.flops_per_token(one, tokens, seq_len=CONTEXT)
-                for one in (None, keep)
-            )
-            flops = 1 - after / before
-        return _sizes(keep.achieved_ratio, saved, flops)
+
+def _sizes_of(keep: KeepMask, table: ImportanceTable) -> dict[str, Any]:
+    """What a mask saves, by the routing of the calibration windows."""
+    saved = savings_of(keep, table).iloc[0]
+    shares = saved["parameter_reduction"], saved["flops_reduction"]
+    return _sizes(keep.achieved_ratio, *shares)
 
 
 def _sizes(ratio: float, parameters: float, flops: float = math.nan) -> dict[str, Any]:
