@@ -284,7 +284,7 @@ def _ratios(text: str) -> list[float]:
 
 
 def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """The options of each method in texts such as `reap.protect_super_experts=true`.
+    """The options of each method in texts such as `camera-p.alpha=0.5`.
 
     Those of plug-ins are checked later, since they may import torch.
 

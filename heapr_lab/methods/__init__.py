@@ -48,7 +48,6 @@ OURS = {
 """The module of each method of this package, by the method's name."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "camera-p": {"alpha": 0.9},
-    "reap": {"protect_super_experts": False},
     "naee": {"most_subsets": 2000, "most_tokens": 4096},
     "mone": {"score": "product", "scope": "layer"},
     # Candidates at a time, rounds, and windows to judge them on; plans that survive,
@@ -68,9 +67,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "most_tokens": 4096,
     },
     "ream": {"group_size": 16, "batch_size": 8},
-    "svd": {"whiten": True},
     "moe-svd-like": {"most_of_layer": 0.3},
-    "moe-pruner": {"pattern": "unstructured"},
 }
 """The options of those that have any, with their defaults; known without torch."""
 

@@ -106,8 +106,7 @@ class Measurements:
         """Sums over the tokens routed to each expert, a row for each: a forward pass.
 
         Columns: layer, expert, `tokens`, `sum_p` Σ p, `sum_norm` Σ ‖f‖, `sum_norm2`
-        Σ ‖f‖², `sum_p_norm` Σ p · ‖f‖, `peak` max |f_d| over tokens and the D entries.
-        In float64.
+        Σ ‖f‖², `sum_p_norm` Σ p · ‖f‖. In float64.
         """
         rows = self.collected(EXPERT_SUMS, progress)
         return pd.DataFrame([row for layer in rows.values() for row in layer])
@@ -249,7 +248,7 @@ def routed_outputs(
 
 def _sums(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
     """The sums over the outputs of one expert."""
-    names = ("sum_p", "sum_norm", "sum_norm2", "sum_p_norm", "peak")
+    names = ("sum_p", "sum_norm", "sum_norm2", "sum_p_norm")
     sums = {"tokens": 0} | dict.fromkeys(names, 0.0)
     for outputs, weights in pairs:
         if not len(outputs):
@@ -261,7 +260,6 @@ def _sums(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float
         sums["sum_norm"] += float(norms.sum())
         sums["sum_norm2"] += float(norms.square().sum())
         sums["sum_p_norm"] += float((p * norms).sum())
-        sums["peak"] = max(sums["peak"], float(f.abs().max()))
     return sums
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import find_expert_axes
@@ -20,9 +19,6 @@ from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.pruning.ranking import lowest
 
-_EARLY = Fraction(3, 4)
-"""Share of the decoder layers in which REAP looks for super experts."""
-_SUPER_QUANTILE, _SUPER_SHARE = 0.995, 0.1
 _ROUTED_TOKENS = (
     "Nothing is trained afterwards.",
     "Experts that no calibration token reaches score 0 and are dropped first.",
@@ -128,14 +124,6 @@ def _column(name: str) -> Scores:
     return lambda frame, _request: frame[name].to_numpy(dtype=np.float64)
 
 
-def _reap(frame: pd.DataFrame, request: Request) -> np.ndarray:
-    """The scores of REAP, infinite for protected experts."""
-    scores = reap_scores(frame)
-    if request.options["protect_super_experts"]:
-        scores[super_experts(frame, n_layers=_n_layers(request))] = np.inf
-    return scores
-
-
 def _per_token(name: str) -> Scores:
     return lambda frame, _request: means(frame, name)
 
@@ -157,24 +145,6 @@ def ranked(request: Request) -> dict[int, tuple[int, ...]]:
     frame = request.measured.experts(request.progress)
     scores = by_layer(frame, reap_scores(frame))
     return {k: tuple(np.argsort(s, kind="stable").tolist()) for k, s in scores.items()}
-
-
-def super_experts(frame: pd.DataFrame, *, n_layers: int) -> np.ndarray:
-    """Which experts have extreme outputs, bool (rows of `frame`,).
-
-    They are in the first three quarters of the `n_layers` decoder layers, with a peak
-    above the 99.5 % quantile of all peaks and above a tenth of the largest.
-    """
-    peaks = frame["peak"].to_numpy()
-    least = max(np.quantile(peaks, _SUPER_QUANTILE), _SUPER_SHARE * peaks.max())
-    early = frame["layer"].to_numpy() < float(_EARLY * n_layers)
-    mask: np.ndarray = early & (peaks > least)
-    return mask
-
-
-def _n_layers(request: Request) -> int:
-    config: object = request.model.config
-    return int(config.get_text_config().num_hidden_layers)  # type: ignore[attr-defined]
 
 
 EXPERTS = (
@@ -204,17 +174,16 @@ EXPERTS = (
         "REAP: experts by the mean of routing weight times output norm",
         "Lasby et al. 2025, REAP, arXiv:2510.13999",
         "experts",
-        _by(_reap),
+        _by(_per_token("sum_p_norm")),
         deviations=(
             *_ROUTED_TOKENS,
             "p is the weight with which the family's own router multiplies an output. "
             "The authors' code has the softmax of the logits, since March 2026 by "
             "default renormalised where the configuration has norm_topk_prob, which is "
             "the same for Qwen's families, but not for Mixtral or for sigmoids.",
-            "Super experts are those with an extreme entry of an output for a routed "
-            "token; the authors' code runs every expert on every token.",
+            "Super experts, those with an extreme entry of an output, are dropped as "
+            "all others are; an option of the authors' code keeps them.",
         ),
-        options=OPTIONS["reap"],
         collectors=(EXPERT_SUMS,),
     ),
     Method(

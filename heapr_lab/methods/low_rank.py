@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
 from heapr_lab.methods.composed_experts import Composition, Projection, Shared
 from heapr_lab.methods.composing import composition_of
@@ -115,19 +114,16 @@ def damped(moment: torch.Tensor) -> torch.Tensor:
     return torch.where(mean > 0, moment + _DAMPING * mean * unit, unit)
 
 
-def truncated(
-    matrix: torch.Tensor, rank: int, moment: torch.Tensor | None = None
-) -> Factors:
+def truncated(matrix: torch.Tensor, rank: int, moment: torch.Tensor) -> Factors:
     """The factors of rank `rank` that change the outputs least, in float64.
 
     Args:
         matrix: W (…, out, in).
         rank: at most the smaller of out and in.
-        moment: the moment of the inputs, (…, in, in); by default the identity.
+        moment: the moment of the inputs, (…, in, in).
     """
     wide = matrix.double()
-    weighted = wide if moment is None else wide @ damped(moment)
-    left = torch.linalg.eigh(weighted @ wide.mT).eigenvectors[..., -rank:]
+    left = torch.linalg.eigh(wide @ damped(moment) @ wide.mT).eigenvectors[..., -rank:]
     return left, left.mT @ wide
 
 
@@ -201,26 +197,23 @@ def _svd(request: Request) -> ExpertComposition:
     if not request.ratio:
         return request.composed({})
     ranks = {k: ranks_of(s, request.ratio, layer=k) for k, s in request.shapes.items()}
-    moments: Mapping[int, Moments] = {}
-    if request.options["whiten"]:
-        moments = request.measured.collected(MOMENTS, request.progress)
+    moments = request.measured.collected(MOMENTS, request.progress)
     compositions = {
-        layer.layer: _all_truncated(layer, ranks[layer.layer], moments.get(layer.layer))
+        layer.layer: _all_truncated(layer, ranks[layer.layer], moments[layer.layer])
         for layer in find_experts(request.model)
     }
     return request.composed(compositions)
 
 
 def _all_truncated(
-    layer: ExpertsLayer, ranks: Mapping[str, int], moments: Moments | None
+    layer: ExpertsLayer, ranks: Mapping[str, int], moments: Moments
 ) -> Composition:
     """The layer's experts with truncated matrices; dense where factors cost as much."""
     projections = dict(composition_of(layer).projections)
     unit, dense = layer.d_expert + layer.d_inter, layer.d_expert * layer.d_inter
     for name, rank in ranks.items():
         if rank * unit < dense:
-            moment = None if moments is None else moments.of(name)
-            factors = truncated(matrices(layer, name), rank, moment)
+            factors = truncated(matrices(layer, name), rank, moments.of(name))
             projections[name] = factored(layer, factors)
     return composition(layer, projections)
 
@@ -236,12 +229,11 @@ SVD = Method(
         "A control that no paper proposes for experts as such.",
         "The outputs for the tokens routed to the expert change least, as in SVD-LLM, "
         "but layers are not treated one after the other, and no weights are updated "
-        "afterwards. With whiten=false it is the plain SVD of the weights.",
+        "afterwards.",
         "Nothing is removed at ratio 0; above it, every matrix is decomposed, unless "
         "its factors would cost as much as it does.",
         "An expert that no calibration token reaches is decomposed without whitening.",
     ),
-    options=OPTIONS["svd"],
     collectors=(MOMENTS,),
     version=2,
 )

@@ -76,36 +76,6 @@ def test_reap_has_the_weights_of_the_authors(renormalised: bool) -> None:
             place += 1
 
 
-def test_super_experts_by_hand() -> None:
-    """Only the early peak above both limits is one, and REAP then keeps it."""
-    peaks = [1.0] * 400
-    peaks[5], peaks[350] = 50.0, 60.0  # in layer 0 of 4, and in layer 3
-    frame = pd.DataFrame({"layer": np.repeat(range(4), 100), "peak": peaks})
-    mask = experts.super_experts(frame, n_layers=4)
-    assert np.flatnonzero(mask).tolist() == [5]
-    frame["peak"] = [1.0] * 399 + [2.0]
-    assert not experts.super_experts(frame, n_layers=4).any()
-
-
-def test_reap_keeps_super_experts() -> None:
-    """The expert that REAP drops first is kept once its outputs have a peak."""
-    model = tiny_model("qwen3_moe", **SIX)
-    first = fitted("reap", model, 0.17)
-    (gone,) = set(range(6)) - set(first.kept[0])
-    layer = find_experts(model)[0]
-    with torch.no_grad():  # a peak, and then a small score, by a rarely used direction
-        layer.down[gone, 0] *= 1e3
-    frame = Measurements(model, WINDOWS).experts()
-    of_gone = frame["layer"].eq(0) & frame["expert"].eq(gone)
-    assert experts.super_experts(frame, n_layers=2)[of_gone.to_numpy()].all()
-    frame.loc[of_gone, "sum_p_norm"] = 0.0
-    request: Any = type("R", (), {})
-    request.options, request.model = {"protect_super_experts": True}, model
-    assert np.isinf(experts._reap(frame, request)[of_gone.to_numpy()]).all()
-    request.options = {"protect_super_experts": False}
-    assert not experts._reap(frame, request)[of_gone.to_numpy()].any()
-
-
 # --- NAEE -------------------------------------------------------------------------
 
 

@@ -95,11 +95,11 @@ def test_an_interrupted_comparison_continues(
     wanted = entries(["magnitude", "ean"], [0.25])
     with pytest.raises(KeyboardInterrupt):
         compare_methods(bench, wanted, [text], calibration=calibration)
-    again = [*entries(["magnitude", "frequency"], [0.25]), *entries(["reap"], [0.25])]
-    again += entries(["reap"], [0.25], {"reap": {"protect_super_experts": True}})
+    again = [*entries(["magnitude", "frequency"], [0.25]), *entries(["mone"], [0.25])]
+    again += entries(["mone"], [0.25], {"mone": {"scope": "global"}})
     done = Heard()
     compare_methods(bench, again, [text], calibration=calibration, progress=done)
-    assert [name for name, _ in fitted] == ["magnitude", "frequency", "reap", "reap"]
+    assert [name for name, _ in fitted] == ["magnitude", "frequency", "mone", "mone"]
     assert done == [(n, 5) for n in range(1, 6)]
 
 
@@ -175,27 +175,27 @@ def test_no_accuracy_is_reported_as_that_of_another(
     bench: Workbench, text: str, runs: list[int]
 ) -> None:
     """Another method, version, option, ratio, seed, limit or model is run itself."""
-    reap = entries(["reap"], [0.25])
-    protected = {"reap": {"protect_super_experts": True}}
-    newer = [Entry(replace(methods.get("reap"), version=2), 0.25, reap[0].options)]
-    accuracies(bench, reap, text, 4)
+    mone = entries(["mone"], [0.25])
+    ranked = {"mone": {"scope": "global"}}
+    newer = [Entry(replace(methods.get("mone"), version=3), 0.25, mone[0].options)]
+    accuracies(bench, mone, text, 4)
     assert runs == [4, 4]  # dense and compressed
     for wanted in (
         entries(["frequency"], [0.25]),
         newer,
-        entries(["reap"], [0.25], protected),
-        entries(["reap"], [0.5]),
+        entries(["mone"], [0.25], ranked),
+        entries(["mone"], [0.5]),
     ):
         runs.clear()
         accuracies(bench, wanted, text, 4)
         assert runs == [4]
-    accuracies(bench, reap, text, 5)
+    accuracies(bench, mone, text, 5)
     weight: Any = bench.model.lm_head.weight  # type: ignore[union-attr]
     original = weight.data.clone()
     weight.data.mul_(1.5)
-    accuracies(bench, reap, text, 4)
+    accuracies(bench, mone, text, 4)
     weight.data.copy_(original)
-    accuracies(bench, reap, text, 4)
+    accuracies(bench, mone, text, 4)
     assert runs[1:] == [5, 5, 4, 4]
 
 

@@ -68,7 +68,7 @@ def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
     [
         ("reap", {"ratio": 25}, r"ratio must be in \[0, 1\), got 25"),
         ("reap", {"ratio": 0.2, "seed": -1}, "seed must be a whole number from 0"),
-        ("reap", {"ratio": 0.2, "alpha": 1}, "no option alpha; it has protect_super"),
+        ("mone", {"ratio": 0.2, "alpha": 1}, "no option alpha; it has score, scope"),
         ("ean", {"ratio": 0.2, "alpha": 1}, "no option alpha; it has none"),
         ("naee", {"ratio": 0.2, "most_tokens": "all"}, "is 'all', expected int"),
         ("naee", {"ratio": 0.2, "most_tokens": True}, "is True, expected int"),
