@@ -47,7 +47,7 @@ from benchmarks.machine import RESULTS, machine, write_results
 from benchmarks.shapes import random_ids, random_model
 from benchmarks.two_stage import running, two_stage_scores
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.models.experts import find_experts
 from heapr_lab.models.likelihood import token_nll
 from heapr_lab.models.moments import LayerMoments
 from heapr_lab.text.calibration import CalibrationSet
@@ -189,23 +189,9 @@ def measure_times(
             if device != "cpu":
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - started)
-    flops = pass_flops(model, configuration)
     return {
-        name: {"rounds": seconds[name], "state_bytes": state[name], "flops": flops}
-        for name in calls
+        name: {"rounds": seconds[name], "state_bytes": state[name]} for name in calls
     }
-
-
-def pass_flops(model: Any, configuration: Configuration) -> float:
-    """Operations of one forward and one backward to the inputs over all tokens.
-
-    Every product of the forward with a fixed matrix has one in the backward; the two
-    products of attention have four.
-    """
-    shape, c = describe(model), configuration
-    forward = shape.flops_per_token(seq_len=c.seq_len)
-    attention = 2 * c.seq_len * shape.attention_width
-    return c.n_tokens * (2 * forward + attention)
 
 
 def measure_peak(
@@ -275,11 +261,9 @@ def measure(configuration: Configuration, options: Any) -> list[dict[str, Any]]:
                 "peak_bytes": peak,
                 "state_bytes": times[method]["state_bytes"],
                 "times_plain": round(statistics.median(ratios), 3),
-                "gflops": round(times[method]["flops"] / seconds / 1e9, 2),
                 "n_layers": c.n_layers,
                 "top_k": c.top_k,
                 "n_tokens": c.n_tokens,
-                "fastest_seconds": round(min(rounds), 4),
             }
         )
         logger.info("%(model)s %(method)s: %(seconds)s s, %(times_plain)s x", rows[-1])

@@ -211,14 +211,13 @@ def equal(run: Run) -> Iterator[Row]:
 
 
 def in_memory(run: Run, name: str) -> Iterator[Row]:
-    """Seconds, peak memory and operations of the methods on one model."""
+    """Seconds and peak memory of the methods on one model."""
     shape = run.shape(name)
     free = torch.cuda.mem_get_info()[0] if run.on_gpu else 0
     depth = run.depth(shape, 0.8 * free)
     model = random_model(shape.config(depth), dtype=run.dtype, device=run.device)
     windows = run.windows(shape)
     collect_statistics(model, CalibrationSet.from_ids(windows.ids[:1]))
-    flops = _flops(model, run, shape)
     sizes: list[int] = []
 
     def scores(batch_size: int | None = None) -> None:
@@ -238,19 +237,10 @@ def in_memory(run: Run, name: str) -> Iterator[Row]:
     }
     if depth < shape.n_layers and run.on_gpu:
         methods = {name: methods[name] for name in ("scores", "plain")}
-    floor = None
     for method, call in methods.items():
         row = _timed(run, call, resident=_bytes(model))
-        floor = row.get("seconds") if method == "plain" else floor
-        seconds = row.get("seconds", np.nan)
         batch = sizes[-1] if method.startswith("scores") else sizes[0]
-        yield {
-            "case": method,
-            "batch": batch,
-            **_depths(run, name, depth, row),
-            "flops_per_second": flops / seconds,
-            "times_plain": floor and seconds / floor,
-        }
+        yield {"case": method, "batch": batch, **_depths(run, name, depth, row)}
 
 
 def streamed(run: Run, name: str) -> Iterator[Row]:
@@ -310,17 +300,6 @@ def _bytes(model: Any) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-def _flops(model: Any, run: Run, shape: Shape) -> float:
-    """Operations of forward and backward to the inputs on all tokens."""
-    n_windows, seq_len = run.size
-    sizes = shape.d_model, shape.d_inter, shape.n_experts, shape.n_layers
-    n_tokens = n_windows * seq_len
-    configuration = cost.Configuration(
-        shape.family, *sizes, n_tokens, n_tokens, seq_len=seq_len
-    )
-    return cost.pass_flops(model, configuration)
-
-
 # --- what the statistics add to a layer's experts -----------------------------------
 
 
@@ -356,7 +335,7 @@ def _accounting(run: Run, name: str, shape: Shape) -> Iterator[Row]:
     tokens = torch.bincount(routing[0].flatten(), minlength=shape.n_experts)
     moments = LayerMoments(shape.n_experts, shape.d_inter, h.device)
     costs = _kernels(run, lambda: moments.add(h, h, h[:, 0], tokens))
-    yield {**size, "what": "statistics", **costs, "bytes_at_least": 2 * h.nbytes}
+    yield {**size, "what": "statistics", **costs}
 
 
 def _kernels(run: Run, call: Callable[[], Any]) -> Row:

@@ -1,7 +1,6 @@
 """benchmarks/gpu.py: every part on a CPU with narrow models, and its time limits."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,10 @@ def test_scores_are_compared_with_float64() -> None:
 
 
 def test_cost_of_every_method() -> None:
-    """Seconds, memory and operations; the first layer's MLP has no experts."""
+    """Seconds and memory; the first layer's MLP has no experts."""
     rows = rows_of("memory:DeepSeekMoE-16B").set_index("case")
     assert {"scores", "plain", "scores, batch 1", "two_stage"} <= set(rows.index)
-    assert (rows[["seconds", "peak_bytes", "flops_per_second"]] > 0).all(axis=None)
-    assert rows["times_plain"]["plain"] == 1
-    assert math.isnan(rows["times_plain"]["scores"])  # plain comes after it
+    assert (rows[["seconds", "peak_bytes"]] > 0).all(axis=None)
     assert rows["n_layers"]["plain"] == 2
     assert rows["seconds_all_layers"]["plain"] == rows["seconds"]["plain"] * 14
 
