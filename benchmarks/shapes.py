@@ -6,7 +6,7 @@ layer, the gate of the shared experts; the router is the same.
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Shape:
         sizes = {name: getattr(self, name) // 16 for name in widths}
         return dataclasses.replace(self, d_vocab=512, **sizes)
 
-    def config(self, n_layers: int) -> Any:
+    def config(self, n_layers: int, dtype: torch.dtype | None = None) -> Any:
         """The configuration of a model with the first `n_layers` layers."""
         return AutoConfig.for_model(
             self.family,
@@ -60,6 +60,7 @@ class Shape:
             norm_topk_prob=self.family == "qwen3_moe",
             tie_word_embeddings=False,
             use_cache=False,
+            dtype=dtype,
         )
 
 
@@ -115,25 +116,16 @@ def write_checkpoint(
 
     The first two layers are random; every further one has the weights of the second.
     """
-    first = folder / "first"
-    random_model(shape.config(2), dtype=dtype, device=device).save_pretrained(first)
     tensors: dict[str, torch.Tensor] = {}
-    for path in first.glob("*.safetensors"):
-        tensors |= load_file(path)
-        path.unlink()
-    shape.config(n_layers).save_pretrained(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as first:
+        random_model(shape.config(2), dtype=dtype, device=device).save_pretrained(first)
+        for path in Path(first).glob("*.safetensors"):
+            tensors |= load_file(path)
+    shape.config(n_layers, dtype).save_pretrained(folder)
     shards = [{name: t for name, t in tensors.items() if ".layers." not in name}]
     for number in range(n_layers):
         old, new = f".layers.{min(number, 1)}.", f".layers.{number}."
         shards.append({n.replace(old, new): t for n, t in tensors.items() if old in n})
-    return write_shards(folder, shards)
-
-
-def write_shards(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> int:
-    """Write the tensors of a checkpoint, a file for each item, and the index of all.
-
-    Returns the bytes of the tensors.
-    """
     weight_map: dict[str, str] = {}
     n_bytes = 0
     for number, shard in enumerate(shards):

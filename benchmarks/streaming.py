@@ -3,7 +3,8 @@
     python benchmarks/streaming.py [--shapes 0.9B,16B] [--folder DIR]
 
 A random checkpoint of a real shape is written to disk in bfloat16, as the hub has it (a
-tensor for each matrix of an expert, a shard for each layer). Then each way of running
+tensor for each matrix of an expert, a shard for each layer, of which all but the first
+are alike). Then each way of running
 it, in a process of its own with float32 weights on the CPU, measures the scores, the
 perplexity and that of a mask, slices the checkpoint's files and loads the result, whose
 perplexity has to be the mask's: all layers in memory, or one part at a time from disk.
@@ -14,6 +15,7 @@ streamed alone, and on fewer tokens.
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import subprocess
@@ -30,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows, machine
-from benchmarks.shapes import random_ids, write_shards
+from benchmarks.shapes import SHAPES, Shape, random_ids, write_checkpoint
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
@@ -45,20 +47,13 @@ from heapr_lab.text.calibration import CalibrationSet
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a Qwen2-MoE, and the tokens it is run on."""
+class Case:
+    """A checkpoint, the tokens it is run on, and how."""
 
-    n_layers: int
-    d_model: int
-    n_experts: int
-    d_inter: int
-    top_k: int
-    d_shared: int
-    d_vocab: int
+    shape: Shape
     n_windows: int
     seq_len: int
     ways: tuple[str, ...] = ("in memory", "streamed")
-    n_heads: int = 16
 
     @property
     def n_tokens(self) -> int:
@@ -67,74 +62,17 @@ class Shape:
 
     def ids(self) -> torch.Tensor:
         """Random tokens, the same for each way."""
-        return random_ids(self.d_vocab, self.n_windows, self.seq_len)
+        return random_ids(self.shape.d_vocab, self.n_windows, self.seq_len)
 
 
-SHAPES = {
-    "0.9B": Shape(8, 1024, 64, 512, 8, 512, 32000, 8, 512),
-    "16B": Shape(28, 2048, 64, 1408, 6, 2816, 102400, 4, 128, ("streamed",)),
+_LARGE = dataclasses.replace(SHAPES["DeepSeekMoE-16B"], d_dense=0)
+CASES = {
+    "0.9B": Case(
+        Shape("qwen2_moe", 8, 1024, 16, 16, 64, 8, 512, 32000, 512, head_dim=64), 8, 512
+    ),
+    "16B": Case(_LARGE, 4, 128, ("streamed",)),
 }
 HOST_MEMORY = 200_000_000
-
-
-def config_of(shape: Shape) -> dict[str, Any]:
-    """The content of config.json."""
-    return {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
-        "dtype": "bfloat16",
-        "vocab_size": shape.d_vocab,
-        "hidden_size": shape.d_model,
-        "intermediate_size": shape.d_shared,
-        "moe_intermediate_size": shape.d_inter,
-        "shared_expert_intermediate_size": shape.d_shared,
-        "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_heads,
-        "num_experts": shape.n_experts,
-        "num_experts_per_tok": shape.top_k,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "qkv_bias": False,
-    }
-
-
-def write_checkpoint(shape: Shape, folder: Path) -> int:
-    """A random checkpoint, a layer at a time; returns its bytes."""
-    (folder / "config.json").write_text(json.dumps(config_of(shape)))
-    return write_shards(folder, _shards(shape))
-
-
-def _shards(shape: Shape) -> Iterator[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*sizes: int) -> torch.Tensor:
-        tensor = torch.empty(sizes, dtype=torch.bfloat16)
-        return tensor.normal_(std=0.02, generator=generator)
-
-    d = width = shape.d_model
-    yield {
-        "model.embed_tokens.weight": random(shape.d_vocab, d),
-        "model.norm.weight": torch.ones(d, dtype=torch.bfloat16),
-        "lm_head.weight": random(shape.d_vocab, d),
-    }
-    for number in range(shape.n_layers):
-        stem = f"model.layers.{number}"
-        tensors = {
-            f"{stem}.{name}.weight": torch.ones(d, dtype=torch.bfloat16)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        for name in ("q_proj", "k_proj", "v_proj"):
-            tensors[f"{stem}.self_attn.{name}.weight"] = random(width, d)
-        tensors[f"{stem}.self_attn.o_proj.weight"] = random(d, width)
-        tensors[f"{stem}.mlp.gate.weight"] = random(shape.n_experts, d)
-        tensors[f"{stem}.mlp.shared_expert_gate.weight"] = random(1, d)
-        experts = {f"experts.{n}": shape.d_inter for n in range(shape.n_experts)}
-        for name, size in {"shared_expert": shape.d_shared, **experts}.items():
-            for part in ("gate_proj", "up_proj"):
-                tensors[f"{stem}.mlp.{name}.{part}.weight"] = random(size, d)
-            tensors[f"{stem}.mlp.{name}.down_proj.weight"] = random(d, size)
-        yield tensors
 
 
 def opened(folder: Path, way: str, host_memory: int | None = HOST_MEMORY) -> Any:
@@ -148,10 +86,10 @@ def opened(folder: Path, way: str, host_memory: int | None = HOST_MEMORY) -> Any
     return model
 
 
-def measure(folder: Path, shape: Shape, way: str) -> dict[str, Any]:
+def measure(folder: Path, case: Case, way: str) -> dict[str, Any]:
     """Seconds and bytes of one way of running the checkpoint, in this process."""
     row: dict[str, Any] = {}
-    ids = shape.ids()
+    ids = case.ids()
     keep = _dense(folder, ids, way, row)
     gc.collect()  # a streamed model and its hooks refer to each other
     with tempfile.TemporaryDirectory(dir=folder.parent) as path:
@@ -217,24 +155,27 @@ def main() -> None:
     options = parser.parse_args()
     if options.only:
         folder, name, way = options.only
-        row = measure(Path(folder), SHAPES[name], way)
+        row = measure(Path(folder), CASES[name], way)
         sys.stdout.write(json.dumps(row) + "\n")
         return
     rows = Rows("streaming")
     details = machine("cpu") | {"n_threads": torch.get_num_threads()}
     for name in options.shapes.split(","):
-        shape = SHAPES[name]
-        keys = [{"model": name, "way": way} for way in shape.ways]
+        case = CASES[name]
+        keys = [{"model": name, "way": way} for way in case.ways]
         missing = [key for key in keys if not rows.has(key)]
         if not missing:
             continue
         with tempfile.TemporaryDirectory(dir=options.folder) as path:
             folder = Path(path) / "dense"
             folder.mkdir()
-            n_bytes = write_checkpoint(shape, folder)
+            shape, dtype = case.shape, torch.bfloat16
+            n_bytes = write_checkpoint(
+                shape, shape.n_layers, folder, dtype=dtype, device="cpu"
+            )
             for key in missing:
                 row = in_own_process(__file__, str(folder), name, key["way"])
-                size = {"checkpoint_bytes": n_bytes, "tokens": shape.n_tokens}
+                size = {"checkpoint_bytes": n_bytes, "tokens": case.n_tokens}
                 rows.add([key | size | row], details)
 
 

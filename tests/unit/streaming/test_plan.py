@@ -8,12 +8,13 @@ from unittest.mock import Mock
 import pandas as pd
 import plan_table
 import pytest
+import torch
 from families import tiny_model
 from processes import says
 from tiny_folder import write_folder
 
 from benchmarks.machine import RESULTS
-from benchmarks.streaming import SHAPES, config_of
+from benchmarks.streaming import CASES
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.loading import load_model
 from heapr_lab.storage import paths
@@ -44,9 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_what_fits_by_its_plan_fits(row: dict[str, Any], tmp_path: Path) -> None:
     """A process that scored needed at most 4/3 of the plan, besides its libraries."""
-    shape = SHAPES[row["model"]]
-    (tmp_path / "config.json").write_text(json.dumps(config_of(shape)))
-    needs = plan(tmp_path, n_sequences=1, seq_len=shape.n_tokens, dtype="float32")
+    case = CASES[row["model"]]
+    case.shape.config(case.shape.n_layers, torch.bfloat16).save_pretrained(tmp_path)
+    needs = plan(tmp_path, n_sequences=1, seq_len=case.n_tokens, dtype="float32")
     assert needs.checkpoint_bytes == pytest.approx(row["checkpoint_bytes"], rel=1e-3)
     n_bytes = needs.needed_bytes[row["way"]]
     n_bytes += needs.states_bytes if row["way"] == STREAMED else 0
