@@ -39,12 +39,11 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import RESULTS, machine, write_results
-from benchmarks.shapes import random_ids, random_model
+from benchmarks.shapes import Shape, random_ids, random_model
 from benchmarks.two_stage import running, two_stage_scores
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
@@ -94,21 +93,12 @@ CONFIGURATIONS = (
 def build_model(configuration: Configuration, device: str) -> Any:
     """A model of random float32 weights, in eval mode and without weight gradients."""
     c = configuration
-    config = AutoConfig.for_model(
-        c.family,
-        vocab_size=c.d_vocab,
-        hidden_size=c.d_model,
-        intermediate_size=c.d_inter,
-        moe_intermediate_size=c.d_inter,
-        shared_expert_intermediate_size=c.d_inter,
-        num_hidden_layers=c.n_layers,
-        num_experts=c.n_experts,
-        num_experts_per_tok=c.top_k,
-        num_attention_heads=max(2, c.d_model // 128),
-        num_key_value_heads=max(2, c.d_model // 128),
-        head_dim=min(64, c.d_model // 2),
-        use_cache=False,
+    heads, head_dim = max(2, c.d_model // 128), min(64, c.d_model // 2)
+    sizes = c.n_experts, c.top_k, c.d_inter, c.d_vocab, c.d_inter
+    shape = Shape(
+        c.family, c.n_layers, c.d_model, heads, heads, *sizes, head_dim=head_dim
     )
+    config = shape.config(c.n_layers)
     return random_model(config, dtype=torch.float32, device="cpu").to(device)
 
 
