@@ -34,13 +34,10 @@ def noted(progress: Progress, text: str) -> None:
 
 
 class Parts:
-    """Reports the progress of consecutive parts as progress of the whole.
-
-    An instance is the `Progress` of the current part; `end` moves on to the next.
-    """
+    """Reports the progress of consecutive parts as progress of the whole."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
-        """Begin with the first part.
+        """Nothing has begun.
 
         Args:
             total: the sum of the sizes of all parts.
@@ -48,18 +45,24 @@ class Parts:
         """
         self.total = total
         self.done = 0
-        self._before = 0
+        self._end = 0
         self._report = progress or no_report
 
-    def __call__(self, done: int, _of_part: int) -> None:
-        """Report that `done` of the current part is done."""
-        self.done = self._before + done
-        self._report(self.done, self.total)
+    def part(self, size: int) -> Progress:
+        """Begin the next part, and get what takes its progress.
 
-    def end(self, size: int) -> None:
-        """End the current part, which may have reported less than its `size`."""
-        self._before += size
-        self.done = self._before
+        The part before has ended, even if it has reported less than its size. What
+        counts in another unit is scaled to `size`, and what begins again, such as with
+        smaller batches, does not go back.
+        """
+        self.done = start = self._end
+        self._end += size
+
+        def report(done: int, total: int) -> None:
+            self.done = max(self.done, start + size * done // max(1, total))
+            self._report(self.done, self.total)
+
+        return report
 
 
 class TimeLeft:

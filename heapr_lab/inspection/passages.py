@@ -233,7 +233,7 @@ def _generated(
         repetition_penalty=1.0,
         use_cache=True,
         pad_token_id=0,  # never used: there is one text
-        stopping_criteria=[Steps(lambda n, _: progress(n, n_tokens), ids.shape[1])],
+        stopping_criteria=[Steps(progress, ids.shape[1], n_tokens)],
     )
     return [int(token) for token in sequences[0]]
 

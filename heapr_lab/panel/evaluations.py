@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.progress import Parts, Progress, StartPart, TimeLeft, time_left_text
+from heapr_lab.progress import Parts, Progress, StartPart
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
 from heapr_lab.workbench.settings import CONTINUATION
@@ -47,12 +47,13 @@ class Part:
         n_items = self.bench.profile.items_of(self.dataset)
         return digest(self.bench.task_key(self.dataset, n_items))
 
-    def measured(self, made: "PruningResult | None", clock: "Clock") -> dict[str, Any]:
+    def measured(
+        self, made: "PruningResult | None", progress: Progress
+    ) -> dict[str, Any]:
         """Columns of `PruningSession.points` for a pruned model, or the dense one."""
         keep = None if made is None else made.keep
         down_projs = None if made is None else made.down_projs
         if self.windows is None:
-            progress = clock.share_of(self.n_windows)
             score = self.bench.task_accuracy(
                 keep, self.dataset, down_projs=down_projs, progress=progress
             )
@@ -60,7 +61,7 @@ class Part:
             facts = {"accuracy": score["value"], "stderr": score["stderr"]}
             return facts | {"items": right, "text": self.text}
         loss = self.bench.perplexity(
-            keep, self.windows, down_projs=down_projs, progress=clock.parts
+            keep, self.windows, down_projs=down_projs, progress=progress
         )
         return {
             "nll": loss.nll,
@@ -80,10 +81,9 @@ def measured_of(
 ) -> Iterator[dict[str, Any]]:
     """The measurements of one model, a row for each corpus and task."""
     for part in parts:
-        clock.begin(f"{named} on {part.dataset}")
-        measured = part.measured(made, clock)
+        progress = clock.part(f"{named} on {part.dataset}", part.n_windows)
+        measured = part.measured(made, progress)
         yield {"dataset": part.dataset, "seconds": clock.seconds, **measured}
-        clock.end(part.n_windows)
 
 
 def seconds_of_scoring(table: ImportanceTable, profile: "Profile") -> float | None:
@@ -128,42 +128,31 @@ def _items(task: str, n_items: int) -> pd.DataFrame | None:
 
 
 class Clock:
-    """Turns the progress of the parts into that of the whole, with the time left."""
+    """Turns the progress of the parts into that of the whole, and takes their time."""
 
     def __init__(self, total: int, report: Callable[..., None] | None) -> None:
         self._report = report
         self._label, self._began, self._works = "", 0.0, False
-        self._left = TimeLeft()
-        self.parts = Parts(total, self._measured)
+        self._parts = Parts(total, self._measured)
 
-    def begin(self, label: str) -> None:
-        """Begin a part."""
+    def part(self, label: str, n_windows: int) -> Progress:
+        """Begin the next part, which counts as so many windows.
+
+        The one before has ended, whether it was measured or read from the cache.
+        """
         self._label, self._began, self._works = label, time.monotonic(), False
-        self._left.skip_to(self.parts.done)
-        self._tell()
+        progress = self._parts.part(n_windows)
+        self._tell(cached=True)
+        return progress
 
     @property
     def seconds(self) -> float:
         """What the part has taken so far; 0 if it was read from the cache."""
         return time.monotonic() - self._began if self._works else 0.0
 
-    def share_of(self, n_windows: int) -> Progress:
-        """Progress of work that counts as `n_windows`.
-
-        What begins again does not take the bar back.
-        """
-        furthest = 0
-
-        def report(done: int, total: int) -> None:
-            nonlocal furthest
-            furthest = max(furthest, n_windows * done // max(1, total))
-            self.parts(furthest, n_windows)
-
-        return report
-
     def making(self, n_windows: int) -> StartPart:
-        """Progress of weights whose making counts as `n_windows`."""
-        reached = self.share_of(n_windows)
+        """Begin the part in which weights are made."""
+        reached = self.part("weights", n_windows)
 
         def start(label: str, unit: str) -> Progress:
             def report(done: int, total: int) -> None:
@@ -174,19 +163,11 @@ class Clock:
 
         return start
 
-    def end(self, n_windows: int) -> None:
-        """End a part, whether it was measured or read from the cache."""
-        self.parts.end(n_windows)
-        self._left.skip_to(self.parts.done)
-        self._tell()
-
-    def _measured(self, done: int, _total: int) -> None:
+    def _measured(self, _done: int, _total: int) -> None:
         self._works = True
-        self._left.reached(done)
-        self._tell()
+        self._tell(cached=False)
 
-    def _tell(self) -> None:
+    def _tell(self, *, cached: bool) -> None:
         if self._report is not None:
-            done, total = self.parts.done, self.parts.total
-            left = time_left_text(self._left.seconds(total))
-            self._report(done, total, f"{self._label}: window", left=left)
+            done, total = self._parts.done, self._parts.total
+            self._report(done, total, f"{self._label}: window", cached=cached)

@@ -34,12 +34,12 @@ class Report(Protocol):
     """Takes the progress of work; raises `CancelledError` once that is cancelled."""
 
     def __call__(
-        self, done: float, total: float, text: str = "", *, left: str | None = None
+        self, done: float, total: float, text: str = "", *, cached: bool = False
     ) -> None:
-        """Show that `done` of `total` is done.
+        """Show that `done` of `total` is done, and how long the rest takes.
 
-        `text` names the work; `left` is the time left, by default an estimate from the
-        progress so far.
+        `text` names the work; `cached` says that what is new took no work, so that the
+        time left is not estimated from it.
         """
 
 
@@ -149,15 +149,14 @@ class Job(ipw.VBox):
             self._show_running(False, message)
 
     def _report(
-        self, done: float, total: float, text: str = "", *, left: str | None = None
+        self, done: float, total: float, text: str = "", *, cached: bool = False
     ) -> None:
         if self._stop.is_set():
             raise CancelledError
         if not done:
             self._left = TimeLeft()  # what came before was other work
-        self._left.reached(done)
-        if left is None:
-            left = time_left_text(self._left.seconds(total))
+        (self._left.skip_to if cached else self._left.reached)(done)
+        left = time_left_text(self._left.seconds(total))
         self.bar.value = done / total if total else 0.0
         self.text.value = status(f"{self._named}{text}: {done:g} of {total:g}{left}")
 

@@ -413,11 +413,9 @@ class PruningSession:
         rows = [point(None, row, recipe=recipe) for row in measured]
         new = self._with_differences(rows)
         for one, n_windows in zip(recipes, to_make, strict=True):
-            clock.begin("weights")
             made = self.made(selection, one, part=clock.making(n_windows))
             if clock.seconds:
                 self.seconds[one.text] = clock.seconds
-            clock.end(n_windows)
             named = "pruned" if one == recipe else "masked"
             measured = measured_of(parts, made, clock, named=named)
             rows += [point(made, row, recipe=one) for row in measured]

@@ -126,27 +126,27 @@ class Sweep:
         """
         missing = self.missing(session)
         for number, part in enumerate(missing):
-
-            def tell(
-                done: float,
-                total: float,
-                text: str = "",
-                *,
-                number: int = number,
-                name: str = named(part.selection, self.recipe),
-                **_left: object,
-            ) -> None:
-                share = number + done / max(1, total)
-                report(share, len(missing), f"{name}: {text}; selection")
-
+            name = named(part.selection, self.recipe)
             session.evaluate(
                 part.corpora,
                 tasks=part.tasks,
                 selection=part.selection,
                 recipe=self.recipe,
-                report=tell,
+                report=_of_several(report, name, number, len(missing)),
             )
             on_points()
+
+
+def _of_several(report: Report, name: str, number: int, n_selections: int) -> Report:
+    """Takes the progress of one of several selections, and reports that of all."""
+
+    def of_one(
+        done: float, total: float, text: str = "", *, cached: bool = False
+    ) -> None:
+        share = number + done / max(1, total)
+        report(share, n_selections, f"{name}: {text}; selection", cached=cached)
+
+    return of_one
 
 
 def sweep_of(

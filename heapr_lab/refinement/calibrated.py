@@ -108,14 +108,12 @@ class CalibratedModel:
         n_windows = self.windows.n_sequences
         parts = Parts(self.n_passes(estimator) * n_windows, progress)
         if self._table is None:
-            self._table = self._measure(self.windows, progress=parts)
-            parts.end(n_windows)
+            self._table = self._measure(self.windows, progress=parts.part(n_windows))
         if not find_estimator(estimator).extra_pass:
             return self._table
         if self._eliminated is None:
-            self._eliminated = with_elimination(
-                self._table, self.windows, self._grams(parts)
-            )
+            grams = self._grams(parts.part(n_windows))
+            self._eliminated = with_elimination(self._table, self.windows, grams)
         return self._eliminated
 
     def keep(self, selection: Selection, progress: Progress | None = None) -> KeepMask:
@@ -147,8 +145,8 @@ class CalibratedModel:
         parts = Parts(calibration.n_sequences - self.windows.n_sequences, progress)
         tables = [self.table()]
         for windows in others:
-            tables.append(self._measured(windows, parts))
-            parts.end(windows.n_sequences)
+            progress = parts.part(windows.n_sequences)
+            tables.append(self._measured(windows, progress))
         metadata = tables[0].metadata
         # Windows may repeat, which `ImportanceTable.merge` refuses.
         for name in ("windows", "spec_hash"):
@@ -159,11 +157,11 @@ class CalibratedModel:
         frame = functools.reduce(merge_frames, [table.frame for table in tables])
         return select(ImportanceTable.from_frame(frame, **metadata), selection)
 
-    def _measured(self, windows: CalibrationSet, parts: Parts) -> ImportanceTable:
+    def _measured(self, windows: CalibrationSet, progress: Progress) -> ImportanceTable:
         """The statistics on other windows, measured once."""
         key = windows.fingerprint
         if key not in self._others:
-            self._others[key] = self._measure(windows, progress=parts)
+            self._others[key] = self._measure(windows, progress=progress)
         return self._others[key]
 
     def compensated(
@@ -188,10 +186,9 @@ class CalibratedModel:
         n_passes = self.n_passes(estimator, compensated=True)
         n_before = self.n_passes(estimator)
         parts = Parts(n_passes * n_windows, progress)
-        keep = self.keep(selection, parts)
-        parts.end(n_before * n_windows)
+        keep = self.keep(selection, parts.part(n_before * n_windows))
         scores = eliminate and not self.at_once and self._eliminated is None
-        solvers = self._solvers_of(parts, eliminate=scores)
+        solvers = self._solvers_of(parts.part(n_windows), eliminate=scores)
         down_projs = by_layer(self._store, "down")
         return keep, compensation_of(solvers, keep, down_projs=down_projs)
 

@@ -166,14 +166,14 @@ def fit_compensation(
     n_windows, judges = calibration.n_sequences, calibration.split()[1]
     judged = ridge is None and judges.n_sequences >= _FEWEST_TO_JUDGE
     parts = Parts(n_windows + 2 * judged * judges.n_sequences, progress)
-    grams = iter_grams(model, calibration, span=span, progress=parts)
+    progress = parts.part(n_windows)
+    grams = iter_grams(model, calibration, span=span, progress=progress)
     compensation = compensation_of(
         itertools.starmap(LayerSolver, grams),
         keep,
         ridge=ridge,
         down_projs=by_layer(store, "down"),
     )
-    parts.end(n_windows)
     if not judged:
         return compensation
     return _unless_worse(compensation, model, keep, judges, parts)
@@ -184,11 +184,11 @@ def _unless_worse(
     model: nn.Module,
     keep: KeepMask,
     judges: CalibrationSet,
-    progress: Parts,
+    parts: Parts,
 ) -> Compensation:
     """The compensation, or unchanged weights where the loss of `judges` is smaller."""
     edits = (masking(model, keep, new) for new in (None, compensation.down_projs))
-    (before,), (after,) = (losses_on(edit, [judges], progress) for edit in edits)
+    (before,), (after,) = (losses_on(edit, [judges], parts) for edit in edits)
     if not is_less(before, after):
         return compensation
     logger.warning(
@@ -207,14 +207,14 @@ def _unless_worse(
 def losses_on(
     edited: contextlib.AbstractContextManager[nn.Module],
     judges: Sequence[CalibrationSet],
-    progress: Parts,
+    parts: Parts,
 ) -> list[Losses]:
     """The losses of the model inside a context, on each set of windows."""
     all_losses = []
     with edited as model:
         for windows in judges:
+            progress = parts.part(windows.n_sequences)
             losses = evaluate_perplexity(model, windows.ids, progress=progress).windows
-            progress.end(windows.n_sequences)
             all_losses.append(losses)
     return all_losses
 

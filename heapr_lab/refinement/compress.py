@@ -143,16 +143,14 @@ def fit_compression(
     n_judged = [windows.n_sequences for windows in judges]
     n_losses = (1 + len(COMPENSATED)) * sum(n_judged) + n_judged[-1]
     parts = Parts(n_passes * n_fit + n_losses + sum(n_judged), progress)
-    paper = fitted.keep(_of(selection, PAPER), parts)
-    parts.end(n_scored)
+    paper = fitted.keep(_of(selection, PAPER), parts.part(n_scored))
     judged: dict[str, list[Losses]] = {}
     result: tuple[KeepMask, Compensation | None] | None = None
     for name, estimator in COMPENSATED.items():
-        size = fitted.n_passes(estimator, compensated=True) * n_fit
+        part = parts.part(fitted.n_passes(estimator, compensated=True) * n_fit)
         keep, columns = fitted.compensated(
-            _of(selection, estimator), eliminate=estimator == first, progress=parts
+            _of(selection, estimator), eliminate=estimator == first, progress=part
         )
-        parts.end(size)
         if not judged:
             judged[PAPER] = losses_on(masking(model, paper), judges, parts)
         made = masking(model, keep, columns.down_projs)
@@ -162,8 +160,8 @@ def fit_compression(
     (dense,) = losses_on(contextlib.nullcontext(model), judges[-1:], parts)
     if result is None:
         published = _of(selection, PAPER)
-        result = fitted.keep_on_all(published, calibration, judges, parts), None
-    parts.end(sum(n_judged))
+        progress = parts.part(sum(n_judged))
+        result = fitted.keep_on_all(published, calibration, judges, progress), None
     return FittedCompression(*result, _report(judged, dense))
 
 

@@ -105,9 +105,9 @@ def can_write(model: Any) -> bool:
 class Steps(StoppingCriteria):
     """Reports each new token, and stops nothing."""
 
-    def __init__(self, report: Progress, n_prompt: int) -> None:
-        """Begin with prompts of `n_prompt` tokens."""
-        self._report, self._n_prompt = report, n_prompt
+    def __init__(self, report: Progress, n_prompt: int, n_new: int) -> None:
+        """Begin with prompts of `n_prompt` tokens, to each of which `n_new` come."""
+        self._report, self._n_prompt, self._n_new = report, n_prompt, n_new
 
     def __call__(
         self,
@@ -117,7 +117,7 @@ class Steps(StoppingCriteria):
     ) -> Any:
         """Report the tokens written so far, of all texts of the batch."""
         n_texts, n_tokens = input_ids.shape
-        self._report(n_texts * (n_tokens - self._n_prompt), 0)
+        self._report(n_texts * (n_tokens - self._n_prompt), n_texts * self._n_new)
         return torch.zeros(n_texts, dtype=torch.bool, device=input_ids.device)
 
 
@@ -178,14 +178,16 @@ def continuations(
         torch.manual_seed(seed)
         for batch in windows.split(whole_number(batch_size, name="batch_size")):
             ids = batch.to(device)
+            report = parts.part(len(ids) * n_new)
             sequences = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                stopping_criteria=StoppingCriteriaList([Steps(parts, ids.shape[1])]),
+                stopping_criteria=StoppingCriteriaList(
+                    [Steps(report, ids.shape[1], n_new)]
+                ),
             )
             rows.append(sequences[:, ids.shape[1] :].cpu())
-            parts(len(ids) * n_new, 0)
-            parts.end(len(ids) * n_new)
+            report(n_new, n_new)
     return torch.cat(rows)
 
 

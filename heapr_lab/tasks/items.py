@@ -110,10 +110,9 @@ def task_items(
             for task in tasks
             for name, member in load_tasks([task])["tasks"].items()
         ]
-        report = progress or no_report
-        parts = Parts(sum(len(task.drawn) for task in asked), report)
+        parts = Parts(sum(len(task.drawn) for task in asked), progress)
         return pd.concat(
-            [task.rows(lm, state, parts, report) for task in asked], ignore_index=True
+            [task.rows(lm, state, parts) for task in asked], ignore_index=True
         )
 
 
@@ -142,17 +141,17 @@ class _Asked:
         self.name, self.task, self.key = name, task, key | {"task": name}
         self.drawn = drawn_items(len(task.eval_docs), n_items, seed=seed)
 
-    def rows(
-        self, lm: Any, state: "State | None", parts: Parts, report: Progress
-    ) -> pd.DataFrame:
+    def rows(self, lm: Any, state: "State | None", parts: Parts) -> pd.DataFrame:
         """The rows of the items drawn, from the cache of a state where they are there.
 
-        While the model answers, `report` is called with the progress of all `parts`.
+        They are the next of the `parts`, which also goes on while the model answers.
         """
+        progress, n_all = parts.part(len(self.drawn)), len(self.drawn)
+        start = parts.done
 
         def answered(items: list[int]) -> pd.DataFrame:
-            begun, in_all = parts.done, parts.total
-            lm.progress = lambda n, of: report(begun + n * len(items) // of, in_all)
+            begun, n = parts.done - start, len(items)
+            lm.progress = lambda done, of: progress(begun + n * done // of, n_all)
             return self._answered(lm, items)
 
         if state is None:
@@ -164,9 +163,8 @@ class _Asked:
                 self.drawn,
                 state.checked(answered),
                 at_once=state.at_once(_ITEMS_AT_ONCE),
-                progress=parts,
+                progress=progress,
             )
-        parts.end(len(self.drawn))
         named = rows.rename_axis("item").reset_index()
         named.insert(0, "task", self.name)
         return named

@@ -1,7 +1,6 @@
 """Progress of several parts is that of the whole; the time left is what it will be."""
 
 import functools
-import itertools
 
 import pytest
 from heard import Heard
@@ -32,20 +31,32 @@ def test_parts_count_through() -> None:
     """Three parts of 4, 2 and 3, of which the second never reports."""
     calls = Heard()
     parts = Parts(9, calls)
-    parts(2, 4)
-    parts(4, 4)
-    parts.end(4)
-    parts.end(2)
-    parts(3, 3)
+    first = parts.part(4)
+    first(2, 4)
+    first(4, 4)
+    parts.part(2)
+    assert parts.done == 4
+    parts.part(3)(3, 3)
     assert calls == [(2, 9), (4, 9), (9, 9)]
     assert parts.done == parts.total == 9
+
+
+def test_a_part_has_its_own_units_and_never_goes_back() -> None:
+    """Answers count as windows; what begins again with smaller batches waits."""
+    calls = Heard()
+    parts = Parts(10, calls)
+    parts.part(4)(0, 0)
+    report = parts.part(6)
+    for done in (0, 10, 30, 0, 20, 30):
+        report(done, 30)
+    assert [done for done, _ in calls] == [0, 4, 6, 10, 10, 10, 10]
 
 
 def test_parts_that_nobody_watches() -> None:
     """They still count."""
     for nobody in (None, no_report):
         parts = Parts(4, nobody)
-        parts(3, 4)
+        parts.part(4)(3, 4)
         assert parts.done == 3
 
 
@@ -111,20 +122,21 @@ def test_the_time_left_in_words(seconds: float | None, text: str) -> None:
 
 
 def test_a_job_says_how_long_it_takes_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it estimates, or as the work knows better."""
+    """As it estimates from the work so far; what was cached took none."""
     clock = Clock()
     monkeypatch.setattr(jobs, "TimeLeft", functools.partial(TimeLeft, clock=clock))
     shown: list[str] = []
     job: Job
 
     def work(report: Report) -> None:
-        for done, left in itertools.zip_longest((0, 1, 2, 4), (None, None, ", soon")):
-            clock.now += 30
-            report(done, 4, "window", left=left)
+        for done, seconds in enumerate((30, 30, 1, 30, 1)):
+            clock.now += seconds
+            report(done, 4, "window", cached=seconds == 1)
             shown.append(job.text.value)
 
     job = Job("Go", work)
     job.start()
     job.wait(60)
-    expected = ["0 of 4", "1 of 4, about 1:30 left", "2 of 4, soon", "4 of 4"]
+    left = ", about 1:30 left", ", about 1:00 left", ", about 0:30 left", ""
+    expected = ["0 of 4", *(f"{n} of 4{text}" for n, text in enumerate(left, 1))]
     assert [text.split(": ")[1].split("<")[0] for text in shown] == expected
