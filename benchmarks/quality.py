@@ -200,7 +200,7 @@ def measure(measured: Measured, variant: Variant, ratio: float) -> list[dict[str
     """Rows: the loss on every test corpus."""
     keep, down_projs, cost = measured.pruned(variant, ratio)
     table = measured.table()
-    saved = savings_of(keep, table).iloc[0]
+    saved = savings_of(keep, table)
     rows = []
     for corpus in CORPORA:
         losses = measured.losses(corpus, keep, down_projs).tolist()
@@ -212,7 +212,7 @@ def measure(measured: Measured, variant: Variant, ratio: float) -> list[dict[str
             {
                 "test": corpus,
                 "achieved_ratio": keep.achieved_ratio,
-                "routed_flops_reduction": float(saved["routed_flops_reduction"]),
+                "routed_flops_reduction": saved["routed_flops_reduction"],
                 "nll": statistics.fmean(losses),
                 "delta_nll": paired_difference(losses, dense)[0],
                 "against_paper": against,

@@ -263,7 +263,7 @@ class Pruner:
 
 def _sizes_of(keep: KeepMask, table: ImportanceTable) -> dict[str, Any]:
     """What a mask saves, by the routing of the calibration windows."""
-    saved = savings_of(keep, table).iloc[0]
+    saved = savings_of(keep, table)
     shares = saved["parameter_reduction"], saved["flops_reduction"]
     return _sizes(keep.achieved_ratio, *shares)
 

@@ -108,15 +108,20 @@ def _sizes(session: PruningSession) -> list[Answer]:
         return [Answer(name, "", "", "not known yet: Evaluate") for name in names]
     if saved is None:
         return [Answer(name, "", "", "not in the table") for name in names]
-    row = saved.iloc[0]
     sizes = (
-        (names[0], row.parameters_before, row.parameters_after, "", "counted"),
-        (names[1], row.bytes_before, row.bytes_after, "B", session.bytes_are()),
+        (names[0], "parameters", "", "counted"),
+        (names[1], "bytes", "B", session.bytes_are()),
     )
-    return [
-        Answer(name, _span(compact(a, unit), compact(b, unit)), f"−{_saved(a, b)}", of)
-        for name, a, b, unit, of in sizes
-    ]
+    answers = []
+    for name, what, unit, of in sizes:
+        before, after = _change(saved, what)
+        span = _span(compact(before, unit), compact(after, unit))
+        answers.append(Answer(name, span, f"−{_saved(before, after)}", of))
+    return answers
+
+
+def _change(saved: Mapping[str, Any], what: str) -> tuple[float, float]:
+    return saved[f"{what}_before"], saved[f"{what}_after"]
 
 
 def _span(before: str, after: str) -> str:
@@ -283,13 +288,12 @@ def _counts(session: PruningSession) -> Iterator[Row]:
     saved = session.savings()
     if saved is None:
         return
-    row = saved.iloc[0]
-    yield _counted("parameters", row.parameters_before, row.parameters_after)
-    kind = f"bytes ({session.bytes_are()})"
-    yield _counted(kind, row.bytes_before, row.bytes_after)
-    flops = f"FLOPs per token, {at_context(row.seq_len)}"
-    yield _counted(flops, row.flops_before, row.flops_after)
-    yield "FLOPs of the routed experts", "", "", f"{row.routed_flops_reduction:.1%}"
+    yield _counted("parameters", *_change(saved, "parameters"))
+    yield _counted(f"bytes ({session.bytes_are()})", *_change(saved, "bytes"))
+    flops = f"FLOPs per token, {at_context(saved['seq_len'])}"
+    yield _counted(flops, *_change(saved, "flops"))
+    routed = f"{saved['routed_flops_reduction']:.1%}"
+    yield "FLOPs of the routed experts", "", "", routed
 
 
 def _losses(session: PruningSession) -> Iterator[Row]:
@@ -454,7 +458,7 @@ def emptied_experts(keep: KeepMask) -> str:
 
 
 def removed_share(
-    selection: Selection, keep: KeepMask, savings: pd.DataFrame | None
+    selection: Selection, keep: KeepMask, savings: Mapping[str, Any] | None
 ) -> float | None:
     """The share that `keep` removes of what the ratio counts.
 
@@ -466,9 +470,7 @@ def removed_share(
     """
     if selection.of == "atoms":
         return keep.achieved_ratio
-    if savings is None:
-        return None
-    return float(savings.iloc[0]["parameter_reduction"])
+    return None if savings is None else float(savings["parameter_reduction"])
 
 
 def rounded(selection: Selection, removed: float | None) -> str:

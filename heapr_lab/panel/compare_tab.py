@@ -251,9 +251,9 @@ class CompareTab(ipw.VBox):
         saved = self.session.savings_of(keep)
         if saved is None:
             return {}
-        row = saved.assign(bytes_reduction=1 - saved.bytes_after / saved.bytes_before)
-        numbers = {f"{name}_reduction": float for name in _REDUCED} | {"seq_len": int}
-        return {name: kind(row[name].iloc[0]) for name, kind in numbers.items()}
+        saved["bytes_reduction"] = 1 - saved["bytes_after"] / saved["bytes_before"]
+        names = *(f"{name}_reduction" for name in _REDUCED), "seq_len"
+        return {name: saved[name] for name in names}
 
     def layers(self) -> pd.DataFrame:
         """Removed share of each layer, a row for each pin and layer; NaN if unknown."""

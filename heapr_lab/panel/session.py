@@ -262,11 +262,11 @@ class PruningSession:
 
     # --- counting ---------------------------------------------------------------
 
-    def savings(self) -> pd.DataFrame | None:
-        """One row, as `savings.savings_of` gives it; None if the table has no sizes."""
+    def savings(self) -> dict[str, Any] | None:
+        """As `savings.savings_of` gives them; None if the table has no sizes."""
         return self._last_savings(self.keep)
 
-    def savings_of(self, keep: KeepMask) -> pd.DataFrame | None:
+    def savings_of(self, keep: KeepMask) -> dict[str, Any] | None:
         """The same for any mask of the table."""
         columns = self.table.frame.columns
         if "architecture" not in self.table.metadata or "tokens" not in columns:

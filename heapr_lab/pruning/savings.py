@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pandas as pd
-
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
@@ -29,11 +27,11 @@ def savings_of(
     *,
     seq_len: int = CONTEXT,
     source: Any = None,
-) -> pd.DataFrame:
-    """One row: parameters, bytes and operations per token, before and after pruning.
+) -> dict[str, Any]:
+    """Parameters, bytes and operations per token, before and after pruning, by name.
 
     Bytes are an estimate: parameters times `bytes_per_parameter`, without the overhead
-    of a file. `seq_len` and `bytes_per_parameter`, of the dense model, are columns too.
+    of a file. `seq_len` and `bytes_per_parameter`, of the dense model, are there too.
 
     Args:
         keep: the kept atoms.
@@ -53,21 +51,19 @@ def savings_of(
         model.flops_per_token(None, tokens, seq_len=seq_len),
         model.flops_per_token(keep, tokens, seq_len=seq_len),
     )
-    return pd.DataFrame(
-        {
-            "parameters_before": [parameters[0]],
-            "parameters_after": [parameters[1]],
-            "parameter_reduction": [1 - parameters[1] / parameters[0]],
-            "bytes_before": [round(parameters[0] * size)],
-            "bytes_after": [round(parameters[1] * kept)],
-            "bytes_per_parameter": [size],
-            "flops_before": [flops[0]],
-            "flops_after": [flops[1]],
-            "flops_reduction": [1 - flops[1] / flops[0]],
-            "routed_flops_reduction": [model.routed_flops_saved(keep, tokens)],
-            "seq_len": [seq_len],
-        }
-    )
+    return {
+        "parameters_before": parameters[0],
+        "parameters_after": parameters[1],
+        "parameter_reduction": 1 - parameters[1] / parameters[0],
+        "bytes_before": round(parameters[0] * size),
+        "bytes_after": round(parameters[1] * kept),
+        "bytes_per_parameter": size,
+        "flops_before": flops[0],
+        "flops_after": flops[1],
+        "flops_reduction": 1 - flops[1] / flops[0],
+        "routed_flops_reduction": model.routed_flops_saved(keep, tokens),
+        "seq_len": seq_len,
+    }
 
 
 def summed_scores(

@@ -55,7 +55,7 @@ def savings(
     source: Source | None = None,
     written: Path | None = None,
 ) -> dict[str, Any]:
-    """`savings_of` as plain numbers, with the sizes of files where there are any.
+    """`savings_of`, with the sizes of files where there are any.
 
     Args:
         keep: the kept atoms.
@@ -64,10 +64,7 @@ def savings(
         written: folder of the pruned checkpoint, if it was written; `bytes_after` is
             then the size of its files. `bytes_after_is` names the source.
     """
-    row = savings_of(keep, table, source=source).iloc[0]
-    whole = ("parameters_before", "parameters_after", "bytes_before", "bytes_after")
-    numbers = {str(name): float(value) for name, value in row.items()}
-    numbers |= {name: round(numbers[name]) for name in (*whole, "seq_len")}
+    numbers = savings_of(keep, table, source=source)
     origin = f"an estimate, {numbers['bytes_per_parameter']:.4g} bytes per parameter"
     if source is not None and source.is_dequantised(keep.one_width):
         origin = "an estimate, in bfloat16"

@@ -455,7 +455,7 @@ class Workbench:
         """One row: the parameters, bytes and FLOPs that `setting` saves."""
         keep = self.keep(setting)
         saved = savings_of(keep, self.table_of(setting), source=self.source)
-        return saved.assign(**self.columns(setting, keep))
+        return pd.DataFrame([saved | self.columns(setting, keep)])
 
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
         """The columns of a row of results that describe how its model was made."""

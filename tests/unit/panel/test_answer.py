@@ -33,7 +33,7 @@ def test_sizes_are_known_of_a_table_alone() -> None:
     panel = explore(small_table(), selection=Selection(0.5))
     parameters, size, perplexity, accuracy = answers(panel.session)
     saved = panel.session.savings()
-    assert parameters.change == f"−{saved.parameter_reduction.iloc[0]:.1%}"
+    assert parameters.change == f"−{saved['parameter_reduction']:.1%}"
     assert size.of == "an estimate, 2 for each parameter"
     assert {perplexity, accuracy} == {
         Answer("perplexity", "", "", "needs a model"),

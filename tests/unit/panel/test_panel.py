@@ -59,7 +59,7 @@ def test_controls_of_structure_budget_and_constraints() -> None:
     controls.budget.value = "parameters (model)"
     assert panel.error.value == ""
     saved = panel.session.savings()
-    assert 0.2 <= saved.parameter_reduction.iloc[0] < 0.22
+    assert 0.2 <= saved["parameter_reduction"] < 0.22
 
 
 def test_panel_offers_the_estimators_of_the_table() -> None:

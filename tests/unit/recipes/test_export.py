@@ -97,7 +97,7 @@ def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
     setting = Setting(0.25, calibration=str(root / "text.txt"))
     bench.profile = type(bench.profile)("small", 8, SEQ_LEN, 4, 8)
     rows = [
-        numbers.iloc[0].to_dict(),
+        numbers,
         json.loads(out),
         manifest_of(tmp_path / "pruned")["savings"],
         bench.savings(setting).iloc[0].to_dict(),
