@@ -14,7 +14,7 @@ from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import Compression
 from heapr_lab.methods.method import Method
 from heapr_lab.models.identity import check_unchanged, weights_state
-from heapr_lab.progress import Progress, progress_bar
+from heapr_lab.progress import Progress, StartPart, no_parts, progress_bar
 from heapr_lab.pruning.options import exact_ratio
 from heapr_lab.storage import cache
 from heapr_lab.text.calibration import CalibrationSet
@@ -25,10 +25,6 @@ METHODS_SCHEMA = 1
 """Increased whenever results change for the same input."""
 DENSE = "dense"
 """The name of the model without compression in the table."""
-
-Watch = Callable[[str, int, int], None]
-"""Called with (what is done, done, total) during each fit and each measurement; an
-exception it raises ends the comparison."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ def compare_methods(
     limit: int | None = None,
     calibration: Calibration | None = None,
     progress: Progress | None = None,
-    watch: Watch | None = None,
+    part: StartPart = no_parts,
     refused: Callable[[Entry, HeaprLabError], None] | None = None,
 ) -> pd.DataFrame:
     """Perplexity, accuracy and size of the model, compressed in each of the ways.
@@ -98,7 +94,7 @@ def compare_methods(
         calibration: the text that methods are fitted to, by default that of the
             default corpus; its seed is also that of methods that draw numbers.
         progress: called with (results done, in all); by default a bar is shown.
-        watch: called during each fit and each measurement; by default bars are shown.
+        part: takes the progress of each fit and each measurement, beside its bar.
         refused: called with a method and ratio that cannot be fitted, and why; by
             default that ends the comparison.
 
@@ -121,7 +117,7 @@ def compare_methods(
     tests = {corpus: bench.test_windows(corpus) for corpus in corpora}
     data: dict[str, Any] = {corpus: test.fingerprint for corpus, test in tests.items()}
     data |= {task: bench.task_key(task, limit) for task in tasks}
-    run = _Run(bench, shared, spec.seed, tests, data, limit, watch)
+    run = _Run(bench, shared, spec.seed, tests, data, limit, part)
     rows = []
     total = (1 + len(wanted)) * len(data)
     with progress_bar("methods", "result", also=progress) as bar:
@@ -143,7 +139,7 @@ class _Run:
     data: Mapping[str, Any]
     """What determines the results on each corpus and each task, by name."""
     limit: int | None
-    watch: Watch | None
+    part: StartPart
 
     def rows(
         self,
@@ -171,7 +167,7 @@ class _Run:
 
     def _dense(self, dataset: str) -> dict[str, Any]:
         whole, bench = self.shared.architecture, self.bench
-        progress = self._watched(f"{DENSE} on {dataset}")
+        progress = self.part(f"{DENSE} on {dataset}", "step")
         result: dict[str, Any]
         if dataset in self.tests:
             windows = self.tests[dataset]
@@ -187,7 +183,7 @@ class _Run:
         }
         return _row(dataset, {"achieved_ratio": 0.0, **result, **sizes}, DENSE, "", 0.0)
 
-    def _measured(self, dataset: str, also: Progress | None) -> dict[str, Any]:
+    def _measured(self, dataset: str, also: Progress) -> dict[str, Any]:
         """The loss or the metrics of the model as it is."""
         if dataset not in self.tests:
             rows = self.bench.run_task(dataset, limit=self.limit, progress=also)
@@ -214,7 +210,7 @@ class _Run:
 
         def compute() -> dict[str, Any]:
             state, compression = weights_state(model), fit()
-            also = self._watched(f"{entry.label} on {dataset}")
+            also = self.part(f"{entry.label} on {dataset}", "step")
             with compression.apply(model):
                 measured = self._measured(dataset, also)
             saved = compression.savings(model)
@@ -231,7 +227,7 @@ class _Run:
         return row
 
     def _fitted(self, entry: Entry) -> Compression:
-        also = self._watched(entry.label)
+        also = self.part(entry.label, "step")
         with progress_bar(entry.label, "step", also=also) as bar:
             return entry.method.fit(
                 self.shared.model,
@@ -242,9 +238,6 @@ class _Run:
                 progress=bar,
                 **entry.options,
             )
-
-    def _watched(self, label: str) -> Progress | None:
-        return None if self.watch is None else functools.partial(self.watch, label)
 
 
 def _row(

@@ -12,6 +12,7 @@ from heapr_lab.panel.jobs import Job, Report
 from heapr_lab.panel.looks import beside, line
 from heapr_lab.panel.session import LOSS, PruningSession
 from heapr_lab.panel.sweep import read_ratios
+from heapr_lab.progress import Progress
 
 _REDUCED = {
     "parameters": "parameter_reduction",
@@ -90,8 +91,10 @@ class MethodRuns(ipw.VBox):
             nonlocal done
             done = n_done
 
-        def watch(label: str, part: int, whole: int) -> None:
-            report(done, total, f"{label}, step {part} of {whole}, result")
+        def part(label: str, unit: str) -> Progress:
+            return lambda step, of: report(
+                done, total, f"{label}, {unit} {step} of {of}, result"
+            )
 
         return compare_methods(
             bench,
@@ -99,7 +102,7 @@ class MethodRuns(ipw.VBox):
             corpora,
             calibration=self.session.calibration,
             progress=reached,
-            watch=watch,
+            part=part,
         )
 
 

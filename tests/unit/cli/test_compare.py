@@ -17,6 +17,7 @@ from heapr_lab.experiments.paper import TABLE1_BESIDE
 from heapr_lab.figures.paper import plain_name
 from heapr_lab.methods.comparison import Entry, compare_methods, entries
 from heapr_lab.methods.method import Method
+from heapr_lab.progress import Progress
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
@@ -205,9 +206,11 @@ def test_steps_are_watched_and_end_the_work(bench: Workbench, text: str) -> None
     wanted = entries(["ean"], [0.25])
     options: Any = {"tasks": [f"continuation:{text}"], "limit": 4}
     options |= {"calibration": Calibration(text, seed=3)}
-    compare_methods(
-        bench, wanted, [text], **options, watch=lambda label, *_: seen.append(label)
-    )
+
+    def part(label: str, _unit: str) -> Progress:
+        return lambda *_: seen.append(label)
+
+    compare_methods(bench, wanted, [text], **options, part=part)
     assert {"ean at 25%", f"ean at 25% on {text}"} <= set(seen)
     assert f"ean at 25% on continuation:{text}" in seen
 
