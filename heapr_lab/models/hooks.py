@@ -6,6 +6,9 @@ probe is attached to it. If neither is the case, it calls the model's previous
 implementation, so that a dense forward in one thread and a masked one in another are
 both correct.
 
+Within `masked` a layer computes something else; `observed` shows its activations,
+`counting` its routes, and `probed` sums what flows through it forward and back.
+
 Shapes: T tokens, K slots per token, n = T·K routed rows sorted by expert,
 I d_inter, D d_expert.
 """
@@ -17,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +39,67 @@ from heapr_lab.models.moments import LayerMoments
 from heapr_lab.models.ragged_experts import activate, normalises
 
 IMPLEMENTATION = "heapr_lab"
+_T = TypeVar("_T")
+_NONE: Mapping[int, Any] = MappingProxyType({})
+
+
+@contextlib.contextmanager
+def _setting(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    """A variable of this thread's context has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+# --- the switch ---------------------------------------------------------------------
+
+_switch_lock = threading.Lock()
+_switched: dict[int, tuple[int, str | None]] = {}
+"""Number of users and previous implementation of each switched config, by id."""
+
+
+@contextlib.contextmanager
+def switching(layers: list[ExpertsLayer]) -> Iterator[None]:
+    """Route the layers' forwards through this module; re-entrant and thread-safe."""
+    with _switch_lock:
+        for layer in layers:
+            _switch_on(layer.module)
+    try:
+        yield
+    finally:
+        with _switch_lock:
+            for layer in layers:
+                _switch_off(layer.module)
+
+
+def _switch_on(module: Any) -> None:
+    """Switch the config of one module, which other modules and models may share.
+
+    The previous implementation stays noted on the module after switching off, because a
+    forward in another thread may be about to look it up.
+    """
+    config = module.config
+    now = config._experts_implementation
+    if now == IMPLEMENTATION:  # the model is a copy, made while it was switched on
+        now = module.__dict__.get("_heapr_previous")
+    n_users, previous = _switched.get(id(config), (0, now))
+    _switched[id(config)] = n_users + 1, previous
+    module.__dict__["_heapr_previous"] = previous
+    config._experts_implementation = IMPLEMENTATION
+
+
+def _switch_off(module: Any) -> None:
+    config = module.config
+    n_users, previous = _switched.pop(id(config))
+    if n_users > 1:
+        _switched[id(config)] = n_users - 1, previous
+    else:
+        config._experts_implementation = previous
+
+
+# --- masks --------------------------------------------------------------------------
 
 Replacement = torch.Tensor | Callable[[], torch.Tensor]
 """A tensor, or what reads it each time that it is needed."""
@@ -56,40 +120,96 @@ class Edit:
         return self.down() if callable(self.down) else self.down
 
 
-def check_gradients(layer: int, times: int, *, finite: bool, where: str) -> None:
-    """Check what the probe of a layer has seen of one backward pass.
-
-    Args:
-        layer: its number.
-        times: how often it took part.
-        finite: whether its gradients are finite.
-        where: the text of the pass, in words.
-
-    Raises:
-        CoverageError: it did not take part once.
-        HeaprLabError: its gradients are not finite.
-    """
-    if times != 1:
-        raise CoverageError(
-            f"layer {layer} took part {times} times in the pass over {where}, expected "
-            "once; this model does not run each experts module once per forward"
-        )
-    if not finite:
-        raise HeaprLabError(
-            f"non-finite gradients in layer {layer} on {where}: use bfloat16 or "
-            "float32 weights, or check the text"
-        )
-
-
-_NONE: Mapping[int, Any] = MappingProxyType({})
 _edits: ContextVar[Mapping[int, Edit]] = ContextVar("edits", default=_NONE)
-_observers: ContextVar[Mapping[int, "Observer"]]
-_observers = ContextVar("observers", default=_NONE)
+
+
+@contextlib.contextmanager
+def masked(
+    layers: list[ExpertsLayer],
+    keeps: list[torch.Tensor],
+    down_projs: Sequence[Replacement | None] | None = None,
+) -> Iterator[None]:
+    """Mask atoms of `layers` in this thread's forwards, and replace W_down if given.
+
+    Shapes: each of `keeps` (E, I), one for each layer, True for kept atoms; each of
+    `down_projs` (E, D, I).
+    """
+    outer = _edits.get()
+    mine = {}
+    for layer, keep, replacement in zip(
+        layers, keeps, down_projs or [None] * len(layers), strict=True
+    ):
+        before = outer.get(id(layer.module))
+        kept = keep.to(layer.device, layer.dtype)
+        down = replacement if callable(replacement) else _like(layer, replacement)
+        if before is not None:
+            kept = kept * before.keep
+            down = before.down if down is None else down
+        mine[id(layer.module)] = Edit(kept, down)
+    with _setting(_edits, {**outer, **mine}), switching(layers):
+        yield
+
+
+def _like(layer: ExpertsLayer, down: torch.Tensor | None) -> torch.Tensor | None:
+    return None if down is None else down.to(layer.device, layer.dtype)
+
+
+def edits_of(model: nn.Module) -> dict[str, Edit]:
+    """The edits of this context to the experts modules of `model`, by name."""
+    edits = _edits.get()
+    return {
+        name: edits[id(module)]
+        for name, module in model.named_modules()
+        if id(module) in edits
+    }
+
+
+# --- what sees activations ----------------------------------------------------------
+
+
+class Observer(Protocol):
+    """Sees the routed activations of one layer in every forward."""
+
+    def observe(
+        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
+    ) -> None:
+        """Observe one call.
+
+        Shapes: h (n, I) sorted by expert; p (n,) the routing weights; rows (n,) the
+        token of each row; tokens the number of rows of each expert, (E,).
+        """
+
+
+_observers: ContextVar[Mapping[int, Observer]] = ContextVar("observers", default=_NONE)
 _Counted = Callable[[torch.Tensor], None]
 _counted: ContextVar[Mapping[int, _Counted]] = ContextVar("counted", default=_NONE)
-_switch_lock = threading.Lock()
-_switched: dict[int, tuple[int, str | None]] = {}
-"""Number of users and previous implementation of each switched config, by id."""
+
+
+@contextlib.contextmanager
+def observed(
+    layers: list[ExpertsLayer], observers: Sequence[Observer]
+) -> Iterator[None]:
+    """Show the layers' activations to `observers`, one each, in this thread's forwards.
+
+    They are those of the dense model, even inside a context that masks it.
+    """
+    pairs = zip(layers, observers, strict=True)
+    watching = {id(layer.module): observer for layer, observer in pairs}
+    with _setting(_observers, watching), _setting(_edits, _NONE), switching(layers):
+        yield
+
+
+def counting(
+    layer: ExpertsLayer, count: _Counted
+) -> contextlib.AbstractContextManager[None]:
+    """Call `count` with the experts of each token (T, K) in this thread's forwards.
+
+    Only while the layer is switched, as in `probed`.
+    """
+    return _setting(_counted, {id(layer.module): count})
+
+
+# --- what sees gradients ------------------------------------------------------------
 
 
 class Probe:
@@ -132,122 +252,6 @@ class _Accounting(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def switching(layers: list[ExpertsLayer]) -> Iterator[None]:
-    """Route the layers' forwards through this module; re-entrant and thread-safe."""
-    with _switch_lock:
-        for layer in layers:
-            _switch_on(layer.module)
-    try:
-        yield
-    finally:
-        with _switch_lock:
-            for layer in layers:
-                _switch_off(layer.module)
-
-
-def _switch_on(module: Any) -> None:
-    """Switch the config of one module, which other modules and models may share.
-
-    The previous implementation stays noted on the module after switching off, because a
-    forward in another thread may be about to look it up.
-    """
-    config = module.config
-    now = config._experts_implementation
-    if now == IMPLEMENTATION:  # the model is a copy, made while it was switched on
-        now = module.__dict__.get("_heapr_previous")
-    n_users, previous = _switched.get(id(config), (0, now))
-    _switched[id(config)] = n_users + 1, previous
-    module.__dict__["_heapr_previous"] = previous
-    config._experts_implementation = IMPLEMENTATION
-
-
-def _switch_off(module: Any) -> None:
-    config = module.config
-    n_users, previous = _switched.pop(id(config))
-    if n_users > 1:
-        _switched[id(config)] = n_users - 1, previous
-    else:
-        config._experts_implementation = previous
-
-
-@contextlib.contextmanager
-def masked(
-    layers: list[ExpertsLayer],
-    keeps: list[torch.Tensor],
-    down_projs: Sequence[Replacement | None] | None = None,
-) -> Iterator[None]:
-    """Mask atoms of `layers` in this thread's forwards, and replace W_down if given.
-
-    Shapes: each of `keeps` (E, I), one for each layer, True for kept atoms; each of
-    `down_projs` (E, D, I).
-    """
-    outer = _edits.get()
-    mine = {}
-    for layer, keep, replacement in zip(
-        layers, keeps, down_projs or [None] * len(layers), strict=True
-    ):
-        before = outer.get(id(layer.module))
-        kept = keep.to(layer.device, layer.dtype)
-        down = replacement if callable(replacement) else _like(layer, replacement)
-        if before is not None:
-            kept = kept * before.keep
-            down = before.down if down is None else down
-        mine[id(layer.module)] = Edit(kept, down)
-    token = _edits.set({**outer, **mine})
-    try:
-        with switching(layers):
-            yield
-    finally:
-        _edits.reset(token)
-
-
-def _like(layer: ExpertsLayer, down: torch.Tensor | None) -> torch.Tensor | None:
-    return None if down is None else down.to(layer.device, layer.dtype)
-
-
-def edits_of(model: nn.Module) -> dict[str, Edit]:
-    """The edits of this context to the experts modules of `model`, by name."""
-    edits = _edits.get()
-    return {
-        name: edits[id(module)]
-        for name, module in model.named_modules()
-        if id(module) in edits
-    }
-
-
-class Observer(Protocol):
-    """Sees the routed activations of one layer in every forward."""
-
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
-        """Observe one call.
-
-        Shapes: h (n, I) sorted by expert; p (n,) the routing weights; rows (n,) the
-        token of each row; tokens the number of rows of each expert, (E,).
-        """
-
-
-@contextlib.contextmanager
-def observed(
-    layers: list[ExpertsLayer], observers: Sequence[Observer]
-) -> Iterator[None]:
-    """Show the layers' activations to `observers`, one each, in this thread's forwards.
-
-    They are those of the dense model, even inside a context that masks it.
-    """
-    pairs = zip(layers, observers, strict=True)
-    watching = _observers.set({id(layer.module): observer for layer, observer in pairs})
-    dense = _edits.set(_NONE)
-    try:
-        with switching(layers):
-            yield
-    finally:
-        _edits.reset(dense)
-        _observers.reset(watching)
-
-
-@contextlib.contextmanager
 def probed(layers: list[ExpertsLayer]) -> Iterator[dict[int, Probe]]:
     """Measure the layers in every backward pass until the context ends.
 
@@ -265,17 +269,32 @@ def probed(layers: list[ExpertsLayer]) -> Iterator[dict[int, Probe]]:
             layer.module.__dict__.pop("_heapr_probe", None)
 
 
-@contextlib.contextmanager
-def counting(layer: ExpertsLayer, count: _Counted) -> Iterator[None]:
-    """Call `count` with the experts of each token (T, K) in this thread's forwards.
+def check_gradients(layer: int, times: int, *, finite: bool, where: str) -> None:
+    """Check what the probe of a layer has seen of one backward pass.
 
-    Only while the layer is switched, as in `probed`.
+    Args:
+        layer: its number.
+        times: how often it took part.
+        finite: whether its gradients are finite.
+        where: the text of the pass, in words.
+
+    Raises:
+        CoverageError: it did not take part once.
+        HeaprLabError: its gradients are not finite.
     """
-    token = _counted.set({id(layer.module): count})
-    try:
-        yield
-    finally:
-        _counted.reset(token)
+    if times != 1:
+        raise CoverageError(
+            f"layer {layer} took part {times} times in the pass over {where}, expected "
+            "once; this model does not run each experts module once per forward"
+        )
+    if not finite:
+        raise HeaprLabError(
+            f"non-finite gradients in layer {layer} on {where}: use bfloat16 or "
+            "float32 weights, or check the text"
+        )
+
+
+# --- the experts function -----------------------------------------------------------
 
 
 def _experts_forward(
