@@ -71,7 +71,7 @@ def told(panel: Any, path: object, name: str = "save") -> str:
 def export(panel: Any, folder: object, *, weights: str = "") -> str:
     """What the tab shows after Export was pressed; the panel's weights or these."""
     panel.export.folder.value = str(folder)
-    panel.export.weights.value = weights or panel.export.weights.value
+    panel.weights.weights.value = weights or panel.weights.weights.value
     press(panel.export.job)
     return str(panel.export.job.value)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as ipw
 
 from heapr_lab.errors import HeaprLabError, SpecError
-from heapr_lab.panel.controls import WeightsBar
 from heapr_lab.panel.jobs import Report, ResultJob, parts_of
 from heapr_lab.panel.looks import (
     beside,
@@ -49,14 +48,9 @@ class ExportTab(ipw.VBox):
         python: the Python as HTML.
     """
 
-    def __init__(self, session: PruningSession, bar: WeightsBar) -> None:
-        """Lay the tab out.
-
-        Args:
-            session: its workbench has the model.
-            bar: the switch of the weights.
-        """
-        self.session, self.weights, self.own = session, bar.weights, bar.own
+    def __init__(self, session: PruningSession) -> None:
+        """Lay the tab out for `session`, whose workbench has the model."""
+        self.session = session
         self.folder = line("folder", "pruned")
         self.heal = slider("heal [windows]", 0, most=512, step=32)
         self.job = ResultJob(

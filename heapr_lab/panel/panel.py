@@ -182,7 +182,7 @@ class Explorer(ipw.VBox):
             session, corpora=corpora, on_pins=self._changed, load=self._load
         )
         self.inspection = InspectTab(session)
-        self.export = ExportTab(session, self.weights)
+        self.export = ExportTab(session)
         choice = ipw.VBox([self.picture, self.caption, self.behind])
         others = self.evaluation, self.inspection, self.comparison, self.export
         self.tabs = ipw.Tab([choice, *others], titles=TABS)

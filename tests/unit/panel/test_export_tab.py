@@ -40,7 +40,7 @@ def test_both_prune_the_same(shown: Explorer) -> None:
     controls, tab = shown.controls, shown.export
     controls.ratio.value, controls.estimator.value = "0.375", "fisher"
     controls.structure.value, controls.multiple.value = "uniform", 2
-    tab.folder.value, tab.weights.value = "my model", "unchanged"
+    tab.folder.value, shown.weights.weights.value = "my model", "unchanged"
     assert code_of(shown) != before
     names: dict[str, Any] = {}
     exec(code_of(shown), names)
@@ -50,14 +50,14 @@ def test_both_prune_the_same(shown: Explorer) -> None:
 
 def test_each_control_of_the_tab_is_followed(shown: Explorer) -> None:
     """Options appear in the code when they are set, and only then."""
-    tab = shown.export
-    tab.weights.value = "compress"
-    tab.own.value, tab.heal.value = 40, 64
+    tab, bar = shown.export, shown.weights
+    bar.weights.value = "compress"
+    bar.own.value, tab.heal.value = 40, 64
     assert "own_text=0.4" in code_of(shown)
     assert "n_sequences=64" in code_of(shown)
     tab.folder.value = "~/other"
     assert repr(str(Path.home() / "other")) in code_of(shown)
-    tab.weights.value = "compensated"
+    bar.weights.value = "compensated"
     assert "own_text" not in code_of(shown)
     assert "hl.compensate" in code_of(shown)
 
@@ -106,7 +106,7 @@ def test_own_text_is_counted_in_windows(bench: Workbench, root: Path) -> None:
     calibration = Calibration(text, own_text=0.3)  # 2 of 8 windows, recorded as 0.25
     panel = explore(bench, corpora=(), tasks=(), calibration=calibration)
     panel.export.code.selected_index = 0
-    panel.export.weights.value = "unchanged"
+    panel.weights.weights.value = "unchanged"
     assert "own_text=0.3" in code_of(panel)
 
 

@@ -130,8 +130,8 @@ def test_unchanged_weights_need_no_text(
         raise CorpusError("the corpus is not here")
 
     monkeypatch.setattr(panel.session.workbench, "calibration_set", missing)
-    tab = panel.export
-    tab.folder.value, tab.weights.value = str(tmp_path / "pruned"), "unchanged"
+    tab, panel.weights.weights.value = panel.export, "unchanged"
+    tab.folder.value = str(tmp_path / "pruned")
     press(tab.job)
     tab.folder.value, tab.heal.value = str(tmp_path / "other"), 32
     assert "the corpus is not here" in failed(tab.job)

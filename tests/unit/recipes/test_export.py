@@ -251,7 +251,7 @@ def test_the_panel_writes_own_text_too(root: Path, tmp_path: Path) -> None:
     panel.controls.ratio.value = "0.5"
     told: list[str] = []
     panel.export.job.text.observe(lambda change: told.append(change["new"]), "value")
-    panel.export.own.value = 50
+    panel.weights.own.value = 50
     export(panel, tmp_path / "pruned", weights="compress")
     manifest = manifest_of(tmp_path / "pruned")
     assert manifest["calibrated_on"]["own_text"] == 0.5
@@ -259,8 +259,8 @@ def test_the_panel_writes_own_text_too(root: Path, tmp_path: Path) -> None:
     used = bench_of(root).fitted(Calibration.from_dict(manifest["calibrated_on"]))
     assert manifest["importance"] == used.table().metadata["spec_hash"]
     assert any("token" in text for text in told), told
-    panel.export.weights.value = "unchanged"
-    assert panel.export.own.disabled
+    panel.weights.weights.value = "unchanged"
+    assert panel.weights.own.disabled
 
 
 def test_export_is_cancelled_while_it_measures(root: Path, tmp_path: Path) -> None:
