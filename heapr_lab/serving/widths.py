@@ -9,7 +9,7 @@ from typing import Any
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.ragged_experts import check_format
-from heapr_lab.streaming.sizes import PREDICTING
+from heapr_lab.models.safetensors_headers import PREDICTING
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 

@@ -39,7 +39,6 @@ from heapr_lab.streaming.quantisation import (
     check_grid,
     scales_of,
 )
-from heapr_lab.streaming.sizes import NO_WEIGHTS, unpacked_shape
 from heapr_lab.streaming.stream import put_tensor, tensor_of
 
 _RAISED = re.compile(r"^\w+Error: (.*)$", re.MULTILINE)
@@ -54,9 +53,10 @@ _TORCH = {
 _ADVICE = 2**20
 """Bytes to advise at once: of more the system reads only the first."""
 _COMPANIONS = re.compile(
-    r"(_scale_inv|activation_scale|_scales|weight_scale(_2)?|input_scale)\$?$"
+    r"(_scale_inv|_scales|activation_scale|(weight|input)(_global)?_scale(_2)?"
+    r"|\.[kv]_scale)\$?$"
 )
-"""Ends of the patterns of what comes with quantised weights, and only with them."""
+"""Ends of names, and of patterns, of what comes with quantised weights alone."""
 
 
 # --- what they become -------------------------------------------------------------
@@ -184,13 +184,19 @@ def in_floats(every: list[FoundTensor], quantizer: Any) -> list[FoundTensor]:
     for entry in every:
         if entry.name in scales:
             name = entry.name.replace(".weight_packed", ".weight")
-            shape = unpacked_shape(entry.tensor)
+            shape = _unpacked_shape(entry.tensor)
             tensor = replace(entry.tensor, dtype="BF16", shape=shape)
             packed = entry, *scales[entry.name]
             floats.append(replace(entry, name=name, tensor=tensor, packed=packed))
-        elif entry.name not in among and not entry.name.endswith(NO_WEIGHTS):
+        elif entry.name not in among and not _COMPANIONS.search(entry.name):
             floats.append(entry)
     return floats
+
+
+def _unpacked_shape(tensor: StoredTensor) -> tuple[int, ...]:
+    """The shape of a weight, of which a byte may have two numbers in four bits."""
+    *rows, columns = tensor.shape
+    return (*rows, columns * (2 if tensor.dtype in ("U8", "I8") else 1))
 
 
 def _check_scales(
@@ -221,7 +227,7 @@ def _check_scales(
         if powers and first.dtype not in ("U8", "F8_E8M0"):
             raise LayoutError(f"{entry} has scales in {first.dtype}, {EXPECTED_BYTES}")
         try:
-            check_grid(unpacked_shape(entry.tensor), first.shape, block)
+            check_grid(_unpacked_shape(entry.tensor), first.shape, block)
         except ValueError as error:
             raise LayoutError(f"{entry.file}: {entry.name}: {error}") from error
     return scales

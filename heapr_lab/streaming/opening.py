@@ -20,6 +20,7 @@ from heapr_lab.models.folders import (
     read_generation,
     read_weights,
     refuse_format,
+    skeleton_of,
 )
 from heapr_lab.models.loading import model_folder
 from heapr_lab.models.modes import evaluating
@@ -29,13 +30,7 @@ from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.on_disk import on_disk
 from heapr_lab.streaming.quantisation import with_our_classes
-from heapr_lab.streaming.sizes import (
-    gigabytes,
-    shapes_in,
-    size_of,
-    sizes_of,
-    why_streamed,
-)
+from heapr_lab.streaming.sizes import gigabytes, size_of, sizes_of, why_streamed
 from heapr_lab.streaming.stream import Stream, stream_of
 
 _SHARE = 0.8
@@ -63,11 +58,9 @@ def why_on_disk(
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
     try:
-        stored, _ = read_headers(model_folder(path))
-        sizes = sizes_of(shapes_in(stored), config.to_dict())
-    except SpecError:  # of files that are damaged, or not of safetensors
-        return None
-    if not sizes.atoms:
+        read_headers(model_folder(path))
+        sizes = sizes_of(skeleton_of(config))
+    except (SpecError, LayoutError):  # of damaged or other files, or a dense model
         return None
     free = free_memory(device)
     return why_streamed(sizes, dtype.itemsize, n_tokens, free, method=method)

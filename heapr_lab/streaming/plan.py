@@ -1,44 +1,37 @@
-"""What the scores of a model need, before a weight is read, and without torch.
+"""What the scores of a model need, before a weight is read.
 
 The numbers are those by which `load_model` decides whether to stream. A time is not
 among them: once a pass has run its first batch, it says what is left.
 """
 
 import dataclasses
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 from huggingface_hub import snapshot_download
 
 from heapr_lab import hub, registry
-from heapr_lab.errors import LayoutError, SpecError, one_of, whole_number
-from heapr_lab.models.dtypes import DTYPES, check_format, format_of
+from heapr_lab.errors import SpecError, one_of, whole_number
+from heapr_lab.models.dtypes import DTYPES, check_format
 from heapr_lab.models.named import dense_of, folder_of, hub_id, what_is_expected
-from heapr_lab.models.safetensors_headers import (
-    INDEX,
-    SINGLE,
-    read_headers,
-    read_settings,
-)
+from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_headers
+from heapr_lab.models.sources import dtype_name
 from heapr_lab.repr_html import card_html
 from heapr_lab.streaming.sizes import (
     ATOM_BYTES,
-    Shapes,
+    Sizes,
     gigabytes,
-    shapes_in,
     size_of,
     sizes_of,
-    text_settings,
     why_streamed,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 IN_MEMORY, STREAMED = "in memory", "streamed"
-_ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,10 +102,9 @@ def plan(
     """What the scores of `model` need.
 
     Args:
-        model: as `load_model` takes it, or a config.json. The configuration and the
-            headers of the files are read. Where there are no files, transformers builds
-            the model without weights, which takes torch and some seconds, as reading a
-            dense model's configuration does.
+        model: as `load_model` takes it, or a config.json, of which transformers builds
+            the model without weights. Of its files, if they are here, the headers are
+            read.
         n_sequences: calibration windows.
         seq_len: tokens of each.
         memory: of the device, in bytes or with a unit ("24GB"); by default what is free
@@ -129,28 +121,23 @@ def plan(
     one_of(dtype, DTYPES, name="dtype")
     length = whole_number(seq_len, name="seq_len", least=2)
     n_tokens = length * whole_number(n_sequences, name="n_sequences")
-    gpus = _free_on_gpus()
-    here = gpus or int(psutil.virtual_memory().available)
-    free = here if memory is None else size_of(memory)
+    given = None if memory is None else size_of(memory)
     checkpoint = _read(str(model))
-    default = checkpoint.dtype if gpus else "float32"
-    kind = default if dtype == "auto" else dtype
-    size, sizes = _ITEMSIZE[kind], sizes_of(checkpoint.shapes, checkpoint.config)
-    if not sizes.atoms:
-        raise LayoutError(f"{model} has no routed experts: expected a MoE")
+    free, kind = _device(given, dtype, checkpoint)
+    size, sizes = kind.itemsize, checkpoint.sizes
     why = why_streamed(sizes, size, length, free, method=checkpoint.method)
     return Plan(
         model=str(model),
         engine=IN_MEMORY if why is None else STREAMED,
         why=why or f"{gigabytes(free)} are free",
-        n_parameters=sizes.n_parameters,
+        n_parameters=sizes.model.n_parameters,
         n_layers=len(sizes.layers),
-        n_moe_layers=len(sizes.atoms),
-        n_experts=sizes.n_experts,
+        n_moe_layers=len(sizes.moe),
+        n_experts=sum(shape.n_experts for shape in sizes.moe),
         n_atoms=sizes.n_atoms,
-        checkpoint_bytes=checkpoint.bytes_of(sizes.n_parameters),
+        checkpoint_bytes=checkpoint.n_bytes,
         statistics_bytes=ATOM_BYTES * sizes.n_atoms,
-        dtype=kind,
+        dtype=dtype_name(kind),
         needed_bytes={
             engine: sizes.needed(size, length, streamed=engine == STREAMED)
             for engine in (IN_MEMORY, STREAMED)
@@ -161,13 +148,18 @@ def plan(
     )
 
 
-def _free_on_gpus() -> int | None:
-    """Free bytes of all GPUs together, as their driver says; None without any."""
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    if shutil.which(command[0]) is None:
-        return None
-    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return 2**20 * sum(int(line) for line in output.split() if line.isdigit()) or None
+def _device(
+    given: int | None, dtype: str, checkpoint: "_Model"
+) -> "tuple[int, torch.dtype]":
+    """Bytes that are given or free, and the type of the weights in memory."""
+    import torch
+
+    from heapr_lab.streaming.opening import free_memory
+
+    free = free_memory("auto") if given is None else given
+    if dtype != "auto":
+        return free, getattr(torch, dtype)
+    return free, checkpoint.dtype if torch.cuda.is_available() else torch.float32
 
 
 # --- the model ----------------------------------------------------------------------
@@ -177,24 +169,13 @@ def _free_on_gpus() -> int | None:
 class _Model:
     """What is known of a model without its weights."""
 
-    config: dict[str, Any]
+    sizes: Sizes
+    dtype: "torch.dtype"
+    """Its own type."""
     method: str | None
     """The format of quantised weights, if they are."""
-    shapes: Shapes
-    n_bytes: int | None
-    """The size of its weights in files, if these are here."""
-
-    @property
-    def dtype(self) -> str:
-        """Its own type."""
-        configs = (text_settings(self.config), self.config)
-        names = [c.get(key) for c in configs for key in ("dtype", "torch_dtype")]
-        return next((name for name in names if name in _ITEMSIZE), "float32")
-
-    def bytes_of(self, n_parameters: int) -> int:
-        """The size of its weights in files; an estimate where these are not here."""
-        itemsize = _ITEMSIZE[self.dtype] if self.method is None else 1
-        return self.n_bytes or n_parameters * itemsize
+    n_bytes: int
+    """The size of its weights in files; an estimate where these are not here."""
 
 
 def _read(name: str) -> _Model:
@@ -202,28 +183,33 @@ def _read(name: str) -> _Model:
 
     Raises:
         SpecError: its weights are in a format that cannot be measured.
-        LayoutError: it is dense, and `load_model` does not open it as a MoE.
+        LayoutError: it is dense, and `load_model` does not open it as a MoE; or its
+            experts cannot be measured.
     """
     dense = dense_of(name)
-    if dense is not None:  # each MLP is the one expert of its layer
-        from heapr_lab.models.folders import read_config
+    folder = _folder(name if dense is None else dense)
+    import torch
 
-        check = registry.find("configurations of dense models as MoEs")
-        check(read_config(_folder(dense)))
-        model = _read(dense)
-        pairs = model.shapes.items()
-        shapes = {n.replace(".mlp.", ".mlp.experts.0."): shape for n, shape in pairs}
-        return dataclasses.replace(model, shapes=shapes)
-    folder = _folder(name)
-    config = read_settings(folder)
-    quantised = [c.get("quantization_config") for c in (text_settings(config), config)]
-    method = next((format_of(settings) for settings in quantised if settings), None)
+    from heapr_lab.models.folders import quantisation, read_config, skeleton_of
+
+    config = read_config(folder)
+    if dense is not None:  # each MLP is the one expert of its layer
+        config = registry.find("configurations of dense models as MoEs")(config)
+    method = quantisation(config)
     check_format(name, method)
-    if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
-        return _Model(config, method, _built(folder), None)
-    stored, _ = read_headers(folder)
-    n_bytes = sum(t.n_bytes for tensors in stored.values() for t in tensors.values())
-    return _Model(config, method, shapes_in(stored), n_bytes)
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32
+    sizes = sizes_of(skeleton_of(config))
+    itemsize = dtype.itemsize if method is None else 1
+    n_bytes = _bytes_in(folder) or itemsize * sizes.model.n_parameters
+    return _Model(sizes, dtype, method, n_bytes)
+
+
+def _bytes_in(folder: Path) -> int:
+    """The size of all tensors in a folder; 0 if it has no safetensors files."""
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return 0
+    headers = read_headers(folder)[0].values()
+    return sum(tensor.n_bytes for header in headers for tensor in header.values())
 
 
 def _folder(name: str) -> Path:
@@ -245,11 +231,3 @@ def _folder(name: str) -> Path:
             f"{what_is_expected()}"
         ) from error
     return folder
-
-
-def _built(folder: Path) -> Shapes:
-    """The shapes of a model whose files are not here, as transformers builds it."""
-    from heapr_lab.models.folders import read_config, skeleton_of
-
-    model = skeleton_of(read_config(folder))
-    return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}

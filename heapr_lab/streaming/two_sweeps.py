@@ -91,8 +91,7 @@ def _windows_at_once(
 
 def token_bytes(model: Any, dtype: torch.dtype) -> int:
     """Bytes of what is kept of a token between two layers, at most."""
-    text = model.config.get_text_config()
-    return state_bytes(state_of(text.to_dict(), text.hidden_size), dtype.itemsize)
+    return state_bytes(state_of(model.config), dtype.itemsize)
 
 
 def fitting_windows(

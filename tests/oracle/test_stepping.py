@@ -38,8 +38,7 @@ def test_sums_are_those_of_whole_forwards(
 def test_what_is_kept_between_layers_is_foreseen(family: str) -> None:
     """States of any width, and as many indices of tokens that are attended to."""
     model: Any = tiny_model(family)
-    text = model.config.get_text_config()
-    n_numbers, n_indices = state_of(text.to_dict(), text.hidden_size)
+    n_numbers, n_indices = state_of(model.config)
     with evaluating(model):
         walk = LayerByLayer(model, [WINDOWS.ids])
         for _, run in walk.layers():

@@ -1,8 +1,7 @@
-"""Sizes from shapes alone, against the models themselves, and what fits."""
+"""Sizes without weights, against the models themselves, and what fits."""
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,89 +10,51 @@ from families import REPRESENTATIVES, tiny_model
 from wrappers import tiny_wrapper
 
 from heapr_lab.errors import SpecError
+from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.experts import describe, find_experts
+from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import MAXIMA, SUMS
-from heapr_lab.models.safetensors_headers import StoredTensor, read_headers
 from heapr_lab.streaming.sizes import (
     ATOM_BYTES,
     Sizes,
-    shapes_in,
     size_of,
     sizes_of,
     why_streamed,
 )
 from heapr_lab.streaming.stream import decoder_layers
 
-SIZES = Sizes((600, 600), (100, 100), 10, {0: 64, 1: 64}, 8, 4, 2, (4, 0))
+LAYER = LayerShape(n_experts=4, d_inter=16, d_expert=4, top_k=2)
+MODEL = Architecture(1410, 2, 4, {0: LAYER, 1: LAYER}, 0, 0)
+SIZES = Sizes(MODEL, (600, 600), (100, 100), (4, 0))
 """Sizes of no model, with round numbers."""
 
 
-def check(sizes: Sizes, model: Any) -> None:
-    """The sizes are those that the model itself has."""
-    known = describe(model)
-    atoms = {number: shape.n_atoms for number, shape in known.layers.items()}
-    assert sizes.atoms == atoms
-    assert sizes.n_experts == sum(s.n_experts for s in known.layers.values())
-    assert sizes.d_model == known.d_model
-    assert {sizes.top_k} == {shape.top_k for shape in known.layers.values()}
-    blocks = decoder_layers(model)
-    assert len(sizes.layers) == len(blocks)
-    counts = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    buffers = sum(b.numel() for b in model.buffers())
-    assert sum(counts) <= sum(sizes.layers) <= sum(counts) + buffers
-    assert known.n_parameters <= sizes.n_parameters <= known.n_parameters + buffers
+def check(model: Any) -> Sizes:
+    """The sizes of a model without weights are those that the model itself has."""
+    sizes = sizes_of(skeleton_of(model.config))
+    assert sizes.model == describe(model)
+    counts = [sum(p.numel() for p in b.parameters()) for b in decoder_layers(model)]
+    assert list(sizes.layers) == counts
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    assert set(sizes.ends) == {end.weight.numel() for end in ends}
+    assert len(sizes.ends) == 2 - (ends[0].weight is ends[1].weight)
+    return sizes
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_sizes_from_files_are_those_of_the_model(family: str, tmp_path: Path) -> None:
-    """Files have stored buffers besides the parameters."""
-    model: Any = tiny_model(family)
-    model.save_pretrained(tmp_path)
-    config = model.config.to_dict()
-    check(sizes_of(shapes_in(read_headers(tmp_path)[0]), config), model)
+def test_sizes_are_those_of_the_model(family: str) -> None:
+    """Layers, embeddings and head; the rest are norms."""
+    sizes = check(tiny_model(family))
+    assert 0 < sizes.outside < min(sizes.layers)
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "internvl", "kimi_k25", "qwen3_vl_moe"])
 def test_sizes_of_wrappers(kind: str) -> None:
-    """Shapes have the names in the model; towers are outside of its decoder layers."""
-    model: Any = tiny_wrapper(kind)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    sizes = sizes_of(shapes, model.config.to_dict())
-    check(sizes, model)
-    assert sizes.outside > 0
-
-
-def test_of_quantised_weights_the_numbers_count() -> None:
-    """Four bits have two in a byte, scales are none, and extra layers are left out."""
-    experts = "model.layers.0.mlp.experts"
-    stored = {
-        "model.embed_tokens.weight": (10, 32),
-        f"{experts}.gate_up_proj_blocks": (4, 16, 2, 8),
-        f"{experts}.gate_up_proj_scales": (4, 16, 2),
-        f"{experts}.down_proj_blocks": (4, 32, 1, 4),
-        "model.layers.1.mlp.experts.0.down_proj.weight": (32, 8),
-        "model.layers.1.mlp.experts.0.down_proj.weight_scale_inv": (1, 1),
-        "mtp.layers.0.mlp.experts.0.down_proj.weight": (32, 8),
-        "model.layers.2.mlp.experts.0.down_proj.weight": (32, 8),
-    }
-    tensors = {
-        name: StoredTensor("F8_E4M3" if ".weight" in name else "U8", shape, 0, 0)
-        for name, shape in stored.items()
-    }
-    config = {"text_config": {"num_experts_per_tok": 4, "num_hidden_layers": 2}}
-    sizes = sizes_of(shapes_in({Path("x"): tensors}), config)
-    assert sizes.atoms == {0: 4 * 8, 1: 8}
-    assert sizes.layers == (4 * 16 * 32 + 4 * 32 * 8, 32 * 8)
-    assert (sizes.n_experts, sizes.top_k, sizes.outside) == (5, 4, 0)
-
-
-def test_names_that_are_not_known() -> None:
-    """Names of something other than a language model."""
-    with pytest.raises(SpecError, match="no embeddings, or no layers, of known names"):
-        sizes_of({"conv.weight": (3, 3)}, {})
+    """Towers are outside of the decoder layers."""
+    assert check(tiny_wrapper(kind)).outside > 0
 
 
 # --- memory -----------------------------------------------------------------------
@@ -137,22 +98,23 @@ def test_what_a_batch_keeps_is_within_the_bound(family: str) -> None:
     sizes = WIDE | ({"intermediate_size": 96} if family == "mixtral" else {})
     model: Any = tiny_model(family, dtype=torch.float32, **sizes)
     ids = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(0))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    estimate = sizes_of(shapes, model.config.to_dict())
+    estimate = sizes_of(model)
     bound = estimate.needed(4, ids.numel()) - estimate.needed(4, 0)
     assert kept_bytes(model, ids) <= bound <= 3 * kept_bytes(model, ids)
 
 
 def test_a_streamed_pass_holds_one_part() -> None:
     """Its memory does not grow with depth, but for the sums of the atoms."""
-    deep = replace(SIZES, layers=SIZES.layers * 2)
+    deeper = replace(MODEL, n_parameters=MODEL.n_parameters + 1200)
+    deep = replace(SIZES, model=deeper, layers=SIZES.layers * 2)
     assert SIZES.needed(2, 0) == 2 * 1410 + 128 * ATOM_BYTES
     assert SIZES.needed(2, 0, streamed=True) == 2 * 610 + 128 * ATOM_BYTES
     assert deep.needed(2, 9, streamed=True) == SIZES.needed(2, 9, streamed=True)
     assert deep.needed(2, 9) - deep.needed(2, 0) == 2 * (
         SIZES.needed(2, 9) - SIZES.needed(2, 0)
     )
-    wide = replace(SIZES, ends=(900, 100))
+    wider = replace(MODEL, n_parameters=MODEL.n_parameters + 800)
+    wide = replace(SIZES, model=wider, ends=(900, 100))
     assert wide.needed(2, 0, streamed=True) == 2 * 910 + 128 * ATOM_BYTES
     assert 8 * len(SUMS + MAXIMA) == ATOM_BYTES
 
