@@ -61,7 +61,7 @@ def merge_metadata(
             or a window is in both.
     """
     _check_architecture(ours, theirs)
-    _check_settings(_specs(ours) + _specs(theirs))
+    _check_settings(_parts("spec", ours, theirs))
     _check_disjoint(ours, theirs)
     merged = _common([ours, theirs])
     merged.pop("spec_hash", None)
@@ -71,13 +71,7 @@ def merge_metadata(
     if "N" in ours:
         merged["N"] = ours["N"] + theirs["N"]
     for name in ("spec", "provenance"):
-        parts = [
-            part
-            for metadata in (ours, theirs)
-            if name in metadata
-            for part in metadata[name].get("merged", [metadata[name]])
-        ]
-        if parts:
+        if parts := _parts(name, ours, theirs):
             merged[name] = {**_common(parts), "merged": parts}
     if "spec" in merged:
         merged["spec_hash"] = digest(merged["spec"])
@@ -86,11 +80,10 @@ def merge_metadata(
 
 def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The entries that are equal in all of `parts`."""
-    first, *others = parts
     return {
         name: value
-        for name, value in first.items()
-        if all(name in part and part[name] == value for part in others)
+        for name, value in parts[0].items()
+        if all(name in part and part[name] == value for part in parts)
     }
 
 
@@ -146,7 +139,7 @@ def _check_disjoint(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         SpecError: a window would count twice.
     """
     a, b = (
-        {spec["calibration"] for spec in _specs(m) if "calibration" in spec}
+        {spec["calibration"] for spec in _parts("spec", m) if "calibration" in spec}
         for m in (ours, theirs)
     )
     known = set(ours.get("windows", []))
@@ -164,7 +157,7 @@ def _check_disjoint(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     )
 
 
-def _specs(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    spec = metadata.get("spec") or {}
-    specs: list[dict[str, Any]] = spec.get("merged", [spec])
-    return specs
+def _parts(name: str, *tables: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the metadata of tables record as `name`, of each that was merged in them."""
+    records = (metadata.get(name) for metadata in tables)
+    return [p for r in records if r is not None for p in r.get("merged", [r])]

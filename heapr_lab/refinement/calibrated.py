@@ -5,7 +5,7 @@ One of them serves any number of selections: only masks and solves are new.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -127,35 +127,30 @@ class CalibratedModel:
     def keep_on_all(
         self,
         selection: Selection,
-        calibration: CalibrationSet,
-        others: Iterable[CalibrationSet],
+        others: Sequence[CalibrationSet],
         progress: Progress | None = None,
     ) -> KeepMask:
         """The mask by statistics of all windows: these, and the `others`.
 
         Args:
             selection: how atoms are selected, by an estimator without an extra pass.
-            calibration: all of the windows.
-            others: those that are not among these.
+            others: more windows, which may repeat these.
             progress: called with (windows done, windows in all) of the others.
 
         Raises:
             SpecError: the selection is infeasible.
         """
-        parts = Parts(calibration.n_sequences - self.windows.n_sequences, progress)
+        parts = Parts(sum(windows.n_sequences for windows in others), progress)
         tables = [self.table()]
         for windows in others:
             progress = parts.part(windows.n_sequences)
             tables.append(self._measured(windows, progress))
-        metadata = tables[0].metadata
-        # Windows may repeat, which `ImportanceTable.merge` refuses.
-        for name in ("windows", "spec_hash"):
-            metadata.pop(name, None)
-        if "spec" in metadata:
-            metadata["spec"]["calibration"] = calibration.fingerprint
-        metadata["N"] = sum(table.metadata["N"] for table in tables)
+        # Not `ImportanceTable.merge`, which refuses windows that repeat.
         frame = functools.reduce(merge_frames, [table.frame for table in tables])
-        return select(ImportanceTable.from_frame(frame, **metadata), selection)
+        predicted = sum(table.metadata["N"] for table in tables)
+        sizes = tables[0].architecture.to_dict()
+        whole = ImportanceTable.from_frame(frame, N=predicted, architecture=sizes)
+        return select(whole, selection)
 
     def _measured(self, windows: CalibrationSet, progress: Progress) -> ImportanceTable:
         """The statistics on other windows, measured once."""

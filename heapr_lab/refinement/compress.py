@@ -161,7 +161,7 @@ def fit_compression(
     if result is None:
         published = _of(selection, PAPER)
         progress = parts.part(sum(n_judged))
-        result = fitted.keep_on_all(published, calibration, judges, progress), None
+        result = fitted.keep_on_all(published, judges, progress), None
     return FittedCompression(*result, _report(judged, dense))
 
 
