@@ -120,18 +120,14 @@ def _being_imported(name: str) -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-def _register_with(registry: str) -> None:
+def _register_with(name: str) -> None:
     """Import what registers with a module of transformers, if it is there.
 
     Raises:
-        ModuleNotFoundError: what it needs is not installed.
+        ModuleNotFoundError: what it imports is not.
     """
-    for module in _REGISTRIES[registry]:
-        try:
-            importlib.import_module(f"{__name__}.{module}")
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith(f"{__name__}."):
-                raise
+    for module in _REGISTRIES[name]:
+        registry.module_of(f"{__name__}.{module}")
 
 
 for _registry in _REGISTRIES:

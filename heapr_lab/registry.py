@@ -18,6 +18,20 @@ def register(name: str, place: str) -> None:
     _PLACES[name] = place
 
 
+def module_of(place: str) -> Any:
+    """The module of that name, imported; None where it, or its package, was left out.
+
+    Raises:
+        ModuleNotFoundError: it is there, and a module that it imports is not.
+    """
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if not f"{place}.".startswith(f"{error.name}."):
+            raise
+    return None
+
+
 def find(name: str, default: Any = _NEEDED) -> Any:
     """What is registered as `name`, or `default` where it is given and nothing is.
 
@@ -28,18 +42,13 @@ def find(name: str, default: Any = _NEEDED) -> Any:
         SpecError: nothing is registered, or its module is not there.
         ModuleNotFoundError: its module is there, and one that it imports is not.
     """
-    module, _, attribute = _PLACES.get(name, "").partition(":")
-    missing = None
-    if module:
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):
-                raise
-            missing = error
+    place, _, attribute = _PLACES.get(name, "").partition(":")
+    module = module_of(place) if place else None
+    if module is not None:
+        return getattr(module, attribute)
     if default is not _NEEDED:
         return default
     raise SpecError(
-        f"this needs {name}, which is not there ({module or 'not registered'}); "
+        f"this needs {name}, which is not there ({place or 'not registered'}); "
         f"expected one of {', '.join(sorted(_PLACES))}"
-    ) from missing
+    )

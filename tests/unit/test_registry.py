@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import heapr_lab
 from heapr_lab import registry
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import WHY_ON_DISK, load_model
@@ -64,6 +65,20 @@ def test_what_is_broken_is_an_error(
     (wing / "module.py").write_text(f"{source}\n")
     with pytest.raises(error):
         registry.find("a part", default=None)
+
+
+def test_what_registers_with_transformers_may_be_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is there, and imports what is not, is an error."""
+    name, module = "transformers.some", "heapr_lab.pretrained.smolmoe"
+    monkeypatch.setitem(heapr_lab._REGISTRIES, name, ("pretrained.smolmoe",))
+    monkeypatch.setitem(sys.modules, module, None)
+    heapr_lab._register_with(name)
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "heapr_lab.pretrained.carved", None)
+    with pytest.raises(ModuleNotFoundError, match="carved"):
+        heapr_lab._register_with(name)
 
 
 def test_a_model_is_not_loaded_into_memory_instead(
