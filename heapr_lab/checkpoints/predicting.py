@@ -21,18 +21,17 @@ from heapr_lab.checkpoints.stored_type import Fp8Files, conversions_of
 from heapr_lab.checkpoints.uniform import fit
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.safetensors_headers import (
-    FLOATS,
-    INDEX,
-    PREDICTING,
-    SINGLE,
-    read_headers,
-)
+from heapr_lab.models.safetensors_headers import INDEX, PREDICTING, SINGLE, read_headers
 from heapr_lab.storage import files
-from heapr_lab.streaming.file_reader import FoundTensor, find_tensors, in_floats
+from heapr_lab.streaming.file_reader import (
+    FLOATS,
+    FoundTensor,
+    find_tensors,
+    in_floats,
+)
 from heapr_lab.streaming.opening import quantizer_in
 from heapr_lab.streaming.quantisation import Fp4Quantizer, Fp8Quantizer
-from heapr_lab.streaming.shards import index_of
+from heapr_lab.streaming.shards import write_index
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names of the number of such layers in configurations."""
@@ -231,8 +230,7 @@ def add_heads(
     save_file(tensors, folder / _OWN_FILE, metadata={"format": "pt"})
     if (folder / SINGLE).is_file():
         (folder / SINGLE).rename(folder / _FIRST)
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    files.write_json(folder / INDEX, index_of(folder, names))
+    write_index(folder)
     return {_OWN_FILE: files.checksum(folder / _OWN_FILE)}
 
 

@@ -20,23 +20,20 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from heapr_lab.models.dtypes import blocks_fit, stays_float32
 from heapr_lab.models.experts import is_wrapper, sliced_experts
-from heapr_lab.models.folders import read_config, skeleton_of
+from heapr_lab.models.folders import read_config, skeleton_of, unquantised
 from heapr_lab.models.safetensors_headers import INDEX, read_headers
 from heapr_lab.models.sources import source_of
 from heapr_lab.storage import files
-from heapr_lab.streaming.file_reader import find_tensors
+from heapr_lab.streaming.file_reader import FLOATS, find_tensors
 from heapr_lab.streaming.quantisation import SCALES, dequantised, quantised
-from heapr_lab.streaming.shards import index_of
+from heapr_lab.streaming.shards import write_index
 from heapr_lab.streaming.stream import stream_of
 
 _PACKED = ("up_rows", "down_columns")
 """Names of matrices of experts in memory; the second has columns as rows."""
 _AT_ONCE = 16
 """Rows of blocks that are rounded together, as that takes several times their bytes."""
-_SCALES: dict[str | None, torch.dtype] = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-}
+_SCALES = {"F32", "BF16"}
 """Types that scales may have, by their names in files."""
 
 
@@ -164,14 +161,12 @@ class Fp8Files:
 
     def settle(self, folder: Path, *, floats: bool) -> None:
         """Let config.json say that weights are in FP8; make them so if `floats`."""
-        paths = sorted(folder.glob("*.safetensors"))
-        for path in paths if floats else ():
+        for path in sorted(folder.glob("*.safetensors")) if floats else ():
             tensors = self.written(load_file(path))
             with files.replacing(path) as temporary:
                 save_file(tensors, temporary, metadata={"format": "pt"})
         if floats and (folder / INDEX).exists():
-            names = [path.name for path in paths]
-            files.write_json(folder / INDEX, index_of(folder, names))
+            write_index(folder)
         config = files.read_object(folder / "config.json")
         added = {"quantization_config": dict(self.settings)}
         files.write_json(folder / "config.json", config | added)
@@ -216,17 +211,14 @@ def packing_of(model: Any) -> Fp8Files | None:
     kinds = {name: t.dtype for header in stored.values() for name, t in header.items()}
     names = set(revert_weight_conversion(dense, dense.state_dict()))
     eight = {name for name in names if kinds.get(name, "").startswith("F8_")}
-    scales = {kinds.get(f"{name}{SCALES}") for name in eight}
+    scales = {kinds.get(f"{name}{SCALES}", "") for name in eight}
     same = names - set(dense.all_tied_weights_keys) <= places.keys()
-    if not same or len(scales) != 1 or not scales <= _SCALES.keys():
+    if not same or len(scales) != 1 or not scales <= _SCALES:
         return None
     settings = read_config(source.folder).quantization_config
-    return Fp8Files(settings, places, _SCALES[scales.pop()], model.dtype)
+    return Fp8Files(settings, places, FLOATS[scales.pop()], model.dtype)
 
 
 def dense_skeleton(model: Any) -> Any:
     """The model that a pruned one was made of, without weights."""
-    config = copy.deepcopy(model.config)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
-    return skeleton_of(config)
+    return skeleton_of(unquantised(model.config))

@@ -19,7 +19,7 @@ from torch import nn
 from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.folders import skeleton_of
+from heapr_lab.models.folders import skeleton_of, unquantised
 from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.masks import KeepMask
 
@@ -154,9 +154,7 @@ def stock_model(model: Any, width: int | Layers) -> Any:
     Raises:
         SpecError: the family has no such configuration.
     """
-    config = copy.deepcopy(model.config)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
+    config = unquantised(model.config)
     if isinstance(width, int):
         stock = stock_config(config, width)
     else:
@@ -184,14 +182,12 @@ def _fused(layer: ExpertsLayer, ragged: RaggedExperts) -> dict[str, torch.Tensor
     n_experts = len(ragged.heapr_widths)
     up = ragged.up_rows.unflatten(0, (n_experts, -1))  # (E, 2w, D)
     down = ragged.down_columns.unflatten(0, (n_experts, -1))  # (E, w, D)
-    transposed = layer.module.is_transposed
     tensors = {
-        "gate_up_proj" if layer.gated else "up_proj": up.mT if transposed else up,
-        "down_proj": down if transposed else down.mT,
+        layer.up_name: layer.oriented(up),
+        "down_proj": layer.oriented(down.mT),
     }
     if ragged.up_bias is not None and ragged.down_bias is not None:
-        name = "gate_up_proj_bias" if layer.gated else "up_proj_bias"
-        tensors[name] = ragged.up_bias.unflatten(0, (n_experts, -1))
+        tensors[f"{layer.up_name}_bias"] = ragged.up_bias.unflatten(0, (n_experts, -1))
         tensors["down_proj_bias"] = ragged.down_bias
     return {name: nn.Parameter(tensor.contiguous()) for name, tensor in tensors.items()}
 

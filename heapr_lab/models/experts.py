@@ -67,18 +67,19 @@ class ExpertsLayer:
 
         Rows are in the family's own order; `atom_rows` gives those of an atom.
         """
-        return self.oriented(self._weight(self._up_name))
+        return self.oriented(self._weight(self.up_name))
 
     @property
     def projections(self) -> tuple[nn.Parameter, nn.Parameter]:
         """The parameters of which `up_rows` and `down` are views."""
-        return self._weight(self._up_name), self._weight("down_proj")
+        return self._weight(self.up_name), self._weight("down_proj")
 
     def _weight(self, name: str) -> Any:
         return backend_of(self.module).weight(self.module, name)
 
     @property
-    def _up_name(self) -> str:
+    def up_name(self) -> str:
+        """The name of the input projection in the module."""
         return "gate_up_proj" if self.gated else "up_proj"
 
     def oriented(self, projection: torch.Tensor) -> torch.Tensor:
@@ -91,8 +92,7 @@ class ExpertsLayer:
     @property
     def up_bias(self) -> torch.Tensor | None:
         """The input projection's bias, (E, 2I) or (E, I), in the order of `up_rows`."""
-        name = "gate_up_proj_bias" if self.gated else "up_proj_bias"
-        return self._weight(name) if self.biased else None
+        return self._weight(f"{self.up_name}_bias") if self.biased else None
 
     @property
     def down_bias(self) -> torch.Tensor | None:
@@ -338,7 +338,7 @@ def _refuse_inexact(layer: ExpertsLayer) -> None:
                 "float16, bfloat16, float32 or float64: load it with stream=True, "
                 "which dequantises FP8 and MXFP4"
             )
-    for name in ("down_proj", "gate_up_proj" if layer.gated else "up_proj"):
+    for name in ("down_proj", layer.up_name):
         weight = getattr(module, name, None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
             raise LayoutError(
@@ -346,9 +346,8 @@ def _refuse_inexact(layer: ExpertsLayer) -> None:
                 "quantised or unknown experts cannot be measured"
             )
     factor = 2 if layer.gated else 1
-    up = getattr(module, "gate_up_proj" if layer.gated else "up_proj")
-    sizes = up.shape[1:] if not module.is_transposed else up.shape[:0:-1]
-    if sizes != (factor * layer.d_inter, layer.d_expert):
+    up = getattr(module, layer.up_name)
+    if layer.oriented(up).shape[1:] != (factor * layer.d_inter, layer.d_expert):
         raise LayoutError(
             f"{layer.name}: input projection {tuple(up.shape)} does not fit W_down "
             f"{tuple(module.down_proj.shape)}"
@@ -448,7 +447,7 @@ def _on_text(model: Any) -> Iterator[nn.Parameter]:
 
 
 def _layer_shape(model: Any, layer: ExpertsLayer) -> LayerShape:
-    name = "gate_up_proj_bias" if layer.gated else "up_proj_bias"
+    name = f"{layer.up_name}_bias"
     bias = getattr(layer.module, name) if layer.biased else None
     return LayerShape(
         n_experts=layer.n_experts,

@@ -6,6 +6,7 @@ named, and no missing weight is initialised at random.
 """
 
 import contextlib
+import copy
 import logging
 import re
 from collections.abc import Collection, Iterator
@@ -106,6 +107,14 @@ def build(config: Any, **options: Any) -> Any:
         return _auto_class(config).from_config(
             config, trust_remote_code=False, **options
         )
+
+
+def unquantised(config: Any) -> Any:
+    """A copy of a configuration, of weights in floats."""
+    plain = copy.deepcopy(config)
+    if getattr(plain, "quantization_config", None) is not None:
+        del plain.quantization_config
+    return plain
 
 
 def skeleton_of(config: Any) -> nn.Module:

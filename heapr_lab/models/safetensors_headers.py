@@ -23,8 +23,6 @@ from heapr_lab.models.named import (
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-"""Bytes of a number of the types of weights that are not quantised."""
 PREDICTING = re.compile(r"(^|\.)mtp[._]")
 """A part of the names of layers that predict further tokens (MTP)."""
 

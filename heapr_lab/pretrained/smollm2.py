@@ -1,6 +1,5 @@
 """`smollm2`: SmolLM2-135M-Instruct as it was published, as a MoE with one expert."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
-from heapr_lab.models.folders import read_gguf
+from heapr_lab.models.folders import read_gguf, unquantised
 from heapr_lab.models.safetensors_headers import SINGLE
 from heapr_lab.pretrained import one_expert
 from heapr_lab.pretrained.one_expert import one_expert_config, one_expert_tensors
@@ -109,8 +108,7 @@ def _dequantised(config: Any) -> Any:
     GGUF stores ε in float32; its shortest decimal is the one that was meant, and is the
     same number in the float32 that norms are computed in.
     """
-    plain = copy.deepcopy(config)
-    del plain.quantization_config
+    plain = unquantised(config)
     plain.dtype = torch.float32
     plain.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
     return plain

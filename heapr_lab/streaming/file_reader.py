@@ -43,7 +43,7 @@ from heapr_lab.streaming.stream import put_tensor, tensor_of
 
 _RAISED = re.compile(r"^\w+Error: (.*)$", re.MULTILINE)
 """What a conversion raised, in transformers' text of it."""
-_TORCH = {
+FLOATS = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -313,7 +313,7 @@ class FileReader:
         """
         for tensors in self._tensors.values():
             stored = [entry.tensor.dtype for entry in tensors]
-            kinds = [_TORCH[name] for name in stored if name in _TORCH]
+            kinds = [FLOATS[name] for name in stored if name in FLOATS]
             if len(kinds) == len(stored):
                 kind = functools.reduce(torch.promote_types, kinds)
                 for name in made_of(tensors[0]):
@@ -425,11 +425,11 @@ def _as_stored(model: nn.Module, tensors: list[FoundTensor]) -> Iterator[None]:
     name, converter = tensors[0].parameter, tensors[0].converter
     (stored, *others) = {entry.tensor.dtype for entry in tensors}
     joined = converter is not None and len(converter.target_patterns) == 1
-    if not joined or others or stored not in _TORCH:
+    if not joined or others or stored not in FLOATS:
         yield
         return
     dtype = tensor_of(model, name).dtype
-    put_tensor(model, name, tensor_of(model, name).to(_TORCH[stored]))
+    put_tensor(model, name, tensor_of(model, name).to(FLOATS[stored]))
     yield
     put_tensor(model, name, tensor_of(model, name).to(dtype))
 

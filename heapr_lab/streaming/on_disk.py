@@ -3,7 +3,6 @@
 Those of a pruned one are sliced from the dense one when they are read.
 """
 
-import copy
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +26,7 @@ from heapr_lab.models.backend import (
     put,
     register,
 )
-from heapr_lab.models.folders import build
+from heapr_lab.models.folders import build, unquantised
 from heapr_lab.models.weights_hash import block_sums
 from heapr_lab.progress import Progress
 from heapr_lab.streaming.layerwise import swept_states
@@ -144,9 +143,7 @@ class OnDisk(Backend):
 
     def replaced(self, model: Any, new: Sequence[NewModule]) -> nn.Module:
         """Another streamed model."""
-        config = copy.deepcopy(model.config)
-        if getattr(config, "quantization_config", None) is not None:
-            del config.quantization_config  # weights are dequantised when read
+        config = unquantised(model.config)  # weights are dequantised when read
         with torch.device("meta"):
             twin = build(config, dtype=model.dtype)
             for module in new:

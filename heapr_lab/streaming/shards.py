@@ -56,7 +56,7 @@ def save_streamed(
             written[path.name] = files.checksum(path)
             files.write_json(folder / _WRITTEN, written)
         (progress or no_report)(done, n_parts)
-    files.write_json(folder / INDEX, index_of(folder, sorted(written)))
+    write_index(folder)
     return written
 
 
@@ -70,14 +70,14 @@ def _finished(folder: Path) -> dict[str, str]:
     return {name: sha for name, sha in written.items() if (folder / name).exists()}
 
 
-def index_of(folder: Path, names: list[str]) -> dict[str, Any]:
-    """The index of shards, whose headers are read."""
-    headers = {name: read_header(folder / name) for name in names}
+def write_index(folder: Path) -> None:
+    """Write the index of the shards in a folder, whose headers are read."""
+    paths = sorted(folder.glob("*.safetensors"))
+    headers = {path.name: read_header(path) for path in paths}
     n_bytes = sum(t.n_bytes for header in headers.values() for t in header.values())
-    return {
-        "metadata": {"total_size": n_bytes},
-        "weight_map": {key: name for name in names for key in headers[name]},
-    }
+    weight_map = {key: name for name, header in headers.items() for key in header}
+    index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
+    files.write_json(folder / INDEX, index)
 
 
 def _stored(model: Any, stream: Stream, number: int) -> dict[str, torch.Tensor]:
