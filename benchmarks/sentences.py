@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from benchmarks.figures.real import MODEL
 from heapr_lab.experiments.answers import Answer, answer, listed, value_range
 from heapr_lab.experiments.intervals import (
     UNDECIDED,
@@ -90,7 +91,7 @@ def methods(
     """Which way to compress loses least, and where merging beats random atoms.
 
     Args:
-        data: from `methods_data`: variant, group, ratio, pooled and other.
+        data: from `with_pretrained`.
         rankings: the paper's order beside ours.
         measured: rows of every model.
         claim: the paper's claim of its rivals, and its verdict.
@@ -107,7 +108,7 @@ def methods(
         "Best of each kind, "
         f"Δloss in nats per token, mean of {int(at['n_models'].max())} models: "
         f"{_best_of_kinds(at, 'pooled')}; on the other corpora: "
-        f"{_best_of_kinds(at, 'other')}.{_only_zeroes(at)}"
+        f"{_best_of_kinds(at, 'other')}. {_on_pretrained(at)}{_only_zeroes(at)}"
     )
     more = [_order(rankings), _where_merging_wins(measured, ratio)]
     return answer(short, more, [claim])
@@ -119,6 +120,16 @@ def _best_of_kinds(at: pd.DataFrame, text: str) -> str:
         f"{row['group']} {row['variant']} {row[text]:.3f}"
         for row in best.to_dict("records")
     )
+
+
+def _on_pretrained(at: pd.DataFrame) -> str:
+    """The best of each kind on the pretrained MoE, the ratio of most kinds first."""
+    measured = at.dropna(subset="pretrained").groupby("pretrained_ratio")
+    texts = [
+        f"where {ratio:.0%} is removed, {_best_of_kinds(part, 'pretrained')}"
+        for ratio, part in reversed(list(measured))
+    ]
+    return f"On {MODEL}, {'; '.join(texts)}."
 
 
 def _only_zeroes(at: pd.DataFrame) -> str:

@@ -1,16 +1,20 @@
-"""What the solves of `compress` cost beside the scores.
+"""What `compress` costs beside the scores.
 
-    python benchmarks/solves.py [--device cuda] [--only DeepSeekMoE-16B]
+    OMP_NUM_THREADS=1 python benchmarks/solves.py [--device cuda]
+        [--only DeepSeekMoE-16B]
 
 One layer of random float32 weights at the true widths of the paper's four models. The
-scores are timed on 2048 random tokens and extrapolated to the paper's calibration set
-(128 windows of 2048 tokens), because their time is proportional to tokens. The solves
-do not depend on the number of tokens; they are timed on sums of random products, as
-large as those of that set; `compress` eliminates once and compensates twice. Experts
-are solved one by one; of the two larger models a quarter of them is timed. Besides,
-`compress` as it is, on a whole model of 0.9 billion parameters (8 layers of 64 experts
-of 512 atoms, d_model 1024) and no more than 16 windows of 256 tokens. Seconds of one
-run.
+three passes of `compress` are timed on random tokens and extrapolated to the paper's
+calibration set (128 windows of 2048 tokens), because their time is proportional to
+tokens: the scores, the sums of products, and the loss. The solves do not depend on the
+number of tokens; they are timed on sums of random products, as large as those of that
+set. All windows are scored, where HEAPr's mask is returned (else three quarters), three
+quarters are summed for each of two masks, and seven losses are of an eighth each;
+`compress` eliminates once and compensates twice. Experts are solved one by one; of the
+two larger models a quarter of them is timed. Besides, `compress` as it is, on a whole
+model of 0.9 billion parameters (8 layers of 64 experts of 512 atoms, d_model 1024) and
+no more than 16 windows of 256 tokens. Seconds are of one run: on a CPU those that its
+cores spend, on a GPU those of the clock.
 """
 
 import argparse
@@ -28,10 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.cost import Configuration, build_model, calibration_set
 from benchmarks.machine import Rows, machine
 from benchmarks.shapes import SHAPES
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.selection import select
-from heapr_lab.refinement.activation_grams import LayerGrams, default_span
+from heapr_lab.refinement.activation_grams import (
+    LayerGrams,
+    default_span,
+    iter_grams,
+)
 from heapr_lab.refinement.compensation import LayerSolver, compensation_of
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.elimination import with_elimination
@@ -39,13 +48,15 @@ from heapr_lab.refinement.elimination import with_elimination
 RATIO = 0.4
 N_TOKENS = 128 * 2048
 """Tokens of the paper's calibration set."""
-FITTED = 0.75
-"""The share of the windows that is fitted to."""
-PASSES = FITTED * (3 + 2) + 7 / 8
-"""Forward passes of `compress` in experts: scores and twice the sums of three quarters
-of the windows, for two masks; and seven losses of an eighth. A pass with gradients, as
-of the scores, counts as three; where it takes less, `compress` takes more of it."""
+SCORED = 1.0
+"""The windows that are scored, where HEAPr's mask is returned; else three quarters."""
+SUMMED = 2 * 0.75
+"""Those whose products are summed: for each mask anew, as all layers' do not fit."""
+JUDGED = 7 / 8
+"""Those whose loss is taken, of three models and of the dense one."""
 TIMED = 2048
+SUMMED_TOKENS = 8 * TIMED
+"""More tokens for sums, which are added to once in 4096 tokens."""
 LAYERS = {
     name: Configuration(
         "qwen3_moe", s.d_model, s.d_inter, s.n_experts, 1, TIMED, TIMED, top_k=s.top_k
@@ -60,11 +71,12 @@ WHOLE = Configuration("qwen3_moe", 1024, 512, 64, 8, 4096, 4096, top_k=8, d_voca
 
 def timed(work: Callable[[], Any], device: str) -> tuple[Any, float]:
     """The result of `work`, and its seconds."""
-    began = time.perf_counter()
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    began = clock()
     output = work()
     if device == "cuda":
         torch.cuda.synchronize()
-    return output, time.perf_counter() - began
+    return output, clock() - began
 
 
 def random_sums(layer: ExpertsLayer, n_tokens: int) -> LayerGrams:
@@ -90,23 +102,52 @@ def random_sums(layer: ExpertsLayer, n_tokens: int) -> LayerGrams:
 
 
 def scored(configuration: Configuration, device: str) -> tuple[Any, Any, float]:
-    """The experts of a model of one layer, their table, and the seconds of it."""
+    """A model of one layer, its table, and the seconds of it."""
     model = build_model(configuration, device)
-    (layer,) = find_experts(model)
     windows = calibration_set(configuration)
-    return layer, *timed(lambda: collect_statistics(model, windows), device)
+    return model, *timed(lambda: collect_statistics(model, windows), device)
 
 
 def one_layer(
     configuration: Configuration, device: str, *, parts: int
 ) -> dict[str, Any]:
-    """Seconds of the scores and of the solves of one layer."""
-    layer, table, seconds = scored(configuration, device)
-    scores = seconds * N_TOKENS / configuration.n_tokens
-    if parts > 1:
-        del layer, table
-        fewer = configuration.n_experts // parts
-        layer, table, _ = scored(replace(configuration, n_experts=fewer), device)
+    """Seconds of the passes and of the solves of one layer."""
+    passes = passed(configuration, device)
+    solves = solved(configuration, device, parts=parts)
+    shares = {"scores": SCORED, "sums": SUMMED, "losses": JUDGED}
+    seconds = sum(share * passes[name] for name, share in shares.items())
+    seconds += solves["elimination"] + 2 * solves["compensation"]
+    ratio = {"compress ÷ scores": seconds / passes["scores"], "extrapolated": True}
+    return {"tokens": N_TOKENS} | passes | solves | ratio
+
+
+def passed(configuration: Configuration, device: str) -> dict[str, float]:
+    """Seconds of each kind of pass over the paper's calibration set."""
+    model, _, scores = scored(configuration, device)
+    _, losses = timed(lambda: judge(model, configuration), device)
+    _, sums = timed(lambda: add_up(model, configuration), device)
+    many = N_TOKENS / TIMED
+    sums *= TIMED / SUMMED_TOKENS
+    return {"scores": many * scores, "sums": many * sums, "losses": many * losses}
+
+
+def judge(model: Any, configuration: Configuration) -> None:
+    """A pass without gradients."""
+    evaluate_perplexity(model, calibration_set(configuration).ids)
+
+
+def add_up(model: Any, configuration: Configuration) -> None:
+    """A pass that sums products within each expert."""
+    longer = replace(configuration, n_tokens=SUMMED_TOKENS)
+    for _layer, _sums in iter_grams(model, calibration_set(longer), span="expert"):
+        pass
+
+
+def solved(configuration: Configuration, device: str, *, parts: int) -> dict[str, Any]:
+    """Seconds of the solves, from those of one in so many experts."""
+    fewer = replace(configuration, n_experts=configuration.n_experts // parts)
+    model, table, _ = scored(fewer, device)
+    (layer,) = find_experts(model)
     assert default_span([layer]) == "expert"
     routed = N_TOKENS * configuration.top_k // configuration.n_experts
     pairs = [(layer, random_sums(layer, routed))]
@@ -115,18 +156,7 @@ def one_layer(
     keep = select(table, ratio=RATIO, estimator="elimination", scope="layer")
     solvers = [LayerSolver(*pair) for pair in pairs]
     _, compensation = timed(lambda: compensation_of(solvers, keep), device)
-    elimination, compensation = parts * elimination, parts * compensation
-    solves = elimination + 2 * compensation
-    return {
-        "tokens": N_TOKENS,
-        "scores": scores,
-        "elimination": elimination,
-        "compensation": compensation,
-        "solves ÷ scores": solves / scores,
-        "compress ÷ scores": PASSES / 3 + solves / scores,
-        "passes": PASSES,
-        "extrapolated": True,
-    }
+    return {"elimination": parts * elimination, "compensation": parts * compensation}
 
 
 def whole_model(configuration: Configuration, device: str) -> dict[str, Any]:
@@ -139,7 +169,6 @@ def whole_model(configuration: Configuration, device: str) -> dict[str, Any]:
         "tokens": configuration.n_tokens,
         "scores": scores,
         "compress ÷ scores": seconds / scores,
-        "passes": PASSES - FITTED,  # the sums of all layers are kept
         "extrapolated": False,
     }
 

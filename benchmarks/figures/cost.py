@@ -235,9 +235,11 @@ def solves_table(measured: pd.DataFrame) -> pd.DataFrame:
         "atoms": "atoms",
         "d_model": "d_model",
         "tokens": "tokens",
-        "scores": "scores [s]",
+        "scores": "a pass of scores [s]",
+        "sums": "of sums [s]",
+        "losses": "of losses [s]",
         "elimination": "elimination [s]",
         "compensation": "compensation [s]",
-        "compress ÷ scores": "passes and solves of compress ÷ scores ↓",
+        "compress ÷ scores": "compress ÷ scores ↓",
     }
     return measured[list(named)].rename(columns=named)

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from benchmarks.figures import real
 from benchmarks.figures.looks import look
 from heapr_lab.experiments.answers import value_range
 from heapr_lab.figures.paper import paper_table, plain_name
@@ -27,7 +28,7 @@ PAPER, OURS = "heapr", "compress"
 _CORPUS = "pydocs"
 """The corpus that methods are fitted to."""
 _LOSS = f"Δloss [{PER_TOKEN}] ↓"
-_SECONDS = "fitting [CPU seconds] ↓"
+_SECONDS = "fitting [CPU s] ↓"
 _ROW = 0.165
 """Inches of a method in the figure."""
 
@@ -104,6 +105,36 @@ def _complete(data: pd.DataFrame) -> pd.DataFrame:
     return data[data["n_models"].eq(data["n_models"].max())]
 
 
+def with_pretrained(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """`methods_data` with what each method loses on the pretrained MoE.
+
+    All methods of a group are told at one ratio, that at which most of them were
+    measured: tokens are routed to so many of its experts that few of them can go.
+
+    Args:
+        data: from `methods_data`.
+        rows: of `benchmarks/real.py`.
+
+    Returns:
+        The data with the columns pretrained_ratio, pretrained (Δloss on windows of
+        WikiText-2 that are the same for all) and pretrained_stderr; NaN for a method
+        that was not measured at the ratio of its group.
+    """
+    groups = data.drop_duplicates("variant").set_index("variant")["group"]
+    states = real.first_states(rows)
+    states = states.assign(group=states["method"].map(groups)).dropna(subset="group")
+    losses = (f"shared_delta_nll{part} {real.FITTED_TO}" for part in ("", "_stderr"))
+    names = ("method", "ratio", *losses)
+    named = ("variant", "pretrained_ratio", "pretrained", "pretrained_stderr")
+    parts = []
+    for _, part in states.groupby("group"):
+        counts = part.groupby("ratio")["method"].nunique()
+        most = counts[counts.eq(counts.max())].index.max()
+        parts.append(part.loc[part["ratio"].eq(most), list(names)])
+    measured = pd.concat(parts).rename(columns=dict(zip(names, named, strict=True)))
+    return data.merge(measured, on="variant", how="left")
+
+
 # --- one row for each method ----------------------------------------------------------
 
 
@@ -112,29 +143,33 @@ def figure_methods(data: pd.DataFrame) -> Figure:
     """A row for each method, best first of its kind: its Δloss, and the time it takes.
 
     At the ratio at which fitting was timed. A bar is the 95 % interval over test
-    windows, a hollow point the worst model.
+    windows, a hollow point the worst model. Beside it the pretrained MoE, where kinds
+    differ in the ratio.
 
     Args:
-        data: from `methods_data`.
+        data: from `with_pretrained`.
     """
     rows = _listed(data)
     figure, axes = plt.subplots(
-        1, 2, figsize=(7, 1.1 + _ROW * rows["place"].max()), sharey=True,
-        width_ratios=(2, 1),
+        1, 3, figsize=(7, 1.1 + _ROW * rows["place"].max()), sharey=True,
+        width_ratios=(2, 2, 1),
     )  # fmt: skip
     for row in rows.dropna(subset="pooled").itertuples():
         color = _color(row.variant, best=row.best)
         axes[0].plot([row.pooled, row.worst], 2 * [row.place], color=color, alpha=0.5)
         axes[0].plot(row.worst, row.place, "o", color=color, markerfacecolor="white")
-        axes[0].errorbar(
-            row.pooled, row.place, xerr=1.96 * row.stderr, marker="o", color=color
-        )
-        axes[1].plot(row.fit_seconds, row.place, marker="o", color=color)
-    for ax, label in zip(axes, (_LOSS, _SECONDS), strict=True):
+        pairs = ((row.pooled, row.stderr), (row.pretrained, row.pretrained_stderr))
+        for ax, (loss, stderr) in zip(axes, pairs, strict=False):
+            ax.errorbar(loss, row.place, xerr=1.96 * stderr, marker="o", color=color)
+        axes[2].plot(row.fit_seconds, row.place, marker="o", color=color)
+    for ax, label in zip(axes, (_LOSS, _LOSS, _SECONDS), strict=True):
         _use_log(ax, "x")
         ax.set_xlabel(label)
-    axes[0].set_title(f"{rows['ratio'].max():.0%} removed: mean, and worst model (○)")
-    axes[1].set_title("time of fitting")
+    axes[0].set_title(
+        f"lab models, {rows['ratio'].max():.0%} removed:\nmean, and worst (○)"
+    )
+    axes[1].set_title(f"{real.MODEL}, {_ratios(rows)}")
+    axes[2].set_title("time of\nfitting")
     axes[0].set_yticks(rows["place"], rows["variant"])
     axes[0].invert_yaxis()
     for tick, row in zip(axes[0].get_yticklabels(), rows.itertuples(), strict=True):
@@ -156,6 +191,17 @@ def _listed(data: pd.DataFrame) -> pd.DataFrame:
     ]
     listed = pd.concat(blocks, ignore_index=True)
     return listed.assign(place=range(len(listed)))
+
+
+def _ratios(rows: pd.DataFrame) -> str:
+    """What was removed of the pretrained MoE: most of all kinds, and less of some."""
+    measured = rows.dropna(subset="pretrained_ratio")
+    kinds = measured.groupby("pretrained_ratio")["group"].unique()
+    texts = [
+        f"{ratio:.0%} ({', '.join(kinds[ratio])})" for ratio in sorted(kinds.index)
+    ]
+    most = f"{kinds.index.max():.0%} removed" if len(kinds) else ""
+    return ";\n".join([most, *texts[:-1]])
 
 
 def _color(name: str, *, best: bool) -> str:
@@ -240,7 +286,7 @@ def plot_method_costs(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 def methods_table(data: pd.DataFrame) -> pd.DataFrame:
-    """`methods_data` for readers: a row for each method, the best of a group first.
+    """`with_pretrained` for readers: a row for each method, the best of a group first.
 
     The columns after the ratios are of the ratio at which fitting was timed. A ratio
     that some model refuses has no value.
@@ -269,6 +315,8 @@ def _more(row: pd.Series, at: str) -> dict[str, Any]:
         f"± standard error {at}": row["stderr"],
         f"worst model {at} ↓": row["worst"],
         f"other corpora {at} ↓": row["other"],
+        f"removed of {real.MODEL} [%]": 100 * row["pretrained_ratio"],
+        f"Δloss of {real.MODEL} ↓": row["pretrained"],
         "same next token [%] ↑": 100 * row["agreement"],
         "parameters saved [%] ↑": 100 * row["parameters_saved"],
         "routed FLOPs saved [%] ↑": 100 * row["routed_flops_saved"],

@@ -208,16 +208,20 @@ def tested_on(rows: pd.DataFrame) -> str:
     """Calibration, windows and items: where states are compared, and of each model."""
     texts = rows.loc[rows["method"].ne("dense"), "fitted_to"]
     text = f"here {texts.iloc[0]}" if texts.nunique() == 1 else ""
-    fewest = rows["windows"].str.split(", ").explode().astype(int).min()
     shared = rows["windows"].nunique() > 1 and (
-        f"Δloss on {fewest} windows of 512 tokens, spread over each corpus, the same "
-        "for all"
+        f"Δloss on {fewest_windows(rows)} windows of 512 tokens, spread over each "
+        "corpus, the same for all"
     )
     models = "; ".join(
         f"{model}: perplexity on {_windows(part)} of 512 tokens, {_items(part)}"
         for model, part in rows.groupby("model")
     )
     return "; ".join(filter(None, [text, shared, models]))
+
+
+def fewest_windows(rows: pd.DataFrame) -> int:
+    """How many test windows of a corpus every state has."""
+    return int(rows["windows"].str.split(", ").explode().astype(int).min())
 
 
 def _windows(rows: pd.DataFrame) -> str:

@@ -58,11 +58,51 @@ def test_nothing_is_refused_if_the_column_is_empty() -> None:
     assert data["n_refused"].eq(0).all()
 
 
+def pretrained(method: str, ratio: float, **changes: object) -> dict[str, object]:
+    """A row of `benchmarks/real.py`."""
+    return {
+        "model": "smolmoe",
+        "method": method,
+        "ratio": ratio,
+        "fitted_to": "wikitext2",
+        "seed": 0,
+        "shared_delta_nll wikitext2": ratio,
+        "shared_delta_nll_stderr wikitext2": ratio / 10,
+    } | changes
+
+
+def test_a_kind_is_at_one_ratio_of_the_pretrained_moe() -> None:
+    """That at which most of its methods were measured, and of two the larger."""
+    rows = pd.DataFrame(
+        [
+            pretrained("heapr", 0.2),
+            pretrained("heapr", 0.4),
+            pretrained("compress", 0.2),
+            pretrained("reap", 0.1),
+            pretrained("reap", 0.3),
+            pretrained("random", 0.2, model="smollm2"),
+            pretrained("random", 0.2, seed=1),
+            pretrained("random", 0.2, fitted_to="c4"),
+            pretrained("fisher", 0.2),
+        ]
+    )
+    data = methods.with_pretrained(methods.methods_data(measured_methods()), rows)
+    at_half = data[data["ratio"].eq(0.25)].set_index("variant")
+    expected = {"heapr": 0.2, "compress": 0.2, "reap": 0.3}
+    assert at_half["pretrained"].dropna().to_dict() == expected
+    assert at_half["pretrained_ratio"].dropna().to_dict() == expected
+    assert at_half.loc["heapr", "pretrained_stderr"] == pytest.approx(0.02)
+    title = methods.figure_methods(data).axes[1].get_title(loc="left")
+    assert title == "smolmoe, 30% removed;\n20% (atoms)"
+
+
 def test_every_method_is_a_row_below_its_kind() -> None:
     """Best first, with the worst model."""
-    data = methods.methods_data(measured_methods())
+    rows = pd.DataFrame([pretrained("heapr", 0.2)])
+    data = methods.with_pretrained(methods.methods_data(measured_methods()), rows)
     assert set(data.loc[data["best"], "variant"]) == {"compress"}
-    losses, seconds = methods.figure_methods(data).axes
+    losses, others, seconds = methods.figure_methods(data).axes
+    assert [0.2, 2] in (line.get_xydata()[0].tolist() for line in others.get_lines())
     ticks = losses.get_yticklabels()
     rows = [tick.get_text() for tick in ticks]
     assert rows == ["atoms", "compress", "heapr", "random", "experts", "reap"]

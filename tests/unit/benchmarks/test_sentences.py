@@ -34,12 +34,16 @@ def test_merging_is_compared_with_random_atoms_and_dropping() -> None:
             "ratio": 0.4,
         }
     ).assign(pooled=[0.4, 0.06, 0.01], other=[0.1, 0.2, 0.3], n_models=2)
+    pretrained = {"pretrained": [0.5, 0.3, None], "pretrained_ratio": [0.1, 0.2, None]}
+    data = data.assign(**pretrained)
     rankings = pd.DataFrame({"method": ["heapr", "naee"], "same rank": [True, False]})
     text = reply(0.2)
     assert text.startswith("Claim. At 40%, heapr loses least of the methods that leave")
     assert "corpus, and hc-smoe on the other corpora. Best" in text
     assert "weights moe-pruner 0.010; atoms heapr 0.060; merging hc-smoe 0.400" in text
     assert "single weights to zero (moe-pruner) saves no operations" in text
+    where = "where 20% is removed, atoms heapr 0.300; where 10% is removed, merging hc-"
+    assert f"On smolmoe, {where}smoe 0.500. Setting" in text
     assert "in 1 of 1 of its comparisons, the other methods in 0 of 1" in text
     less = "less on the fine (0.200 against 0.300) and the upcycled (0.050 against"
     assert less in text
