@@ -13,8 +13,9 @@ At 40 % the CPU seconds of one thread and the increase of resident memory that f
 takes are measured as well. That one fit shares nothing with other methods, so that each
 is charged with all that it measures; the others share what they measure.
 
-A method that refuses a model or ratio has a row with the reason. Rows are written when
-a method on a model is finished, so that a stopped run resumes where it was.
+The controls that remove at random are measured with several seeds. A method that
+refuses a model or ratio has a row with the reason. Rows are written when a method on a
+model is finished, so that a stopped run resumes where it was.
 """
 
 import argparse
@@ -59,6 +60,8 @@ COST_RATIO = 0.4
 """The ratio at which fitting is timed."""
 CORPUS = CORPORA[0]
 """The corpus that methods are fitted to."""
+DRAWS = {"random": 3, "random-groups": 3}
+"""How often a method is measured that depends on nothing but its seed; others once."""
 N_WINDOWS, AT_ONCE, SEED = 48, 8, 0
 PROFILE = PROFILES["lab"]
 DETAILS = {
@@ -79,9 +82,11 @@ class Task:
     model: str
     method: str
     ratios: tuple[float, ...] = RATIOS
+    draw: int = 0
+    """The seed of the method."""
 
     def __str__(self) -> str:
-        return f"{self.method}, {self.model} model"
+        return f"{self.method}, {self.model} model, draw {self.draw}"
 
 
 def missing(task: Task, rows: Rows) -> Task | None:
@@ -96,6 +101,7 @@ def labels(task: Task, ratio: float) -> Row:
         "model": f"{task.model} model",
         "seed": SEED,
         "variant": task.method,
+        "draw": task.draw,
         "ratio": ratio,
     }
 
@@ -119,13 +125,13 @@ class Case:
         """The dense model."""
         return self.bench.model
 
-    def fitted(self, name: str, ratio: float, *, alone: bool) -> Compression:
+    def fitted(self, task: Task, ratio: float, *, alone: bool) -> Compression:
         """What a method finds, from measurements of its own or from shared ones."""
-        return methods.get(name).fit(
+        return methods.get(task.method).fit(
             self.model,
             self.windows,
             ratio=ratio,
-            seed=SEED,
+            seed=task.draw,
             shared=None if alone else self.shared,
         )
 
@@ -218,7 +224,7 @@ def measure(task: Task) -> list[Row]:
 def row_at(case: Case, task: Task, ratio: float) -> Row:
     """The row of one ratio: all that is measured, or why the method refused."""
     alone = ratio == COST_RATIO
-    make = functools.partial(case.fitted, task.method, ratio, alone=alone)
+    make = functools.partial(case.fitted, task, ratio, alone=alone)
     row = labels(task, ratio) | {"kind": methods.get(task.method).compresses}
     try:
         fitted, cost = timed(make) if alone else (make(), {})
@@ -240,7 +246,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     models, rows = options.models.split(","), Rows(options.name)
     names = options.methods.split(",") if options.methods else list(methods.names())
-    planned = itertools.starmap(Task, itertools.product(models, names))
+    planned = [
+        Task(model, name, draw=draw)
+        for model, name in itertools.product(models, names)
+        for draw in range(DRAWS.get(name, 1))
+    ]
     left = [rest for task in planned if (rest := missing(task, rows))]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=spawn) as pool:

@@ -158,7 +158,7 @@ def _gains(committed: Committed) -> str:
         "loses, pooled over models and corpora; at worst, at 40 or 60%, "
         f"{listed(rows['worst at 40, 60 % [×]'])}; and on text that nothing was "
         f"calibrated on, at 40 and 60%, {other}. Points are left out where HEAPr "
-        f"itself loses less than {quality.MEASURABLE:g} nats per token."
+        f"itself loses less than {quality.NOISE:g} standard errors over test windows."
     )
 
 

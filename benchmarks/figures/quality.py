@@ -19,8 +19,8 @@ DRAWN = (
 """Variants in the figure; the table has all."""
 _USUAL = (0.4, 0.6)
 """Ratios at which most variants are measured."""
-MEASURABLE = 0.005
-"""Nats per token; where HEAPr loses less, a quotient would be one of noise."""
+NOISE = 2.0
+"""Standard errors over test windows; where HEAPr loses less, a quotient is of noise."""
 _RUN = ["model", "calibration", "test", "seed", "ratio"]
 _ACCURACIES = {
     "accuracy, seven tasks [%] ↑": "accuracy",
@@ -30,8 +30,9 @@ _ACCURACIES = {
 
 
 def _pooled(rows: pd.DataFrame) -> float:
-    """Mean Δloss of the rows ÷ HEAPr's; NaN where HEAPr's is not measurable."""
-    if rows.empty or rows["paper"].mean() < MEASURABLE:
+    """Mean Δloss of the rows ÷ HEAPr's; NaN where HEAPr's is within the noise."""
+    error = np.sqrt(rows["paper_stderr"].pow(2).sum())
+    if rows.empty or rows["paper"].sum() < NOISE * error:
         return float("nan")
     return float(rows["delta_nll"].sum() / rows["paper"].sum())
 
@@ -39,13 +40,14 @@ def _pooled(rows: pd.DataFrame) -> float:
 def models_data(measured: pd.DataFrame) -> pd.DataFrame:
     """Δloss of each variant ÷ HEAPr's on each model, calibrated and tested corpus.
 
-    Where HEAPr loses less than 0.005 nats there is no quotient. Mixtures are left out.
+    Where HEAPr loses less than the noise there is no quotient. Mixtures are left out.
 
     Args:
         measured: rows of `benchmarks/quality.py` on several models.
 
     Returns:
-        The rows, with the columns `paper`, HEAPr's Δloss, and `relative`.
+        The rows, with the columns `paper`, HEAPr's Δloss, its standard error
+        `paper_stderr`, and `relative`.
     """
     rows = _beside_paper(measured).dropna(subset="paper")
     return rows[rows["calibration"].isin(rows["test"])].reset_index(drop=True)
@@ -54,12 +56,13 @@ def models_data(measured: pd.DataFrame) -> pd.DataFrame:
 def _beside_paper(measured: pd.DataFrame) -> pd.DataFrame:
     """The rows with HEAPr's Δloss in the same run, `paper`, and their `relative`.
 
-    Where HEAPr loses less than 0.005 nats there is no quotient.
+    Where HEAPr loses less than the noise there is no quotient.
     """
     paper = measured[measured["variant"].eq(PAPER)]
-    losses = paper[[*_RUN, "delta_nll"]].rename(columns={"delta_nll": "paper"})
+    names = {"delta_nll": "paper", "delta_nll_stderr": "paper_stderr"}
+    losses = paper[[*_RUN, *names]].rename(columns=names)
     rows = measured.merge(losses, on=_RUN, how="left")
-    measurable = rows["paper"].ge(MEASURABLE)
+    measurable = rows["paper"].ge(NOISE * rows["paper_stderr"])
     return rows.assign(relative=(rows["delta_nll"] / rows["paper"]).where(measurable))
 
 
@@ -112,7 +115,7 @@ def models_table(data: pd.DataFrame) -> pd.DataFrame:
 
     Δloss ÷ HEAPr's, pooled over models, corpora and seeds (sum ÷ sum), and the largest
     quotient of any of them, with its model and corpus; then on text that nothing was
-    calibrated on. A ratio at which HEAPr loses less than 0.005 nats on the mean has no
+    calibrated on. A ratio at which HEAPr loses less than the noise on the mean has no
     quotient, and no column. Only runs that every variant has are pooled.
     """
     rows = []

@@ -65,7 +65,7 @@ def test_the_rows_of_a_method_that_removes_atoms(tiny: str) -> None:
     rows = rows_of(tiny, "heapr", 0.4, 0.5)
     assert [row["variant"] for row in rows] == ["heapr"] * 2
     case = script.case_of(tiny)
-    keep: Any = case.fitted("heapr", 0.5, alone=False)
+    keep: Any = case.fitted(script.Task(tiny, "heapr"), 0.5, alone=False)
     ids = case.bench.test_windows(script.CORPUS).ids
     assert len(ids) == script.PROFILE.n_test
     dense = float(window_nll(case.model, ids).mean())
@@ -85,7 +85,10 @@ def test_the_rows_of_a_method_that_removes_atoms(tiny: str) -> None:
 def test_a_fit_alone_finds_what_a_shared_one_finds(tiny: str) -> None:
     """What is timed is what is measured."""
     case = script.case_of(tiny)
-    alone, shared = (case.fitted("heapr", 0.5, alone=flag) for flag in (True, False))
+    alone, shared = (
+        case.fitted(script.Task(tiny, "heapr"), 0.5, alone=flag)
+        for flag in (True, False)
+    )
     assert alone.keep == shared.keep
 
 
