@@ -178,7 +178,7 @@ class PruningSession:
         )
         self._ranked = last(functools.partial(select, table))
         self._last_savings = last(self.savings_of)
-        self._last_score = last(functools.partial(summed_scores, table))
+        self._score = last(self.score_of)
 
     @property
     def is_ready(self) -> bool:
@@ -274,6 +274,11 @@ class PruningSession:
         source = None if self.workbench is None else self.workbench.source
         return savings_of(keep, self.table, source=source)
 
+    def score_of(self, keep: KeepMask, selection: Selection) -> float:
+        """The sum of the scores, by which a selection ranks, of what a mask prunes."""
+        options = dict(selection.estimator_options)
+        return summed_scores(self.table, keep, selection.estimator, **options)
+
     def bytes_are(self) -> str:
         """The kind of the bytes in `savings`: of files, or an estimate."""
         source = None if self.workbench is None else self.workbench.source
@@ -319,7 +324,7 @@ class PruningSession:
             same = points["ratio"].eq(self.selection.ratio)
         else:
             keep = self.keep
-            score = self._last_score(keep, self.selection.estimator)
+            score = self._score(keep, self.selection)
             same = points["summed_score"].eq(score)
             same &= points["achieved_ratio"].eq(keep.achieved_ratio)
         return points[same].drop_duplicates("dataset", keep="last")
@@ -407,7 +412,7 @@ class PruningSession:
         to_make = [self._windows_to_make(selection, one) for one in recipes]
         each = sum(part.n_windows for part in parts)
         clock = Clock((1 + len(recipes)) * each + sum(to_make), report)
-        score = summed_scores(self.table, ranked, selection.estimator)
+        score = self.score_of(ranked, selection)
         point = functools.partial(_point, selection, score=score)
         measured = measured_of(parts, None, clock)
         rows = [point(None, row, recipe=recipe) for row in measured]

@@ -19,6 +19,7 @@ from heapr_lab.panel.jobs import CancelledError
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
+from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes import making
 from heapr_lab.recipes.weights import DEFAULT, MASKED, METHODS, WeightRecipe
 from heapr_lab.storage.files import read_json
@@ -190,6 +191,20 @@ def test_points_of_compress_are_of_their_ratio(panel: Explorer) -> None:
         chosen = replace(session.selection, ratio=ratio)
         session.points = pd.DataFrame([row | {"selection": chosen, "ratio": ratio}])
         assert len(session.measured()) == n_known
+
+
+def test_a_point_has_the_sum_of_the_scores_that_ranked(panel: Explorer) -> None:
+    """With the options of the estimator, not with its own defaults."""
+    session = panel.session
+    by_energy: Any = {"alpha": 0.0}
+    session.choose(
+        Selection(0.5, estimator="camera", scope="layer", estimator_options=by_energy)
+    )
+    panel.weights.weights.value = "unchanged"
+    press(panel.evaluation.job)
+    (point,) = session.measured().to_dict("records")
+    scores = session.table.scores("camera", **by_energy)
+    assert point["summed_score"] == scores[~session.keep.rows].sum()
 
 
 def test_points_of_each_way_stay_apart(panel: Explorer) -> None:
