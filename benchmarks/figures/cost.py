@@ -241,5 +241,6 @@ def solves_table(measured: pd.DataFrame) -> pd.DataFrame:
         "elimination": "elimination [s]",
         "compensation": "compensation [s]",
         "compress ÷ scores": "compress ÷ scores ↓",
+        "with HEAPr's mask": "where it returns HEAPr's mask ↓",
     }
     return measured[list(named)].rename(columns=named)
