@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("house")
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays, and no garbage collection looks at it again."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported meanwhile stays, and no garbage collection looks at it."""
+    gc.disable()
+    collected = yield
     gc.freeze()
+    gc.enable()
+    return collected
 
 
 def pytest_runtest_setup() -> None:
