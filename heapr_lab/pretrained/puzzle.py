@@ -31,7 +31,8 @@ class NemotronHPuzzleBlock(NemotronHBlock):
     def __init__(self, config: NemotronHPuzzleConfig, layer_idx: int) -> None:
         super().__init__(config.of_block(layer_idx), layer_idx)
         # In that of the model it is set how attention and experts are computed.
-        getattr(self.mixer, "experts", self.mixer).config = config
+        mixer: Any = self.mixer
+        getattr(mixer, "experts", mixer).config = config
 
 
 class NemotronHPuzzlePreTrainedModel(NemotronHPreTrainedModel):

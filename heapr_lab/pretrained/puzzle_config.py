@@ -103,7 +103,7 @@ class NemotronHPuzzleConfig(NemotronHConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data, with the published names of kinds."""
-        plain = super().to_dict()
+        plain: dict[str, Any] = super().to_dict()
         for name in _REQUIRED:
             if plain[name] is None:
                 del plain[name]

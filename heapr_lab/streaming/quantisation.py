@@ -12,7 +12,7 @@ MXFP4 32 columns have a scale, which is a power of two; of it compressed-tensors
 exponent. (transformers reads the MXFP4 of gpt-oss, which has a layout of its own.)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -180,15 +180,16 @@ class BlockDequantize(Fp8Dequantize):
         if quantized.dtype == torch.int8:
             rows, columns = quantized.shape[-2:]
             check_grid((rows, 2 * columns), scales.shape, BLOCK_OF_FP4)
+        dequantised: Callable[..., torch.Tensor] = super()._dequantize_one
         if quantized.dtype not in _EIGHT_BITS or scales.dim() < 2:
-            return super()._dequantize_one(quantized, scales, *args, **options)
+            return dequantised(quantized, scales, *args, **options)
         block = self.hf_quantizer.quantization_config.weight_block_size
         check_grid(quantized.shape, scales.shape, block)
         rows, columns = quantized.shape[-2:]
         n_rows, n_columns = block or (rows, columns)
         missing = 0, -columns % n_columns, 0, -rows % n_rows
         padded = F.pad(quantized.float(), missing)
-        whole = super()._dequantize_one(padded, scales, *args, **options)
+        whole = dequantised(padded, scales, *args, **options)
         return whole[..., :rows, :columns].contiguous()
 
 
