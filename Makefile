@@ -6,9 +6,14 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	2>/dev/null && echo $$python && break; done)
 # Anything pip should know when it fetches torch, such as an index of CPU builds.
 TORCH_ARGS ?=
+# The version of uv that installs all but torch, in half of the time; by default pip does,
+# as also where uv fails, which does not read pip's settings.
+UV ?=
 # Processes of the tests; those of one file stay together.
 JOBS ?= 2
 BIN := .venv/bin
+PINNED := -c constraints.txt --build-constraint constraints.txt
+TESTED := $(PINNED) -e '.[test,axe]'
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs_installed
 
@@ -51,9 +56,10 @@ install: $(STAMP) ## make .venv with the pinned dependencies
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; give PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install pip==26.3
+	$(BIN)/python -m pip install pip==26.3 $(UV:%=uv==%)
 	$(BIN)/python -m pip install -c constraints.txt $(TORCH_ARGS) torch==2.13.0
-	$(BIN)/python -m pip install -c constraints.txt --build-constraint constraints.txt -e '.[test,axe]'
+	$(if $(UV),$(BIN)/python -m uv pip install --no-cache $(TESTED) ||) \
+		$(BIN)/python -m pip install $(TESTED)
 	touch $@
 
 test: lint types tests ## lint, types, tests
@@ -130,7 +136,7 @@ docs: $(DOCS_STAMP) ## the site, into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install -c constraints.txt --build-constraint constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install $(PINNED) -e '.[docs]'
 	touch $@
 
 clean: ## remove the environment and what tools left; results and the cache stay
