@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from random_tables import random_table, small_table
 
@@ -157,7 +156,7 @@ def test_asked_and_removed_are_both_said(
 def test_removed_is_counted_as_the_ratio_is() -> None:
     """Both count atoms or parameters."""
     keep = mask([[1, 0, 0, 0]])
-    row = pd.DataFrame({"parameter_reduction": [0.5]})
+    row = {"parameter_reduction": 0.5}
     for unit, share in {"atoms": 0.75, "model": 0.5}.items():
         removed = removed_share(Selection(0.5, of=unit), keep, row)
         assert removed == pytest.approx(share)
