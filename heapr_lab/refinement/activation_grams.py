@@ -86,7 +86,7 @@ class _Collector:
         if self.span == "expert":
             for expert, phi in enumerate(features):
                 if len(phi):
-                    into[expert] += phi.T @ phi
+                    _add_upper(into[expert], phi)
             return
         sizes = self.layer.n_experts, self.layer.d_inter
         blocks = into[0].view(2 * sizes)  # (E, I, E, I)
@@ -107,11 +107,28 @@ class _Collector:
                 f"layer {self.layer.layer} took part in {self.calls} of "
                 f"{self.n_forwards} forwards, expected all"
             )
+        if self.span == "expert":
+            _mirror(self.sums)
         # Where solves are fastest, but for devices without float64.
         wide = (
             self.sums if self.sums.dtype == torch.float64 else self.sums.cpu().double()
         )
         return LayerGrams(self.span, wide, self.tokens)
+
+
+def _add_upper(into: torch.Tensor, phi: torch.Tensor) -> None:
+    """Add φᵀφ but for its quarter of low rows and left columns, until `_mirror`."""
+    half = len(into) // 2
+    left, right = phi[:, :half], phi[:, half:]
+    into[:half, :half] += left.T @ left
+    into[:half, half:] += left.T @ right
+    into[half:, half:] += right.T @ right
+
+
+def _mirror(sums: torch.Tensor) -> None:
+    """Fill the quarter that `_add_upper` leaves out; sums are symmetric."""
+    half = sums.shape[-1] // 2
+    sums[..., half:, :half] = sums[..., :half, half:].mT
 
 
 def _pairs(
