@@ -156,6 +156,30 @@ def measured_models() -> pd.DataFrame:
     return pd.concat([frame, other])
 
 
+def real_row(method: str, ratio: float, **changes: object) -> dict[str, object]:
+    """A state of `benchmarks/real.py`, whose loss on WikiText-2 is its ratio."""
+    return {
+        "model": "smolmoe",
+        "method": method,
+        "ratio": ratio,
+        "fitted_to": "wikitext2",
+        "seed": 0,
+        "parameters_saved": ratio / 2,
+        "perplexity wikitext2": 20 + 100 * ratio,
+        "perplexity ptb": 50 + 100 * ratio,
+        "delta_nll wikitext2": ratio,
+        "delta_nll ptb": 2 * ratio,
+        "shared_delta_nll wikitext2": ratio,
+        "shared_delta_nll_stderr wikitext2": ratio / 10,
+        "shared_delta_nll ptb": 2 * ratio,
+        "shared_delta_nll_stderr ptb": ratio / 10,
+        "accuracy": 0.5 - ratio / 10,
+        "accuracy_stderr": 0.01,
+        "windows": "16, 16, 16",
+        "items": 100,
+    } | changes
+
+
 def measured_methods() -> pd.DataFrame:
     """Two models: atoms removed in three ways.
 

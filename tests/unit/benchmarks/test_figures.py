@@ -52,6 +52,19 @@ def test_committed_passes_are_those_that_are_counted() -> None:
     assert set(passes) == {PASSES["compress"]}
 
 
+def test_what_compress_costs_is_the_sum_of_its_parts() -> None:
+    """Of three quarters of the windows scores and twice sums, of an eighth 7 losses."""
+    rows = results_of("solves")
+    rows = rows[rows["extrapolated"]]
+    assert len(rows) == 4
+    solves = rows["elimination"] + 2 * rows["compensation"]
+    seconds = 0.75 * (rows["scores"] + 2 * rows["sums"]) + 7 / 8 * rows["losses"]
+    quotients = (seconds + solves) / rows["scores"]
+    assert rows["compress ÷ scores"].tolist() == pytest.approx(quotients.tolist())
+    worst = (quotients + 0.25).tolist()
+    assert rows["with HEAPr's mask"].tolist() == pytest.approx(worst)
+
+
 def test_a_caption_names_the_models_that_are_drawn() -> None:
     """Each has a panel."""
     row = BENCHMARKS["quality"]

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from figure_rows import measured_methods
+from figure_rows import measured_methods, real_row
 
 from benchmarks.figures import methods
 from benchmarks.index import results_of
@@ -58,32 +58,19 @@ def test_nothing_is_refused_if_the_column_is_empty() -> None:
     assert data["n_refused"].eq(0).all()
 
 
-def pretrained(method: str, ratio: float, **changes: object) -> dict[str, object]:
-    """A row of `benchmarks/real.py`."""
-    return {
-        "model": "smolmoe",
-        "method": method,
-        "ratio": ratio,
-        "fitted_to": "wikitext2",
-        "seed": 0,
-        "shared_delta_nll wikitext2": ratio,
-        "shared_delta_nll_stderr wikitext2": ratio / 10,
-    } | changes
-
-
 def test_a_kind_is_at_one_ratio_of_the_pretrained_moe() -> None:
     """That at which most of its methods were measured, and of two the larger."""
     rows = pd.DataFrame(
         [
-            pretrained("heapr", 0.2),
-            pretrained("heapr", 0.4),
-            pretrained("compress", 0.2),
-            pretrained("reap", 0.1),
-            pretrained("reap", 0.3),
-            pretrained("random", 0.2, model="smollm2"),
-            pretrained("random", 0.2, seed=1),
-            pretrained("random", 0.2, fitted_to="c4"),
-            pretrained("fisher", 0.2),
+            real_row("heapr", 0.2),
+            real_row("heapr", 0.4),
+            real_row("compress", 0.2),
+            real_row("reap", 0.1),
+            real_row("reap", 0.3),
+            real_row("random", 0.2, model="smollm2"),
+            real_row("random", 0.2, seed=1),
+            real_row("random", 0.2, fitted_to="c4"),
+            real_row("fisher", 0.2),
         ]
     )
     data = methods.with_pretrained(methods.methods_data(measured_methods()), rows)
@@ -98,7 +85,7 @@ def test_a_kind_is_at_one_ratio_of_the_pretrained_moe() -> None:
 
 def test_every_method_is_a_row_below_its_kind() -> None:
     """Best first, with the worst model."""
-    rows = pd.DataFrame([pretrained("heapr", 0.2)])
+    rows = pd.DataFrame([real_row("heapr", 0.2)])
     data = methods.with_pretrained(methods.methods_data(measured_methods()), rows)
     assert set(data.loc[data["best"], "variant"]) == {"compress"}
     losses, others, seconds = methods.figure_methods(data).axes

@@ -4,31 +4,9 @@ import math
 
 import pandas as pd
 import pytest
+from figure_rows import real_row
 
 from benchmarks.figures import real
-
-
-def _row(method: str, ratio: float, **changes: object) -> dict[str, object]:
-    return {
-        "model": "smolmoe",
-        "method": method,
-        "ratio": ratio,
-        "fitted_to": "wikitext2",
-        "seed": 0,
-        "parameters_saved": ratio / 2,
-        "perplexity wikitext2": 20 + 100 * ratio,
-        "perplexity ptb": 50 + 100 * ratio,
-        "delta_nll wikitext2": ratio,
-        "delta_nll ptb": 2 * ratio,
-        "shared_delta_nll wikitext2": ratio,
-        "shared_delta_nll_stderr wikitext2": ratio / 10,
-        "shared_delta_nll ptb": 2 * ratio,
-        "shared_delta_nll_stderr ptb": ratio / 10,
-        "accuracy": 0.5 - ratio / 10,
-        "accuracy_stderr": 0.01,
-        "windows": "16, 16, 16",
-        "items": 100,
-    } | changes
 
 
 def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
@@ -36,16 +14,16 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     ours, text = real.DEFAULT, {"fitted_to": real.FRONT_TEXT}
     rows = pd.DataFrame(
         [
-            _row("dense", 0.0),
-            _row(ours, 0.4, **text),
-            _row("heapr", 0.4, **text),
-            _row(ours, 0.25, **text),
-            _row("heapr", 0.25, **text),
-            _row("heapr", 0.25),
-            _row("heapr", 0.25, seed=1),
-            _row("heapr", 0.25, fitted_to="c4"),
-            _row("random", 0.25, **text),
-            _row("heapr", 0.25, model="smollm2", **text),
+            real_row("dense", 0.0),
+            real_row(ours, 0.4, **text),
+            real_row("heapr", 0.4, **text),
+            real_row(ours, 0.25, **text),
+            real_row("heapr", 0.25, **text),
+            real_row("heapr", 0.25),
+            real_row("heapr", 0.25, seed=1),
+            real_row("heapr", 0.25, fitted_to="c4"),
+            real_row("random", 0.25, **text),
+            real_row("heapr", 0.25, model="smollm2", **text),
         ]
     )
     front = real.real_front_table(rows)
@@ -68,8 +46,8 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
 def test_the_figure_has_both_methods_named_at_their_ends() -> None:
     """A panel for each corpus and one for accuracy, bars of 1.96 standard errors."""
     text = {"fitted_to": real.FRONT_TEXT}
-    pruned = [_row("heapr", 0.25, **text), _row("compress", 0.25, **text)]
-    rows = pd.DataFrame([_row("dense", 0.0), *pruned, _row("heapr", 0.4)])
+    pruned = [real_row("heapr", 0.25, **text), real_row("compress", 0.25, **text)]
+    rows = pd.DataFrame([real_row("dense", 0.0), *pruned, real_row("heapr", 0.4)])
     rows = rows.assign(against_dense=-0.02, against_dense_stderr=0.01)
     rows[[f"delta_nll_stderr {name}" for name in ("wikitext2", "ptb")]] = 0.025
     figure = real.figure_real(rows)
@@ -87,7 +65,7 @@ def test_the_main_table_is_of_whole_splits() -> None:
     """Lowest perplexity first; a state with fewer windows is left out."""
     whole = {"windows": "2, 2, 2", "items": 2}
     states = ("dense", 0.0), ("heapr", 0.2), ("naee", 0.2), ("d2-moe", 0.2)
-    rows = pd.DataFrame([_row(*state, **whole) for state in states])
+    rows = pd.DataFrame([real_row(*state, **whole) for state in states])
     rows.loc[rows["method"].eq("naee"), "perplexity wikitext2"] = 1.0
     rows.loc[rows["method"].eq("d2-moe"), "windows"] = "1, 1, 1"
     keys = {"model": "smolmoe", "fitted_to": "wikitext2", "seed": 0}
@@ -113,8 +91,10 @@ def test_the_main_table_is_of_whole_splits() -> None:
 def test_each_model_says_its_windows_and_items() -> None:
     """States are compared on the windows of all; a perplexity may be of more."""
     whole = {"windows": "595, 206, 54", "items": 400}
-    rows = [_row("dense", 0.0, **whole), _row("heapr", 0.25)]
-    told = real.tested_on(pd.DataFrame([*rows, _row("dense", 0.0, model="smollm2")]))
+    rows = [real_row("dense", 0.0, **whole), real_row("heapr", 0.25)]
+    told = real.tested_on(
+        pd.DataFrame([*rows, real_row("dense", 0.0, model="smollm2")])
+    )
     assert told.startswith("here wikitext2; Δloss on 16 windows of 512 tokens, spread")
     assert "smollm2: perplexity on 16 / 16 / 16 windows of 512 tokens" in told
     assert "smolmoe: perplexity on 16 to 595 / 16 to 206 / 16 to 54 windows" in told
