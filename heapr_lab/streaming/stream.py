@@ -206,6 +206,7 @@ class Stream:
     def _empty(self, number: int) -> None:
         """Drop the weights of a part."""
         self._resident = None
+        empty: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
         for top in self.parts[number].modules:
             for module in top.modules():
                 for name, parameter in module._parameters.items():
@@ -213,7 +214,7 @@ class Stream:
                         meta = nn.Parameter(
                             parameter.detach().to("meta"), requires_grad=False
                         )
-                        module._parameters[name] = meta
+                        module._parameters[name] = empty.setdefault(parameter, meta)
                 for name, buffer in module._buffers.items():
                     in_files = name not in module._non_persistent_buffers_set
                     if buffer is not None and top in self.blocks and in_files:
