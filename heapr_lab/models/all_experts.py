@@ -22,6 +22,8 @@ ON_CPU = "heapr_lab_on_cpu"
 """The implementation of models that are loaded on a CPU."""
 _MOST = 2 / 3
 """Share of the experts from which on running all of them is faster."""
+_ROW_BYTES = 16
+"""Grouped kernels take matrices whose rows are a multiple of it."""
 
 
 def all_experts(
@@ -97,13 +99,26 @@ ALL_EXPERTS_FUNCTIONS.register(ON_CPU, _experts_on_cpu)
 def ready(model: Any) -> Any:
     """A model that was just loaded, in eval mode, with experts functions for its type.
 
-    The default, grouped kernels do not support float64, and are slower on a CPU.
+    The default, grouped kernels do not support float64, nor experts of every width, and
+    are slower on a CPU.
     """
-    if model.dtype == torch.float64:
+    if model.dtype == torch.float64 or not _fit_grouped_kernels(model):
         model.set_experts_implementation("eager")
     elif model.config._experts_implementation == "grouped_mm" and _on_cpu(model):
         model.set_experts_implementation(ON_CPU)
     return model.eval()
+
+
+def _fit_grouped_kernels(model: Any) -> bool:
+    """Whether rows of all experts' matrices, and of their transposes, fill 16 bytes."""
+    return all(
+        size * weight.element_size() % _ROW_BYTES == 0
+        for module in model.modules()
+        if hasattr(module, "is_concatenated")  # set by transformers' decorator
+        for weight in module.parameters(recurse=False)
+        if weight.ndim == 3
+        for size in weight.shape[1:]
+    )
 
 
 def _on_cpu(model: Any) -> bool:

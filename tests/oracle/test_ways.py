@@ -10,6 +10,7 @@ from keeps import logits_of, masked_logits, random_keep, widths_keep
 from tiny_folder import write_model
 from torch import nn
 
+from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models import all_experts as fast
 from heapr_lab.models import ragged_experts
 from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
@@ -173,3 +174,17 @@ def test_where_it_is_used(
     model.set_experts_implementation("eager")
     torch.testing.assert_close(dense, logits_of(model, ids), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(dense, masked)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("width", "dtype"), [(7, "float32"), (4, "bfloat16")])
+def test_widths_that_fill_no_16_bytes_run(
+    width: int, dtype: str, stream: bool, tmp_path: Any
+) -> None:
+    """Grouped kernels refuse them, so they are not asked."""
+    folder = write_model(tmp_path, moe_intermediate_size=width)
+    model, _ = load_model(folder, device="cpu", dtype=dtype, stream=stream)
+    exact, _ = load_model(folder, device="cpu", dtype="float64")
+    ids = tiny_ids()
+    losses = [evaluate_perplexity(m, ids).nll for m in (model, exact)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
