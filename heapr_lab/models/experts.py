@@ -48,7 +48,7 @@ class ExpertsLayer:
 
     @property
     def gated(self) -> bool:
-        """Whether an expert has W_gate besides W_up."""
+        """Whether an expert has W_gate beside W_up."""
         return bool(self.module.has_gate)
 
     @property
@@ -351,6 +351,11 @@ def _refuse_inexact(layer: ExpertsLayer) -> None:
         raise LayoutError(
             f"{layer.name}: input projection {tuple(up.shape)} does not fit W_down "
             f"{tuple(module.down_proj.shape)}"
+        )
+    if not layer.d_inter:
+        raise LayoutError(
+            f"{layer.name} has experts of 0 atoms, expected at least 1: check the "
+            "widths in config.json"
         )
     _refuse_mixing(layer)
 

@@ -190,3 +190,12 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecError, match=r"there is no model .*empty"):
         plan(tmp_path / "empty")
+
+
+def test_experts_without_atoms_are_refused(folder: Path, tmp_path: Path) -> None:
+    """They have no atom that could be changed to see what it changes."""
+    config = json.loads((folder / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"moe_intermediate_size": 0}))
+    with pytest.raises(LayoutError, match="experts of 0 atoms"):
+        plan(path)
