@@ -179,7 +179,7 @@ ATOMS = (
             "The second of every four windows is held out, so the result depends on "
             "the order of the windows.",
         ),
-        version=3,
+        version=4,
     ),
     _variant("E", "ranked within each expert", "expert"),
     _variant("L", "ranked within each layer", "layer"),

@@ -119,7 +119,7 @@ def fit_compression(
 ) -> FittedCompression:
     """The mask and the weights alone, to evaluate with `masking`.
 
-    Arguments are those of `compress`, besides:
+    Arguments are those of `compress`, and:
 
     Args:
         model: the dense model.
@@ -158,10 +158,11 @@ def fit_compression(
         if _chosen(judged) == name:
             result = keep, columns
     (dense,) = losses_on(contextlib.nullcontext(model), judges[-1:], parts)
+    last = parts.part(sum(n_judged))
     if result is None:
         published = _of(selection, PAPER)
-        progress = parts.part(sum(n_judged))
-        result = fitted.keep_on_all(published, judges, progress), None
+        result = fitted.keep_on_all(published, judges, last), None
+    last(1, 1)  # where a mask that is not HEAPr's, or measured before, needs no pass
     return FittedCompression(*result, _report(judged, dense))
 
 

@@ -38,8 +38,9 @@ def own_text(
 ) -> CalibrationSet:
     """Windows that the model writes, each from a token drawn from the vocabulary.
 
-    Every other token is drawn from the model's distribution (temperature 1); no window
-    has a special token or ends early.
+    Every other token is drawn from the model's distribution (temperature 1), which may
+    have special tokens, and rows that the tokenizer has not; no window begins with one
+    of them, or ends early.
 
     Args:
         model: a causal language model of transformers.

@@ -249,6 +249,20 @@ def test_sums_that_are_not_kept_take_two_passes(
     assert scores.call_count == n_sums - 1  # another ratio has the same scores
 
 
+@pytest.mark.parametrize("errors", [math.inf, -math.inf])
+def test_progress_ends_whatever_is_chosen(
+    model: nn.Module, errors: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where compensation is better, and where HEAPr's mask is, measured or known."""
+    monkeypatch.setattr(compensation, "STANDARD_ERRORS", errors)
+    fitted = CalibratedModel(model, FIT)
+    for _ in range(2):
+        seen = Heard()
+        fit_compression(model, WINDOWS, HALF, fitted=fitted, progress=seen)
+        done, total = seen[-1]
+        assert done == total
+
+
 # --- what is refused --------------------------------------------------------------
 
 
