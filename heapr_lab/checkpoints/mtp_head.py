@@ -265,9 +265,7 @@ def _states_alone(_block: nn.Module, _inputs: Any, outputs: Any) -> torch.Tensor
 
 
 def _in_memory(module: Any) -> Any:
-    """`module`; if the model is streamed, a copy whose weights stay in memory."""
-    if not module.weight.is_meta:
-        return module
+    """A copy of `module` whose weights are kept in memory."""
     clone = copy.copy(module)
     clone.__dict__ = {
         name: value

@@ -185,17 +185,20 @@ class Request:
         """Check what needs no weights.
 
         Raises:
-            SpecError: the engine computes another model, or no checkpoint has this
-                structure.
+            SpecError: the engine computes another model, experts are narrower than
+                the multiple, or no checkpoint has this structure.
             LayoutError: a part of a layer that predicts further tokens is missing.
         """
         from heapr_lab.checkpoints.engines import check_computed
         from heapr_lab.models.folders import read_config
-        from heapr_lab.recipes.export import check_checkpoint
+        from heapr_lab.recipes.export import check_checkpoint, check_widths
 
-        check_computed(self.engine, read_config(source))
+        config, selection = read_config(source), self.setting.selection
+        check_computed(self.engine, config)
         if self.to_folder:
-            check_checkpoint(source, self.setting.selection)
+            check_checkpoint(source, selection)
+        elif selection.multiple is not None:
+            check_widths(config, selection)
 
     def _check_text(self) -> list[str]:
         """Check the text, or the table, without torch; returns the corpora of the card.

@@ -134,6 +134,8 @@ class Training(Protocol):
 class Backend:
     """What differs with where the weights of a model are: here all are in memory."""
 
+    place = ""
+    """Where weights are that are not in memory, in a word or two."""
     runs_whole = True
     """Whether one call runs all layers, which may have its own positions and mask."""
 

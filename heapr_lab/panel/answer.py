@@ -408,14 +408,13 @@ def _computed(session: PruningSession) -> dict[str, str]:
         return {}
     if not session.is_ready:
         return {"device": "the model is not loaded yet"}
+    from heapr_lab.models.backend import backend_of
     from heapr_lab.models.sources import dtype_name
 
     model: Any = session.workbench.model
-    weights = list(model.parameters())
-    places = sorted({str(weight.device) for weight in weights} - {"meta"})
-    streamed = ["streamed from disk"] * any(weight.is_meta for weight in weights)
-    dtype = dtype_name(model.dtype)
-    return {"dtype": dtype, "device": ", ".join(places + streamed)}
+    devices = {str(weight.device) for weight in model.parameters()} - {"meta"}
+    places = filter(None, [*sorted(devices), backend_of(model).place])
+    return {"dtype": dtype_name(model.dtype), "device": ", ".join(places)}
 
 
 # --- what may be overlooked -----------------------------------------------------------

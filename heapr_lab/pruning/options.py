@@ -39,6 +39,11 @@ _REMOVED: Mapping[str, Any] = {
     "own_layers": [],
 }
 """Fields that heapr-lab 0.1 had, and their defaults."""
+_REMOVED_VALUES: Mapping[str, Any] = {
+    "of": ("flops", "bytes"),
+    "estimator": ("weighted", "taylor", "shrunk", "elimination_shrunk"),
+}
+"""Values of other fields that it had."""
 
 
 def exact_ratio(value: Any, *, name: str = "pruning ratio") -> Fraction:
@@ -363,7 +368,10 @@ class Selection:
         """
         names = {field.name for field in dataclasses.fields(cls)}
         given = dict(plain)
-        used = {k: v for k, v in _REMOVED.items() if given.pop(k, v) != v}
+        used = [k for k, v in _REMOVED.items() if given.pop(k, v) != v]
+        used += [
+            f"{k} {given[k]!r}" for k, v in _REMOVED_VALUES.items() if given.get(k) in v
+        ]
         if used:
             raise SpecError(
                 f"{', '.join(used)} of the selection was a setting of heapr-lab 0.1: "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from heapr_lab.checkpoints.mtp_head import whole_heads
 from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
@@ -129,16 +130,27 @@ def check_checkpoint(source: Path, selection: Selection) -> None:
             all experts are narrower than the multiple.
     """
     config = read_config(source)
+    whole_heads(check_widths(config, selection), str(source))
+    if selection.structure == "uniform":
+        stock_config(config, selection.multiple or 1)
+
+
+def check_widths(config: Any, selection: Selection) -> nn.Module:
+    """Check, before anything is measured, that an expert has as many atoms as asked.
+
+    Returns the model of `config` without weights.
+
+    Raises:
+        SpecError: all experts are narrower than the multiple.
+    """
     skeleton = skeleton_of(config)
-    whole_heads(skeleton, str(source))
     widest = max(layer.d_inter for layer in find_experts(skeleton))
     if (selection.multiple or 1) > widest:
         raise SpecError(
             f"widths in multiples of {selection.multiple} were requested, and experts "
             f"have {widest} atoms: give a smaller multiple (--multiple)"
         )
-    if selection.structure == "uniform":
-        stock_config(config, selection.multiple or 1)
+    return skeleton
 
 
 def slice_checkpoint(

@@ -46,6 +46,7 @@ from heapr_lab.streaming.two_sweeps import streamed_pass, token_bytes
 class OnDisk(Backend):
     """Runs a model a layer at a time, on as many windows as there is room for."""
 
+    place = "streamed from disk"
     runs_whole = False
 
     def __init__(self, stream: Stream) -> None:

@@ -1,8 +1,10 @@
 """The core: closed, small, read in an hour, and enough for the lines in the README."""
 
+import ast
 import re
 from pathlib import Path
 
+import pytest
 from house import CORE, PACKAGE, TOP, WINGS, code_lines
 from processes import run_each
 from tiny_folder import write_text
@@ -23,7 +25,9 @@ SMALLER = {
     "n_sequences=64": "n_sequences=2",
     "seq_len=256": "seq_len=32",
 }
-ASKING = re.compile(r"\b(stream_of|open_streamed|runs_whole|require_loaded)\b")
+ASKING = re.compile(
+    r"\b(stream_of|open_streamed|runs_whole|require_loaded)\b|weights?\.is_meta"
+)
 """What opens models on disk, asks whether one is, or refuses it."""
 ALONE = """
 import importlib.abc, sys
@@ -41,6 +45,20 @@ sys.meta_path.insert(0, Refuse())
 def test_the_core_is_below_all_others() -> None:
     """A wing around it may import all of it."""
     assert WINGS[: len(CORE)] == CORE
+
+
+@pytest.mark.parametrize("wing", CORE)
+def test_nothing_else_is_imported_by_name(wing: str) -> None:
+    """Neither as text nor as an attribute of the package, which no statement shows."""
+    for path in (PACKAGE / wing).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            named = isinstance(node, ast.Import) and "heapr_lab" in {
+                alias.name for alias in node.names
+            }
+            text = node.value if isinstance(node, ast.Constant) else None
+            place = isinstance(text, str) and re.fullmatch(r"heapr_lab(\.\w+)+", text)
+            assert not named, path.name
+            assert not place, (path.name, text)
 
 
 def test_the_core_is_small() -> None:

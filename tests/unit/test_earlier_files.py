@@ -122,7 +122,9 @@ def test_what_reads_them_can_be_checked_out() -> None:
     with pytest.raises(SpecError) as error:
         Selection.from_dict({"ratio": 0.5, "price": 1.0})
     page = (ROOT / "docs" / "checkpoints.md").read_text("utf-8")
-    for text in (str(error.value), page):
+    with pytest.raises(SpecError) as other:
+        Selection.from_dict({"ratio": 0.5, "estimator": "shrunk", "of": "flops"})
+    for text in (str(error.value), str(other.value), page):
         assert re.findall("git checkout ([0-9a-f]+)", text) == commit
     settings = _of_commit(f"{commit[0]}:pyproject.toml")
     assert re.search(r'^version = "0\.1\.', settings, re.MULTILINE)

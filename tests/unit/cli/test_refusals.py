@@ -161,6 +161,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """What is asked for, and a part of what is said of it."""
 LATER: tuple[tuple[tuple[str, ...], str], ...] = (
+    (WIDE, "experts have 96 atoms: give a smaller multiple"),
     ((*WIDE, "--out", "x"), "experts have 96 atoms: give a smaller multiple"),
     (
         ("evaluate", "lab", "--corpora", "", "--tasks", "arc_easy"),
