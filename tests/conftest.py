@@ -40,10 +40,11 @@ hypothesis.settings.load_profile("house")
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported meanwhile stays, and no garbage collection looks at it."""
     gc.disable()
-    collected = yield
-    gc.freeze()
-    gc.enable()
-    return collected
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import pandas as pd
 import pytest
 import run_tutorial
 import typer.main
@@ -100,6 +101,19 @@ def test_the_tutorial_runs(tiny_lab: Path, capsys: pytest.CaptureFixture[str]) -
     assert paper["calibrated_on"]["own_text"] == 0.0
     measured = run_tutorial.perplexities(done)
     assert measured["perplexity on pydocs"].nunique() == 3  # dense, best, paper
+
+
+def test_its_perplexities_are_those_of_the_figures() -> None:
+    """The dense lab model, and HEAPr at 40 %, on the same windows."""
+    block = re.search(r"<!-- perplexity -->(.*?)<!-- end -->", TUTORIAL, re.DOTALL)
+    assert block is not None
+    told = dict(re.findall(r"`heapr-lab evaluate (\w+)[^`]*` \| ([\d.]+)", block[1]))
+    rows = pd.read_csv(paths.figures_dir() / "data" / "4_boundary.csv")
+    rows = rows[rows["dataset"].eq("pydocs") & rows["metric"].eq("perplexity")]
+    ours = rows[rows["source"].eq("ours")]
+    losses = ours.set_index(ours["ratio"].round(3))["value"]
+    assert told["lab"] == f"{losses[0.0]:.2f}"
+    assert told["as_published"] == f"{losses[0.4]:.2f}"
 
 
 def section(title: str) -> str:

@@ -243,9 +243,10 @@ def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
             swept.weights.weights.value = "compensated"
 
     tab.job.text.observe(move, names="value")
-    tab.ratios.value, tab.estimators.value = "75%", ("heapr",)
+    tab.ratios.value, tab.estimators.value = "75%, 85%", ("heapr",)
     press(tab.job)
-    assert swept.session.points["weights"].iloc[-1] == "masked"
+    points = swept.session.points.set_index("ratio")["weights"]
+    assert points[[0.75, 0.85]].tolist() == ["masked", "masked"]
     assert any("0.75 of the atoms" in text and ", masked: " in text for text in told)
 
 

@@ -233,7 +233,8 @@ def test_files_of_killed_processes_are_removed() -> None:
     folders, processes = [], []
     for _ in range(2):
         there, here = fork.Pipe()
-        processes.append(fork.Process(target=_with_a_store, args=(here,)))
+        process = fork.Process(target=_with_a_store, args=(here,), daemon=True)
+        processes.append(process)
         processes[-1].start()
         folders.append(there.recv())
     processes[0].kill()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from keeps import random_keep
-from tiny_folder import write_model, write_piqa
+from tiny_folder import write_model, write_piqa, write_text
 
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.pruning.masks import KeepMask
@@ -69,3 +69,17 @@ def test_the_continuation_task_has_a_number_of_its_own() -> None:
     profile = PROFILES["pretrained"]
     assert profile.items_of(CONTINUATION) == profile.items_of("continuation:ptb") == 8
     assert {p.items_of("piqa") >= 50 for p in PROFILES.values()} == {True}
+
+
+def test_results_are_found_by_the_text_and_the_items(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    """Another file or other items of the same name are asked again, and only those."""
+    file = write_text(tmp_path / "text.txt")
+    task = f"continuation:{file}"
+    keys = [bench.task_key(name, 4) for name in (task, "piqa", task, "piqa")]
+    assert keys[:2] == keys[2:]
+    file.write_text(file.read_text()[::-1])
+    write_piqa(tmp_path / "tasks" / "piqa", N_ITEMS, changed=0)
+    for name, before in ((task, keys[0]), ("piqa", keys[1])):
+        assert bench.task_key(name, 4) != before
