@@ -51,6 +51,7 @@ def tables() -> dict[str, pd.DataFrame]:
     return {
         "pretrained": _said_rows(default_gaps()),
         "worse": worse_table(quality),
+        "runs": runs_table(quality),
         "experts": experts_table(results_of("methods")),
         "whole_experts": _said_rows(_less_heapr(_OF_EXPERTS)),
         "quantised": quantised_table(results_of("quantised")),
@@ -225,6 +226,25 @@ def worse_table(rows: pd.DataFrame) -> pd.DataFrame:
         table[f"{name} loses more"] = counts["sum"] + " of " + counts["size"]
     table = table.rename(columns=lambda name: name.replace("own", "self-generated"))
     table = table.rename_axis("removed").fillna("–").reset_index()
+    return table.assign(removed=table["removed"].map("{:.0%}".format))
+
+
+def runs_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every run of `worse_table`, with 95 % intervals of what exceeds HEAPr's Δloss.
+
+    Args:
+        rows: of `benchmarks/quality.py`.
+    """
+    states = rows[rows["calibration"].eq(rows["test"])]
+    runs = ["model", "test", "seed", "ratio"]
+    table = states[states["variant"].eq("heapr")].set_index(runs)[["delta_nll"]]
+    for name in ("compress", WITH_OWN_TEXT[0]):
+        part = states[states["variant"].eq(name)].set_index(runs)
+        gaps = map(of_error, part["against_paper"], part["stderr"])
+        said = pd.Series([gap.said() for gap in gaps], part.index)
+        table[f"{name} minus HEAPr"] = said.reindex(table.index).fillna("–")
+    table = table.rename(columns={"delta_nll": "HEAPr's Δloss [nats per token]"})
+    table = table.rename_axis(["model", "text", "draw", "removed"]).reset_index()
     return table.assign(removed=table["removed"].map("{:.0%}".format))
 
 

@@ -61,12 +61,16 @@ def quality(
 
 
 def _avoided(windows: pd.DataFrame, method: str, ratios: Iterable[float]) -> str:
-    """The share of HEAPr's loss that a method does not have, over ratios."""
+    """The share of HEAPr's loss that a method does not have, over ratios.
+
+    Where HEAPr's interval contains zero, there is none.
+    """
     mine, heapr = (
         loss_differences(windows, name, "dense", ratios) for name in (method, "heapr")
     )
-    shares = [1 - mine[ratio].value / heapr[ratio].value for ratio in mine]
-    return value_range(pd.Series(shares), ".0%")
+    measurable = [ratio for ratio in mine if heapr[ratio].low > 0]
+    shares = [1 - mine[ratio].value / heapr[ratio].value for ratio in measurable]
+    return value_range(pd.Series(shares), ".0%") if shares else "no share that is known"
 
 
 def _beside_heapr(windows: pd.DataFrame, method: str, ratio: float) -> str:

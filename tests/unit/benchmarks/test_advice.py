@@ -6,6 +6,7 @@ import pytest
 from benchmarks import advice
 from benchmarks.figures import real
 from benchmarks.index import results_of
+from heapr_lab.recipes.weights import DEFAULT, METHODS
 from heapr_lab.storage import paths
 
 
@@ -48,6 +49,35 @@ def test_a_ratio_at_which_not_everything_was_measured_is_counted() -> None:
     assert table.index.tolist() == ["10%", "40%"]
     assert table.loc["10%", "compress loses more"] == "1 of 1"
     assert table.loc["10%", "fisher + compensation loses more"] == "–"
+
+
+def test_every_run_has_its_interval() -> None:
+    """1.96 standard errors to both sides; one that was not measured has a dash."""
+    measured = [rows("heapr", 0.0, delta_nll=0.2), rows("heapr", 0.0, ratio=0.1)]
+    measured += [rows("compress", -0.1), rows("compress", 9.0, test="wikitext2")]
+    for row in measured:
+        row["model"] = "a"
+    table = advice.runs_table(pd.DataFrame(measured))
+    assert table["removed"].tolist() == ["40%", "10%"]
+    gaps = ["-0.100 (-0.120 to -0.080)", "–"]
+    assert table["compress minus HEAPr"].tolist() == gaps
+    assert table["HEAPr's Δloss [nats per token]"].tolist() == [0.2, 0.5]
+    quality = results_of("quality")
+    calibrated = quality["calibration"].eq(quality["test"])
+    n_runs = (calibrated & quality["variant"].eq("compress")).sum()
+    assert len(advice.runs_table(quality)) == n_runs
+
+
+def test_self_generated_text_is_the_default_because_it_pays_on_pretrained_weights() -> (
+    None
+):
+    """Of `compress` it saves more on other text than it costs on the calibrated one."""
+    assert METHODS[DEFAULT].recipe.own_text > 0
+    gaps = advice.more_text_gaps().set_index(["method", "calibrated on"])
+    gap = gaps.loc[("compress", "wikitext2 + own text")]
+    cost, saved = (gap[name] for name in real.LOSSES)
+    assert saved.high < 0
+    assert cost.high < -saved.high
 
 
 def test_every_model_has_a_column() -> None:

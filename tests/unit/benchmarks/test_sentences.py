@@ -69,3 +69,7 @@ def test_the_default_stands_beside_heapr() -> None:
     assert "HEAPr's: not measured." in text
     absent = sentences.quality(losses, pd.DataFrame(), "another", "a")
     assert absent.short == "another has not been measured on a pretrained model."
+    noisy = losses["method"].eq("heapr") & losses["window"].eq(1)
+    noise = losses.assign(nll=losses["nll"].where(~noisy, 1.7))  # 0.4 and −0.3
+    text = repr(sentences.quality(noise, pd.DataFrame(), "default", "a"))
+    assert "default avoids no share that is known on a of the Δloss" in text
