@@ -63,7 +63,7 @@ def widths_for(
         multiple: the one asked for; it may be a multiple of the engine's.
 
     Raises:
-        SpecError: there is no such engine, or it does not load what is given besides.
+        SpecError: there is no such engine, or it does not load what else is given.
 
     Example:
         >>> widths_for("llama.cpp-q4_k", None, None)

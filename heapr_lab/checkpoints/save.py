@@ -89,7 +89,7 @@ def save_pruned(
             copied; by default `base`.
         facts: plain data for manifest and card: `calibration`, `perplexity`
             ({corpus: (before, after)}), `savings` (as `savings_of`), `weights` (how
-            they were changed besides slicing; by default as `compensate` recorded).
+            they were changed, but for slicing; by default as `compensate` recorded).
         max_shard_size: largest size of a safetensors file; a streamed model has a file
             for each layer.
         dtype: that of the weights in the files; by default that of the dense model's

@@ -132,7 +132,8 @@ def plan(
 ) -> None:
     """Say what the scores of a model need, and whether it is streamed.
 
-    Its configuration and the headers of its files are read, and no weight.
+    Its configuration and the headers of its files are read, and no weight; `smollm2`
+    and `smolmoe` are first fetched and made, if they are not in the cache.
     """
     if Path(model).suffix != ".json":
         check_there(model)

@@ -79,7 +79,9 @@ AsJson = Annotated[bool, _output("--json", help="Print one JSON object.")]
 Profile = Annotated[
     str | None,
     _text(
-        help="Amount of text: small, lab, pretrained or paper [default: the model's].",
+        help="Amount of text to calibrate on: small (8 windows of 64 tokens), lab (128 "
+        "of 256), pretrained (32 of 512) or paper (128 of 2048) [default: the "
+        "model's].",
         callback=profile_name,
     ),
 ]
@@ -130,14 +132,16 @@ EstimatorOrMethods = Annotated[
     str | None,
     _method(
         "--estimator",
-        help="heapr, heapr_total, fisher, elimination, camera, magnitude, "
-        "frequency or random [default: the method's].",
+        help="heapr, heapr_total, fisher, elimination, magnitude, frequency or random "
+        "[default: the method's].",
     ),
 ]
 Importance = Annotated[
     Path | None,
     _method(
-        exists=True, dir_okay=False, help="A table of `score` [default: the cache]."
+        exists=True,
+        dir_okay=False,
+        help="A table of `score` [default: measured, or from the cache].",
     ),
 ]
 Mask = Annotated[

@@ -26,7 +26,11 @@ def score(
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Windows per batch [default: as many as fit]."),
+        typer.Option(
+            min=1,
+            help="Windows per batch [default: 32,768 tokens on a GPU, at most 2,048 on "
+            "a CPU; halved where memory runs out].",
+        ),
     ] = None,
     eliminated: Annotated[
         bool,
@@ -41,8 +45,9 @@ def score(
 ) -> None:
     """Measure the importance of every atom.
 
-    The table is kept in the cache, where the other commands find it. Under torchrun,
-    each process measures a part of the windows.
+    The table is kept in the cache, where the panel and `prune --method paper` find it;
+    the default of `prune` measures other windows. Under torchrun, each process measures
+    a part of the windows.
     """
     if out is not None:
         preflight.check_table(out)

@@ -61,7 +61,7 @@ def execute_notebook(
     Args:
         path: the notebook; it runs in its folder.
         parameters: value of each name that its `parameters` cell assigns.
-        inputs: digest of what the outputs depend on besides the sources; recorded.
+        inputs: digest of what the outputs depend on beside the sources; recorded.
         output: where the executed notebook is written; by default in place.
         threads: number that its kernel may use; None leaves it to torch.
 

@@ -386,7 +386,7 @@ def _execute_notebooks(
 
     Args:
         parameters: as `execute_all`.
-        inputs: digest of what their outputs depend on besides their sources.
+        inputs: digest of what their outputs depend on beside their sources.
         output: where they are written; None for in place.
         n_processes: kernels at a time.
     """
@@ -422,7 +422,7 @@ def _perplexities(
 
 
 def _inputs(bench: Workbench, drawn: list[Path]) -> str:
-    """Digest of what the notebooks' outputs depend on besides their sources."""
+    """Digest of what the notebooks' outputs depend on beside their sources."""
     benchmarks = sorted(paths.project_dir().glob("benchmarks/results/*.csv"))
     tables = [path for path in drawn if path.suffix == ".csv"]
     data = [path.read_text() for path in (*tables, *benchmarks)]

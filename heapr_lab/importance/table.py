@@ -227,7 +227,7 @@ class ImportanceTable:
 
         Args:
             path: the file.
-            columns: columns to read besides the keys; by default all.
+            columns: columns to read beside the keys; by default all.
 
         Raises:
             CacheError: the file is truncated, damaged, or is not an importance table.

@@ -441,7 +441,7 @@ def explore(
         SpecError: `source` is of another type, there is no such table, model or task,
             an option has an invalid value, the controls cannot show the selection, the
             session is not of the table, or a selection or a calibration is given
-            besides.
+            with it.
         CorpusError: a corpus is not available.
 
     Example:

@@ -39,7 +39,7 @@ class Tests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MethodRow(msgspec.Struct, frozen=True):
-    """What the row of a method must have; all that it has besides are numbers."""
+    """What the row of a method must have; all else that it has is numbers."""
 
     label: str
     method: str

@@ -80,7 +80,7 @@ class Compensation:
     compensation), `untouched` experts, and the number of `singular` solves, for which
     Cholesky failed."""
     settings: dict[str, Any]
-    """The settings that determine it besides model, mask and text, as plain data."""
+    """The settings that determine it beside model, mask and text, as plain data."""
 
 
 def compensate(

@@ -13,7 +13,7 @@ expensive. The cost in loss of an expert's squared error is its price: the sum o
 `fisher` scores, its share of the corpus loss, over the summed squared contributions of
 its atoms to the output. The score of an atom is its
 cost when it is removed, so the masks of all ratios are nested, and every structure and
-budget of `select` can use it. It needs no gradients besides those of the table.
+budget of `select` can use it. It needs no gradients other than those of the table.
 
 Atoms that no token reaches cost nothing, whatever their weights; an expert with fewer
 tokens than atoms has a larger ridge, because its products say little.

@@ -183,7 +183,7 @@ class LayerByLayer:
     def _recorded(
         self, batches: Sequence[torch.Tensor]
     ) -> dict[tuple[int, ...], list[_Call]]:
-        """The arguments of every layer besides the states, by shape of the batch.
+        """The arguments of every layer other than the states, by shape of the batch.
 
         With the first window it is checked that layers run one by one give the states
         of the model, and that their arguments do not depend on states; if not, each

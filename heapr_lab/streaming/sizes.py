@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ATOM_BYTES = 56
 """The size of the running sums of one atom: seven columns in float64."""
 EXTRA_STATES = 3
-"""States besides the outputs of all layers: the first inputs, and two gradients."""
+"""States other than the outputs of all layers: the first inputs, and two gradients."""
 _INDEX_BYTES = 4
 _SHARE_OF_MEMORY = 0.75
 """The share of free memory for scores; the rest is for what exists for a moment."""

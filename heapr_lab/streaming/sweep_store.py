@@ -121,7 +121,7 @@ class SweepStore:
         Args:
             n_bytes: its size.
             what: for the message: a plural noun with its article.
-            remedy: for the message: what helps besides more room here.
+            remedy: for the message: what helps other than more room here.
 
         Raises:
             SpecError: there is not.

@@ -62,7 +62,7 @@ class Calibration:
         object.__setattr__(self, "own_text", share)
 
     def n_own(self, n_sequences: int) -> int:
-        """How many windows the model writes itself, besides so many of the corpus.
+        """How many windows the model writes itself, beside so many of the corpus.
 
         Example:
             >>> Calibration(own_text=0.25).n_own(128)

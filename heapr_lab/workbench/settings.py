@@ -136,7 +136,7 @@ class Setting:
 
         Raises:
             SpecError: a field has an invalid value.
-            TypeError: an option is given besides a `Selection`.
+            TypeError: an option is given beside a `Selection`.
         """
         selection = selection_of(selection, options)
         if not isinstance(calibration, Calibration):

@@ -249,7 +249,7 @@ class Workbench:
     ) -> ImportanceTable:
         """The statistics of every atom on given windows.
 
-        `progress` is called besides the progress bar if they are computed.
+        `progress` is called, as the progress bar is, if they are computed.
         """
         return _cached_table(
             *self._collecting(windows, also=progress, batch_size=batch_size)
