@@ -224,9 +224,7 @@ def worse_table(rows: pd.DataFrame) -> pd.DataFrame:
         worse = part["against_paper"].gt(_ERRORS * part["stderr"])
         counts = worse.groupby(part["ratio"]).agg(["sum", "size"]).astype(str)
         table[f"{name} loses more"] = counts["sum"] + " of " + counts["size"]
-    table = table.rename(columns=lambda name: name.replace("own", "self-generated"))
-    table = table.rename_axis("removed").fillna("–").reset_index()
-    return table.assign(removed=table["removed"].map("{:.0%}".format))
+    return _in_words(table.rename_axis("removed").fillna("–").reset_index())
 
 
 def runs_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -244,7 +242,13 @@ def runs_table(rows: pd.DataFrame) -> pd.DataFrame:
         said = pd.Series([gap.said() for gap in gaps], part.index)
         table[f"{name} minus HEAPr"] = said.reindex(table.index).fillna("–")
     table = table.rename(columns={"delta_nll": "HEAPr's Δloss [nats per token]"})
-    table = table.rename_axis(["model", "text", "draw", "removed"]).reset_index()
+    table = table.rename_axis(["model", "text", "draw", "removed"])
+    return _in_words(table.reset_index())
+
+
+def _in_words(table: pd.DataFrame) -> pd.DataFrame:
+    """A table with self-generated text under its full name, and ratios as shares."""
+    table = table.rename(columns=lambda name: name.replace("own", "self-generated"))
     return table.assign(removed=table["removed"].map("{:.0%}".format))
 
 

@@ -80,8 +80,7 @@ Profile = Annotated[
     str | None,
     _text(
         help="Amount of text to calibrate on: small (8 windows of 64 tokens), lab (128 "
-        "of 256), pretrained (32 of 512) or paper (128 of 2048) [default: the "
-        "model's].",
+        "of 256), pretrained (32 of 512), paper (128 of 2048) [default: the model's].",
         callback=profile_name,
     ),
 ]

@@ -28,8 +28,8 @@ def score(
         int | None,
         typer.Option(
             min=1,
-            help="Windows per batch [default: 32,768 tokens on a GPU, at most 2,048 on "
-            "a CPU; halved where memory runs out].",
+            help="Windows per batch [default: by the device; halved where memory runs "
+            "out].",
         ),
     ] = None,
     eliminated: Annotated[

@@ -13,6 +13,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.refinement import compensation
 from heapr_lab.storage import paths
 from heapr_lab.storage.hashing import without_nan
+from heapr_lab.workbench.settings import PROFILES
 from heapr_lab.workbench.workbench import Workbench
 
 N_ATOMS = 2 * 4 * 8
@@ -41,6 +42,14 @@ def test_help_names_every_estimator() -> None:
     *others, last = ranking
     text = " ".join(run("prune", "--help").split())
     assert f"{', '.join(others)} or {last} [default: the method's]" in text
+
+
+def test_help_names_every_profile() -> None:
+    """The help of `prune` has the sizes of the profiles, in their order."""
+    sizes = [f"{p.name} ({p.n_sequences} of {p.seq_len})" for p in PROFILES.values()]
+    text = " ".join(run("prune", "--help").split())
+    words = text.replace("windows of", "of").replace(" tokens)", ")")
+    assert f"{', '.join(sizes)} [default: the model's]" in words
 
 
 def test_score_writes_the_table(folder: Path) -> None:
