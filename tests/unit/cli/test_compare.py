@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from commands import TINY, invoke, one_line, run, said
 from heard import Heard
@@ -112,6 +113,8 @@ local_data = pytest.mark.skipif(
     reason="the tasks' items and corpora are not on this machine",
 )
 N_ITEMS = 12
+N_ROWS = 100
+"""Of a file: fifteen states load the items of every task again."""
 
 
 @pytest.fixture
@@ -229,7 +232,20 @@ def test_an_ordinary_comparison_has_accuracies(root: Path, text: str) -> None:
     assert "acc_norm" in table.splitlines()[0].split()
 
 
+@pytest.fixture
+def few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows of each file of items and of text."""
+    for name in ("HEAPR_TASKS_DIR", "HEAPR_DATA_DIR"):
+        source = Path(os.environ[name])
+        for path in source.rglob("*.parquet"):
+            few = tmp_path / name / path.relative_to(source)
+            few.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(pq.read_table(path).slice(0, N_ROWS), few)
+        monkeypatch.setenv(name, str(tmp_path / name))
+
+
 @local_data
+@pytest.mark.usefixtures("few_rows")
 def test_table_1_of_the_paper(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it compares and more, on its text and C4, beside what is published."""
     args = (
