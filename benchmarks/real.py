@@ -171,9 +171,9 @@ def states(model: str) -> Iterator[State]:
         # With one expert in a layer, all of its tokens are that expert's.
         if many or method not in (*OF_EXPERTS, "svd", "heapr_total"):
             yield pruned(method=method, ratio=RATIOS[0])
-    for method, text in itertools.product(REPEATED, OTHER_TEXT if many else ()):
+    for method, text in itertools.product(REPEATED, OTHER_TEXT):
         yield pruned(method=method, ratio=RATIOS[0], fitted_to=text)
-    for method, ratio in itertools.product(REPEATED, RATIOS[:3] if many else ()):
+    for method, ratio in itertools.product(REPEATED, RATIOS):
         yield pruned(method=method, ratio=ratio, fitted_to=MORE_TEXT)
     if many:
         yield pruned(method="heapr", ratio=RATIOS[2], fitted_to=ALL_TEXT)
