@@ -32,6 +32,7 @@ from benchmarks.machine import Rows
 from benchmarks.quality import bench_of
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
+from heapr_lab.methods.composed_experts import distinct
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.text.calibration import CalibrationSet
@@ -205,7 +206,8 @@ def agree(ours: Any, restated: Any) -> bool:
     if not ours.compositions:
         return bool(ours.kept == restated)
     merged = {
-        layer: merge.down.dense.tensors for layer, merge in ours.compositions.items()
+        layer: [w for name, w in distinct(experts).values() if name == "down"]
+        for layer, experts in ours.compositions.items()
     }
     return merged.keys() == restated.keys() and all(
         len(w) == len(restated[layer])

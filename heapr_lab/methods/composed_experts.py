@@ -9,8 +9,7 @@ alone).
 Shapes: E n_experts, D d_expert, I atoms of an expert.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,136 +23,24 @@ from heapr_lab.models.ragged_experts import (
     without_weights,
 )
 
-PARTS = ("dense", "left", "right", "bias")
-ABSENT = -1
-_Layout = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+Matrices = Mapping[str, torch.Tensor]
+"""What an expert is made of, without its activation, which stays the family's.
 
-# --- what an experts module is made of --------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Shared:
-    """Tensors, and which of them each expert uses."""
-
-    tensors: tuple[torch.Tensor, ...] = ()
-    of: tuple[int, ...] = ()
-    """For each expert the index of its tensor, or -1; empty if no expert has one."""
-
-    @classmethod
-    def own(cls, tensors: Sequence[torch.Tensor]) -> "Shared":
-        """Each expert has its own tensor."""
-        return cls(tuple(tensors), tuple(range(len(tensors))))
-
-    @classmethod
-    def some(cls, tensors: Mapping[int, torch.Tensor], n_experts: int) -> "Shared":
-        """Some experts have a tensor; one that several of them have is stored once."""
-        distinct = {id(tensor): tensor for tensor in tensors.values()}
-        numbers = {e: [*distinct].index(id(tensor)) for e, tensor in tensors.items()}
-        of = tuple(numbers.get(e, ABSENT) for e in range(n_experts))
-        return cls(tuple(distinct.values()), of if distinct else ())
-
-    @property
-    def layout(self) -> _Layout:
-        """The shapes, and which of them each expert uses, without the values."""
-        return tuple(tuple(tensor.shape) for tensor in self.tensors), self.of
-
-    def tensor_of(self, expert: int) -> torch.Tensor | None:
-        """The tensor of an expert; None if it has none."""
-        place = self.of[expert] if self.of else ABSENT
-        return None if place == ABSENT else self.tensors[place]
+As `ExpertsLayer.expert` names them, `gate` (I, D) in families with a gate, `up` (I, D),
+`down` (D, I), and the biases `gate_bias`, `up_bias` and `down_bias`; the factors of
+each, such as `up_left` (out, rank) and `up_right` (rank, in). All may be absent."""
+Composition = Sequence[Matrices]
+"""The experts of one layer. What several of them have, as the same object, is one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Projection:
-    """One projection of all experts of a layer: W_e = dense + left · right."""
-
-    dense: Shared = field(default_factory=Shared)
-    """(out, in) each."""
-    left: Shared = field(default_factory=Shared)
-    """(out, rank) each; the rank may differ."""
-    right: Shared = field(default_factory=Shared)
-    """(rank, in) each."""
-    bias: Shared = field(default_factory=Shared)
-    """(out,) each."""
-
-    @property
-    def parts(self) -> dict[str, Shared]:
-        """The parts by name."""
-        return {name: getattr(self, name) for name in PARTS}
+def distinct(experts: Iterable[Matrices]) -> dict[int, tuple[str, torch.Tensor]]:
+    """Each tensor of the experts once, by its `id`, with its name."""
+    return {id(t): (name, t) for expert in experts for name, t in expert.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class Composition:
-    """The experts of one layer, without their activation, which stays the family's."""
-
-    up: Projection
-    """W_up (I, D)."""
-    down: Projection
-    """W_down (D, I)."""
-    gate: Projection | None = None
-    """W_gate (I, D), in families with a gate."""
-
-    @property
-    def projections(self) -> dict[str, Projection]:
-        """The projections by name: `gate` where there is one, `up` and `down`."""
-        gate = {} if self.gate is None else {"gate": self.gate}
-        return gate | {"up": self.up, "down": self.down}
-
-    @property
-    def parts(self) -> dict[tuple[str, str], Shared]:
-        """The parts of all projections, by the names of projection and part."""
-        return {
-            (name, part): shared
-            for name, projection in self.projections.items()
-            for part, shared in projection.parts.items()
-        }
-
-    @property
-    def plan(self) -> dict[tuple[str, str], _Layout]:
-        """The layouts of all parts."""
-        return {names: shared.layout for names, shared in self.parts.items()}
-
-    @property
-    def n_parameters(self) -> int:
-        """Numbers stored for the experts of a layer."""
-        return sum(t.numel() for part in self.parts.values() for t in part.tensors)
-
-    def flops_of(self, expert: int) -> int:
-        """Operations of an expert for one token: 2 for each entry of its matrices."""
-        tensors = [part.tensor_of(expert) for part in self.parts.values()]
-        return sum(2 * t.numel() for t in tensors if t is not None and t.dim() == 2)
-
-
-# --- the module -------------------------------------------------------------------
-
-
-class ComposedProjection(nn.Module):
-    """One projection of all experts of a layer."""
-
-    @torch.no_grad()
-    def __init__(self, projection: Projection, like: torch.Tensor) -> None:
-        """Copy all tensors, in the type and on the device of `like`."""
-        super().__init__()
-        self.of = {name: part.of for name, part in projection.parts.items()}
-        for name, part in projection.parts.items():
-            tensors = [like.new_empty(t.shape).copy_(t) for t in part.tensors]
-            setattr(self, name, nn.ParameterList(map(nn.Parameter, tensors)))
-
-    def part(self, name: str, expert: int) -> torch.Tensor | None:
-        """A tensor of an expert; None if it has none."""
-        return Shared(getattr(self, name), self.of[name]).tensor_of(expert)
-
-    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor | None:
-        """The projection of x (n, in), (n, out); None for an expert without parts."""
-        dense, left, right, bias = (self.part(part, expert) for part in PARTS)
-        out = None if dense is None else F.linear(x, dense)
-        if left is not None:
-            assert right is not None
-            low = F.linear(F.linear(x, right), left)
-            out = low if out is None else out + low
-        if bias is None:
-            return out
-        return bias.expand(len(x), -1) if out is None else out + bias
+def flops_of(expert: Matrices) -> int:
+    """Operations of an expert for one token: 2 for each entry of its matrices."""
+    return sum(2 * t.numel() for t in expert.values() if t.dim() == 2)
 
 
 class ComposedExperts(nn.Module):
@@ -167,17 +54,25 @@ class ComposedExperts(nn.Module):
     heapr_composed = True
     """The mark by which other code knows them."""
 
+    @torch.no_grad()
     def __init__(self, module: Any, composition: Composition) -> None:
         """Copy the tensors of `composition` in place of the weights of `module`."""
         super().__init__()
         like = module.down_proj
-        self.n_experts = len(like)
         # Not a submodule, so that its own submodules keep their names.
         self.__dict__["family"] = without_weights(module)
         for name, child in self.family.named_children():
             self.add_module(name, child)
-        for name, projection in composition.projections.items():
-            self.add_module(f"composed_{name}", ComposedProjection(projection, like))
+        names: dict[int, str] = {}
+        for key, (name, tensor) in distinct(composition).items():
+            names[key] = f"{name}_{len(names)}"
+            copy = like.new_empty(tensor.shape).copy_(tensor)
+            self.register_parameter(names[key], nn.Parameter(copy))
+        self.experts = [
+            {name: names[id(tensor)] for name, tensor in expert.items()}
+            for expert in composition
+        ]
+        """The names of each expert's parameters."""
 
     def forward(
         self,
@@ -190,21 +85,33 @@ class ComposedExperts(nn.Module):
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
         return routed_sum(
-            self._expert, self.n_experts, hidden_states, top_k_index, top_k_weights
+            self._expert, len(self.experts), hidden_states, top_k_index, top_k_weights
         )
 
     def _expert(self, expert: int, x: torch.Tensor) -> Any:
-        rows = self._projected("up", x, expert)
+        parts = {
+            k: self.get_parameter(name) for k, name in self.experts[expert].items()
+        }
+        rows = _projected(parts, "up", x)
         if rows is not None and self.family.has_gate:
-            rows = _fused(self.family, self._projected("gate", x, expert), rows)
+            rows = _fused(self.family, _projected(parts, "gate", x), rows)
         h = x[:, :0] if rows is None else activate(self.family, rows)
-        out = self._projected("down", h, expert)
+        out = _projected(parts, "down", h)
         if out is None:
             out = torch.zeros_like(x)
         return self.family.post_expert_norm(out) if normalises(self.family) else out
 
-    def _projected(self, name: str, x: torch.Tensor, expert: int) -> Any:
-        return self.get_submodule(f"composed_{name}")(x, expert)
+
+def _projected(parts: Matrices, name: str, x: torch.Tensor) -> Any:
+    """A projection of x (n, in), (n, out); None where there is nothing of it."""
+    out = F.linear(x, parts[name]) if name in parts else None
+    if f"{name}_left" in parts:
+        low = F.linear(F.linear(x, parts[f"{name}_right"]), parts[f"{name}_left"])
+        out = low if out is None else out + low
+    bias = parts.get(f"{name}_bias")
+    if bias is None:
+        return out
+    return bias.expand(len(x), -1) if out is None else out + bias
 
 
 def _fused(family: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

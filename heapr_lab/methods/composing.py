@@ -6,7 +6,7 @@ all `Composition`s; with `kept`, experts are dropped with their rows of the rout
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.methods.composed_experts import (
     ComposedExperts,
     Composition,
-    Projection,
-    Shared,
+    distinct,
 )
 from heapr_lab.methods.expert_axes import (
     COUNTS,
@@ -44,28 +43,9 @@ Compositions = Mapping[int, Composition]
 _REMEDY = "drop or replace experts of the dense model"
 
 
-def composition_of(layer: ExpertsLayer) -> Composition:
-    """The layer's own experts as a composition: each has its own dense matrices."""
-    return dense_composition([layer.expert(e) for e in range(layer.n_experts)])
-
-
-def dense_composition(experts: Sequence[Mapping[str, torch.Tensor]]) -> Composition:
-    """Experts that are dense matrices, as `ExpertsLayer.expert` returns them.
-
-    What several of them have, as the same object, is stored once.
-    """
-
-    def shared(name: str) -> Shared:
-        tensors = {e: m[name] for e, m in enumerate(experts) if name in m}
-        return Shared.some(tensors, len(experts))
-
-    return Composition(
-        **{
-            name: Projection(shared(name), bias=shared(f"{name}_bias"))
-            for name in ("gate", "up", "down")
-            if name in experts[0]
-        }
-    )
+def dense_experts(layer: ExpertsLayer) -> list[dict[str, torch.Tensor]]:
+    """The layer's own experts, to replace some of their matrices."""
+    return [layer.expert(expert) for expert in range(layer.n_experts)]
 
 
 @contextlib.contextmanager
@@ -151,15 +131,17 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
         SpecError: it is for another number of experts, or has another gate.
     """
     _check(layer, composition)
-    if composition.plan != composition_of(layer).plan:
+    shapes, dense = (
+        [{name: tensor.shape for name, tensor in expert.items()} for expert in experts]
+        for experts in (composition, dense_experts(layer))
+    )
+    if shapes != dense or len(distinct(composition)) < sum(map(len, composition)):
         return ComposedExperts(layer.module, composition)
     module: nn.Module = copy.deepcopy(layer.module)
     twin = ExpertsLayer(layer.layer, layer.name, module)
-    for expert in range(layer.n_experts):
-        for name, tensor in twin.expert(expert).items():
-            projection = composition.projections[name.removesuffix("_bias")]
-            part = projection.bias if name.endswith("_bias") else projection.dense
-            tensor.copy_(part.tensors[expert])  # a view into the module
+    for mine, new in zip(dense_experts(twin), composition, strict=True):
+        for name, tensor in mine.items():
+            tensor.copy_(new[name])  # a view into the module
     return module
 
 
@@ -169,15 +151,15 @@ def _check(layer: ExpertsLayer, composition: Composition) -> None:
     Raises:
         SpecError: it is not.
     """
-    expected = ["down", "gate", "up"] if layer.gated else ["down", "up"]
-    names = sorted(composition.projections)
-    numbers = {len(part.of) for part in composition.parts.values() if part.of}
-    if names != expected or numbers != {layer.n_experts}:
-        raise SpecError(
-            f"layer {layer.layer} has new experts for {sorted(numbers)} with the "
-            f"projections {', '.join(names)}; expected {layer.n_experts} "
-            f"experts with {', '.join(expected)}"
-        )
+    expected = {"gate", "up"} if layer.gated else {"up"}
+    for expert in composition:
+        rows = {name.partition("_")[0] for name in expert} - {"down"}
+        if rows not in (set(), expected) or len(composition) != layer.n_experts:
+            raise SpecError(
+                f"layer {layer.layer} has {len(composition)} new experts with the "
+                f"projections {', '.join(sorted(rows | {'down'}))}; expected "
+                f"{layer.n_experts} experts with {', '.join(sorted(expected))}, down"
+            )
 
 
 # --- checkpoints ------------------------------------------------------------------

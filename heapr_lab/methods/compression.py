@@ -12,6 +12,7 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.methods.composed_experts import distinct, flops_of
 from heapr_lab.methods.composing import (
     Compositions,
     composed,
@@ -243,8 +244,8 @@ class ExpertComposition(Compression):
     def _stored(self, layer: int) -> int:
         """Numbers stored for the atoms of a layer, without output biases."""
         if layer in self.compositions:
-            new = self.compositions[layer]
-            return new.n_parameters - sum(b.numel() for b in new.down.bias.tensors)
+            every = distinct(self.compositions[layer]).values()
+            return sum(t.numel() for name, t in every if name != "down_bias")
         shape = self.shapes[layer]
         n_experts = shape.n_experts if self.kept is None else len(self.kept[layer])
         return n_experts * shape.d_inter * shape.atom_parameters
@@ -269,10 +270,8 @@ class ExpertComposition(Compression):
             if layer not in self.compositions:
                 total += shape.top_k * shape.d_inter * shape.atom_flops
                 continue
-            new, routing = self.compositions[layer], shares[layer]
-            n_experts = len(routing) if self.kept is None else len(self.kept[layer])
-            flops = [new.flops_of(expert) for expert in range(n_experts)]
-            mean = np.mean(flops) if self.kept is not None else routing @ flops
+            flops = [flops_of(expert) for expert in self.compositions[layer]]
+            mean = np.mean(flops) if self.kept is not None else shares[layer] @ flops
             total += shape.top_k * float(mean)
         return total
 

@@ -6,20 +6,19 @@ weighted with their Fisher information times their tokens.
 Shapes: E n_experts; a matrix is (out, in).
 """
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
 
 from heapr_lab.methods.collectors import Stacks, sum_over_windows
-from heapr_lab.methods.composed_experts import Composition, Shared
+from heapr_lab.methods.composed_experts import Composition
+from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
     MOMENTS,
     Moments,
-    composition,
-    factored,
     matrices,
+    put_factors,
     ranks_of,
     truncated,
 )
@@ -79,14 +78,15 @@ def _composed(
     ranks: Mapping[str, int],
 ) -> Composition:
     """The experts of a layer: a base for each projection, and their differences."""
-    projections = {}
+    experts = dense_experts(layer)
     for name, rank in ranks.items():
         stack = matrices(layer, name)
         base = base_of(stack, fisher[name], moments.tokens).to(stack.dtype)
         apart = truncated(stack.double() - base.double(), rank, moments.of(name))
-        shared = Shared((base,), (0,) * layer.n_experts)
-        projections[name] = dataclasses.replace(factored(layer, apart), dense=shared)
-    return composition(layer, projections)
+        put_factors(experts, name, *apart)
+        for expert in experts:
+            expert[name] = base
+    return experts
 
 
 D2_MOE = Method(

@@ -10,8 +10,7 @@ Shapes: E n_experts, I d_inter, D d_expert; a matrix is (out, in), its factors a
 L (out, rank) and R (rank, in).
 """
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,8 +19,8 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
-from heapr_lab.methods.composed_experts import Composition, Projection, Shared
-from heapr_lab.methods.composing import composition_of
+from heapr_lab.methods.composed_experts import Composition
+from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.architecture import LayerShape
@@ -170,23 +169,17 @@ def matrices(layer: ExpertsLayer, name: str) -> torch.Tensor:
 # --- compositions -----------------------------------------------------------------
 
 
-def factored(layer: ExpertsLayer, factors: Factors) -> Projection:
-    """A projection whose every expert has its own factors (E, out, r), (E, r, in)."""
-    left, right = (Shared.own([*part.to(layer.dtype)]) for part in factors)
-    return Projection(left=left, right=right)
-
-
-def composition(
-    layer: ExpertsLayer, projections: Mapping[str, Projection]
-) -> Composition:
-    """The experts of a layer with other matrices and their own biases."""
-    dense = composition_of(layer).projections
-    return Composition(
-        **{
-            name: dataclasses.replace(projection, bias=dense[name].bias)
-            for name, projection in projections.items()
-        }
-    )
+def put_factors(
+    experts: Sequence[dict[str, torch.Tensor]],
+    name: str,
+    left: Iterable[torch.Tensor],
+    right: Iterable[torch.Tensor],
+) -> None:
+    """Give experts factors (out, rank) and (rank, in) in place of a matrix."""
+    for expert, of_expert, into in zip(experts, left, right, strict=True):
+        dtype = expert.pop(name).dtype
+        expert[f"{name}_left"] = of_expert.to(dtype)
+        expert[f"{name}_right"] = into.to(dtype)
 
 
 # --- the control ------------------------------------------------------------------
@@ -209,13 +202,13 @@ def _all_truncated(
     layer: ExpertsLayer, ranks: Mapping[str, int], moments: Moments
 ) -> Composition:
     """The layer's experts with truncated matrices; dense where factors cost as much."""
-    projections = dict(composition_of(layer).projections)
+    experts = dense_experts(layer)
     unit, dense = layer.d_expert + layer.d_inter, layer.d_expert * layer.d_inter
     for name, rank in ranks.items():
         if rank * unit < dense:
             factors = truncated(matrices(layer, name), rank, moments.of(name))
-            projections[name] = factored(layer, factors)
-    return composition(layer, projections)
+            put_factors(experts, name, *factors)
+    return experts
 
 
 SVD = Method(

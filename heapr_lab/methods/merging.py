@@ -20,7 +20,6 @@ from torch import nn
 
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.methods.collectors import Collector, activations, expert_output
-from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import expert_axis
 from heapr_lab.methods.method import Method, Request
@@ -208,8 +207,7 @@ def merged(
             new: dict[int, Matrices] = {}
             for group in partition:
                 new |= dict.fromkeys(group, merge_group(layer, group, merge))
-            experts = [new[expert] for expert in range(layer.n_experts)]
-            compositions[layer.layer] = dense_composition(experts)
+            compositions[layer.layer] = [new[e] for e in range(layer.n_experts)]
     return request.composed(compositions)
 
 

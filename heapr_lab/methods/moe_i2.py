@@ -19,12 +19,12 @@ from torch import nn
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import EXPERT_SUMS
-from heapr_lab.methods.composed_experts import Composition, Projection, Shared
-from heapr_lab.methods.composing import composition_of
+from heapr_lab.methods.composed_experts import Composition
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.evoesap import at_once, check_budget, judging_windows
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.methods.experts import apportioned, by_layer, ranked, reap_scores
+from heapr_lab.methods.low_rank import put_factors
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.methods.naee import LayerLoss, Subset, kept_of_layers
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -141,27 +141,19 @@ def low_rank(
         importance: how much each expert matters, (E,), a factor of its singular values.
         units: singular values that are left in all.
     """
-    dense = composition_of(layer)
+    experts = {e: layer.expert(e) for e in kept}
     most = (layer.d_expert * layer.d_inter - 1) // (layer.d_expert + layer.d_inter)
     factors = {
-        (name, e): _svd(p.dense.tensors[e])
-        for e in kept
-        for name, p in dense.projections.items()
+        (name, e): _svd(matrix)
+        for e, expert in experts.items()
+        for name, matrix in expert.items()
+        if matrix.dim() == 2
     }
     values = [s.cpu().numpy() * importance[e] for (_, e), (_, s, _) in factors.items()]
-    rank = dict(zip(factors, ranks(values, units, most), strict=True))
-
-    def projection(name: str, p: Projection) -> Projection:
-        left, right = [], []
-        for e in kept:
-            (u, s, v), r = factors[name, e], rank[name, e]
-            left.append((u[:, :r] * s[:r]).to(layer.dtype))
-            right.append(v[:r].to(layer.dtype))
-        bias = Shared.own([p.bias.tensors[e] for e in kept]) if p.bias.of else Shared()
-        return Projection(left=Shared.own(left), right=Shared.own(right), bias=bias)
-
-    parts = dense.projections.items()
-    return Composition(**{name: projection(name, p) for name, p in parts})
+    rank = zip(factors.items(), ranks(values, units, most), strict=True)
+    for ((name, e), (u, s, v)), r in rank:
+        put_factors([experts[e]], name, [u[:, :r] * s[:r]], [v[:r]])
+    return [*experts.values()]
 
 
 def _svd(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:

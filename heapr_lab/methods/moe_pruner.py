@@ -3,16 +3,15 @@
 Shapes: E n_experts, D d_expert, I d_inter.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import nn
 
 from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
-from heapr_lab.methods.composed_experts import Composition, Projection, Shared
-from heapr_lab.methods.composing import composition_of
+from heapr_lab.methods.composed_experts import Composition
+from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition, Savings
 from heapr_lab.methods.method import Method, Request
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
@@ -29,8 +28,9 @@ class SparseWeights(ExpertComposition):
         return sum(
             int((tensor == 0).sum())
             for composition in self.compositions.values()
-            for projection in composition.projections.values()
-            for tensor in projection.dense.tensors
+            for expert in composition
+            for tensor in expert.values()
+            if tensor.dim() == 2
         )
 
     @property
@@ -92,19 +92,15 @@ def _sparse(
     layer: ExpertsLayer, squares: tuple[torch.Tensor, torch.Tensor], request: Request
 ) -> Composition:
     """The layer's experts without the weights of the lowest scores."""
-
-    def tensors(part: Shared, sums: torch.Tensor) -> Iterator[torch.Tensor]:
-        for weight, row in zip(part.tensors, sums.to(layer.device), strict=True):
+    sums = {"gate": squares[0], "up": squares[0], "down": squares[1]}
+    experts = dense_experts(layer)
+    for e, expert in enumerate(experts):
+        for name in sums.keys() & expert:
+            row, weight = sums[name][e].to(layer.device), expert[name]
             norms = row.sqrt() if row.any() else torch.ones_like(row)
             scores = weight.double().abs() * norms
-            yield weight.masked_fill(removed(scores, request.ratio), 0.0)
-
-    def projection(p: Projection, sums: torch.Tensor) -> Projection:
-        return replace(p, dense=Shared.own([*tensors(p.dense, sums)]))
-
-    sums = {"gate": squares[0], "up": squares[0], "down": squares[1]}
-    parts = composition_of(layer).projections.items()
-    return Composition(**{name: projection(p, sums[name]) for name, p in parts})
+            expert[name] = weight.masked_fill(removed(scores, request.ratio), 0.0)
+    return experts
 
 
 def _moe_pruner(request: Request) -> SparseWeights:

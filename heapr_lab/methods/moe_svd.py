@@ -8,7 +8,7 @@ Shapes: E n_experts; a matrix is (out, in), U is (out, rank), V is (rank, in).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,14 +16,15 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods import OPTIONS
-from heapr_lab.methods.composed_experts import Composition, Projection, Shared
+from heapr_lab.methods.composed_experts import Composition
+from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
     MOMENTS,
     Moments,
-    composition,
     damped,
     matrices,
+    put_factors,
     truncated,
 )
 from heapr_lab.methods.method import Method, Request
@@ -129,32 +130,21 @@ def sizes_of(budget: Fraction, n_experts: int, out: int, into: int) -> Sizes:
 
 
 def shared_right(
-    stack: torch.Tensor, moment: torch.Tensor, order: Sequence[int], sizes: Sizes
-) -> Projection:
-    """The experts' matrices (E, out, in) with one V, and at most `lefts` different U.
+    stack: torch.Tensor, moment: torch.Tensor, sizes: Sizes
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """U and V of experts' matrices: one V, and at most `lefts` different U.
 
     Args:
-        stack: the matrices.
-        moment: the moments of their inputs, (E, in, in).
-        order: the experts, those with the most tokens first; the first stay dense.
-        sizes: how many are dense, of what rank V is, and how many U there are.
+        stack: the matrices (n, out, in), of the expert with the most tokens first.
+        moment: the moments of their inputs, (n, in, in).
+        sizes: of what rank V is, and how many U there are.
     """
-    n_experts, dtype = len(order), stack.dtype
-    n_dense = n_experts - sizes.decomposed
-    dense, low = order[:n_dense], order[n_dense:]
-    if not low:
-        return Projection(dense=Shared.own([*stack]))
-    _, rows = truncated(stack[low[0]], sizes.rank, moment[low[0]])
+    _, rows = truncated(stack[0], sizes.rank, moment[0])
     right = torch.linalg.qr(rows.mT).Q.mT  # of full rank, even if the matrix is not
-    lefts, inner = _fitted(stack[[*low]], moment[[*low]], right)
-    nearest = _nearest(lefts, inner, sizes.lefts)
-    kept, common = [*lefts[: sizes.lefts].to(dtype)], right.to(dtype)
-    places = zip(low, nearest, strict=True)
-    return Projection(
-        dense=Shared.some({e: stack[e] for e in dense}, n_experts),
-        left=Shared.some({e: kept[place] for e, place in places}, n_experts),
-        right=Shared.some(dict.fromkeys(low, common), n_experts),
-    )
+    lefts, inner = _fitted(stack, moment, right)
+    kept = [*lefts[: sizes.lefts].to(stack.dtype)]
+    nearest = [kept[place] for place in _nearest(lefts, inner, sizes.lefts)]
+    return nearest, [right.to(stack.dtype)] * len(stack)
 
 
 def _fitted(
@@ -222,7 +212,7 @@ def _composed(
     Raises:
         SpecError: not even one rank fits.
     """
-    projections, left, names = {}, budget, names_of(layer)
+    experts, left, names = dense_experts(layer), budget, names_of(layer)
     for i, name in enumerate(names):
         stack = matrices(layer, name)
         sizes = sizes_of(left / (len(names) - i), *stack.shape)
@@ -233,9 +223,11 @@ def _composed(
                 "lower ratio"
             )
         left -= sizes.numbers(*stack.shape)
-        right = shared_right(stack, moments.of(name), moments.most_routed, sizes)
-        projections[name] = right
-    return composition(layer, projections), left
+        low = moments.most_routed[layer.n_experts - sizes.decomposed :]
+        if low:
+            factors = shared_right(stack[low], moments.of(name)[low], sizes)
+            put_factors([experts[e] for e in low], name, *factors)
+    return experts, left
 
 
 MOE_SVD = Method(

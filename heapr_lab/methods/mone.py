@@ -13,8 +13,8 @@ from torch import nn
 from heapr_lab.errors import LayoutError
 from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import Collector, routed_outputs
-from heapr_lab.methods.composed_experts import Composition, Projection, Shared
-from heapr_lab.methods.composing import composition_of
+from heapr_lab.methods.composed_experts import Composition
+from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.experts import lowest_of
 from heapr_lab.methods.method import Method, Request
@@ -86,22 +86,12 @@ def with_constants(
 
     Shapes: gone bool (E,); values (E, D).
     """
-    dense, n_experts = composition_of(layer).projections, len(gone)
-    kept = np.flatnonzero(~gone).tolist()
-
-    def narrowed(part: Shared) -> Shared:
-        tensors = {e: part.tensors[e] for e in kept if part.of}
-        return Shared.some(tensors, n_experts)
-
-    new = {
-        name: Projection(narrowed(p.dense), bias=narrowed(p.bias))
-        for name, p in dense.items()
-    }
-    constants = {e: values[e].to(layer.down) for e in np.flatnonzero(gone).tolist()}
-    biases = {e: dense["down"].bias.tensor_of(e) for e in kept} | constants
-    outputs = {e: b for e, b in sorted(biases.items()) if b is not None}
-    down = Projection(new["down"].dense, bias=Shared.some(outputs, n_experts))
-    return Composition(**new | {"down": down})
+    return [
+        {"down_bias": value.to(layer.down)} if constant else expert
+        for expert, constant, value in zip(
+            dense_experts(layer), gone, values, strict=True
+        )
+    ]
 
 
 def _mone(request: Request) -> ExpertComposition:

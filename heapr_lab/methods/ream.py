@@ -19,7 +19,6 @@ from torch.nn.functional import normalize
 from heapr_lab.errors import SpecError
 from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import Collector, routed_outputs
-from heapr_lab.methods.composing import dense_composition
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.experts import n_dropped
@@ -132,8 +131,7 @@ def _ream(request: Request) -> ExpertComposition:
         kept[k] = tuple(group[0] for group in groups)
         if number < size:
             merge = _by_saliency(scores, components(_atoms(layer)))
-            matrices = [merge_group(layer, group, merge) for group in groups]
-            compositions[k] = dense_composition(matrices)
+            compositions[k] = [merge_group(layer, group, merge) for group in groups]
     return request.composed(compositions, kept)
 
 

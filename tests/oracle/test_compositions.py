@@ -13,8 +13,13 @@ from methods_by_hand import CLOSE, SIX, reloaded, replaced, without_experts
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods.composed_experts import Composition, Projection, Shared
-from heapr_lab.methods.composing import composing, composition_of, dense_composition
+from heapr_lab.methods.composed_experts import (
+    Composition,
+    Matrices,
+    distinct,
+    flops_of,
+)
+from heapr_lab.methods.composing import composing, dense_experts
 from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
@@ -192,34 +197,28 @@ def test_impossible_choices_are_refused(kept: Any, message: str) -> None:
 def merged(layer: ExpertsLayer) -> Composition:
     """Experts 0 and 1 share the matrices of 2; the others have their own."""
     experts = [layer.expert(e) for e in range(2, layer.n_experts)]
-    return dense_composition([experts[0], experts[0], *experts])
+    return [experts[0], experts[0], *experts]
 
 
 def factored(layer: ExpertsLayer) -> Composition:
     """A common base, the mean, with a difference of rank 2 for each expert."""
-    experts = [layer.expert(e) for e in range(layer.n_experts)]
-
-    def projection(name: str) -> Projection:
+    experts = dense_experts(layer)
+    for name in ("gate", "up", "down") if layer.gated else ("up", "down"):
         stack = torch.stack([expert[name] for expert in experts])
         base = stack.mean(0)
         u, s, v = torch.linalg.svd(stack - base, full_matrices=False)
         left, right = u[..., :2] * s[:, None, :2], v[:, :2]
-        key = f"{name}_bias"
-        bias = Shared.own([expert[key] for expert in experts if key in expert])
-        every = (0,) * len(experts)
-        return Projection(
-            Shared((base,), every), Shared.own([*left]), Shared.own([*right]), bias
-        )
-
-    gate = projection("gate") if layer.gated else None
-    return Composition(projection("up"), projection("down"), gate)
+        for e, expert in enumerate(experts):
+            parts = {name: base, f"{name}_left": left[e], f"{name}_right": right[e]}
+            expert |= parts
+    return experts
 
 
 def by_product(model: nn.Module, experts: dict[int, Composition]) -> nn.Module:
     """The same model with its stock modules, whose matrices are multiplied out."""
     new = {
         (layer.layer, expert): {
-            name: multiplied(experts[layer.layer], expert, name)
+            name: multiplied(experts[layer.layer][expert], name)
             for name in layer.expert(expert)
         }
         for layer in find_experts(model)
@@ -228,14 +227,11 @@ def by_product(model: nn.Module, experts: dict[int, Composition]) -> nn.Module:
     return replaced(model, new)
 
 
-def multiplied(composition: Composition, expert: int, name: str) -> Any:
+def multiplied(expert: Matrices, name: str) -> torch.Tensor:
     """One matrix or bias of an expert."""
-    projection = composition.projections[name.removesuffix("_bias")]
-    if name.endswith("_bias"):
-        return projection.bias.tensor_of(expert)
-    parts = projection.dense, projection.left, projection.right
-    dense, left, right = (part.tensor_of(expert) for part in parts)
-    return dense if left is None else dense + left @ right
+    if f"{name}_left" not in expert:
+        return expert[name]
+    return expert[name] + expert[f"{name}_left"] @ expert[f"{name}_right"]
 
 
 @pytest.mark.parametrize("family", REFERENCES)
@@ -263,12 +259,11 @@ def test_what_does_not_fit_is_refused() -> None:
     """Numbers of experts, projections and layers, and a model that has such experts."""
     model = tiny_model("qwen3_moe")
     layer = find_experts(model)[0]
-    stock = composition_of(layer)
-    few = dense_composition([layer.expert(0)])
-    ungated = Composition(stock.up, stock.down)
+    stock = dense_experts(layer)
+    ungated = [{k: w for k, w in expert.items() if k != "gate"} for expert in stock]
     for made, why in (
-        ({0: few}, r"layer 0 has new experts for \[1\] .*expected 4 experts"),
-        ({0: ungated}, r"the projections down, up; expected .* down, gate, up"),
+        ({0: stock[:1]}, r"layer 0 has 1 new experts .*expected 4 experts"),
+        ({0: ungated}, r"the projections down, up; expected .* gate, up, down"),
         ({7: stock}, "another model"),
     ):
         with pytest.raises(SpecError, match=why), composing(model, made):
@@ -280,11 +275,13 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_counts_by_hand() -> None:
     """Parameters and operations of a base with factors, a shared matrix once."""
-    base, every = Shared((torch.ones(3, 4),), (0, 0)), Shared
-    left, right = every.own([torch.ones(3, 1)] * 2), every.own([torch.ones(1, 4)] * 2)
-    up = Projection(base, left, right)
-    down = Projection(Shared((torch.ones(4, 3),), (0, -1)))
-    composition = Composition(up, down)
-    assert composition.n_parameters == 12 + 2 * 3 + 2 * 4 + 12
-    assert composition.flops_of(0) == 2 * (12 + 3 + 4 + 12)
-    assert composition.flops_of(1) == 2 * (12 + 3 + 4)
+    base = torch.ones(3, 4)
+    one, other = (
+        {"up": base, "up_left": torch.ones(3, 1), "up_right": torch.ones(1, 4)}
+        for _ in range(2)
+    )
+    one |= {"down": torch.ones(4, 3), "down_bias": torch.ones(4)}
+    stored = sum(tensor.numel() for _, tensor in distinct([one, other]).values())
+    assert stored == 12 + 2 * 3 + 2 * 4 + 12 + 4
+    assert flops_of(one) == 2 * (12 + 3 + 4 + 12)
+    assert flops_of(other) == 2 * (12 + 3 + 4)

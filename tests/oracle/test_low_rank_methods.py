@@ -17,7 +17,7 @@ from torch import nn
 from heapr_lab import methods
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
 from heapr_lab.methods.collectors import Measurements, sum_over_windows
-from heapr_lab.methods.composed_experts import Projection
+from heapr_lab.methods.composed_experts import Composition, Matrices, distinct
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.d2_moe import base_of, squares
 from heapr_lab.methods.low_rank import MOMENTS, ranks_of
@@ -56,12 +56,12 @@ def whitened(matrix: torch.Tensor, rank: int, second: torch.Tensor) -> torch.Ten
     return total @ torch.linalg.inv(root)
 
 
-def product(proj: Projection, expert: int) -> torch.Tensor:
+def product(expert: Matrices, name: str) -> torch.Tensor:
     """One matrix of an expert."""
-    parts: Any = proj.dense, proj.left, proj.right
-    dense, left, right = (part.tensor_of(expert) for part in parts)
-    low = 0.0 if left is None else left @ right
-    return (low if dense is None else dense + low).double()
+    dense: Any = expert.get(name, 0)
+    if f"{name}_left" in expert:
+        dense = dense + expert[f"{name}_left"] @ expert[f"{name}_right"]
+    return torch.as_tensor(dense).double()
 
 
 def every_matrix(
@@ -73,7 +73,7 @@ def every_matrix(
         for expert in range(layer.n_experts):
             for name in NAMES:
                 matrix = by_hand(layer.module, expert)[f"W_{name}"].detach()
-                new = product(composition.projections[name], expert)
+                new = product(composition[expert], name)
                 yield layer, expert, name, matrix, new
 
 
@@ -120,11 +120,10 @@ def test_a_matrix_that_factors_would_not_shrink_stays_dense() -> None:
     layer = find_experts(model)[0]
     ranks = ranks_of(compression.shapes[layer.layer], Fraction("0.02"), layer=0)
     assert ranks == {"gate": 3, "up": 4, "down": 4}
-    projections = compression.compositions[layer.layer].projections
+    experts = compression.compositions[layer.layer]
+    assert [set(e) for e in experts] == [{"gate_left", "gate_right", "up", "down"}] * 4
     for name in ("up", "down"):
-        proj = projections[name]
-        assert [len(part.of) for part in (proj.dense, proj.left)] == [4, 0]
-        assert torch.equal(proj.dense.tensors[1], layer.expert(1)[name])
+        assert torch.equal(experts[1][name], layer.expert(1)[name])
     assert compression.achieved_ratio == pytest.approx((80 - 3 * 21) / 240)
 
 
@@ -212,10 +211,10 @@ def test_d2_moe(family: str) -> None:
             top = top + weight * by_hand(layer.module, e)[f"W_{name}"].detach()
             bottom = bottom + weight
         base = top / bottom
-        proj = compression.compositions[number].projections[name]
-        torch.testing.assert_close(proj.dense.tensors, (base,), **IN_SINGLE)
+        made = compression.compositions[number][expert]
+        torch.testing.assert_close(made[name], base, **IN_SINGLE)
         second = moment(inputs[number, expert], name, d_in=matrix.shape[1])
-        rank = len(proj.right.tensors[expert])
+        rank = len(made[f"{name}_right"])
         expected = base + whitened(matrix - base, rank, second)
         torch.testing.assert_close(new, expected, **IN_SINGLE)
 
@@ -237,7 +236,11 @@ def test_d2_moe_has_room_for_its_base() -> None:
     with pytest.raises(SpecError, match=r"largest possible ratio is 0\.5625"):
         fitted("d2-moe", model, float(most) + 0.01)
     compression = fitted("d2-moe", model, 0.5)
-    files = sum(c.n_parameters for c in compression.compositions.values())
+    files = sum(
+        tensor.numel()
+        for composition in compression.compositions.values()
+        for _, tensor in distinct(composition).values()
+    )
     dense = sum(s.n_atoms * s.atom_parameters for s in compression.shapes.values())
     assert compression.achieved_ratio == 1 - files / dense
     assert 0.5 <= compression.achieved_ratio < 0.5 + 4 * 2 * 24 / dense
@@ -288,17 +291,22 @@ def test_moe_svd(family: str, ratio: float) -> None:
     shared_lefts = dense_experts = 0
     for layer in [k for k in find_experts(model) if k.layer in reduced.compositions]:
         for name in NAMES:
-            proj = reduced.compositions[layer.layer].projections[name]
-            low = [e for e in range(6) if proj.left.of and proj.left.of[e] >= 0]
+            experts = reduced.compositions[layer.layer]
+            low = [e for e in range(6) if f"{name}_left" in experts[e]]
             dense_experts += 6 - len(low)
-            shared_lefts += len(low) - len(proj.left.tensors)
-            check_projection(layer, name, proj, low, inputs)
+            shared_lefts += len(low) - n_lefts(experts, name)
+            check_projection(layer, name, experts, low, inputs)
     assert (dense_experts > 0) == (ratio == 0.03)
     assert (shared_lefts > 0) == (ratio > 0.03)
 
 
+def n_lefts(experts: Composition, name: str) -> int:
+    """How many different U a projection has."""
+    return sum(part == f"{name}_left" for part, _ in distinct(experts).values())
+
+
 def check_projection(
-    layer: ExpertsLayer, name: str, proj: Projection, low: list[int], inputs: Inputs
+    layer: ExpertsLayer, name: str, experts: Composition, low: list[int], inputs: Inputs
 ) -> None:
     """One projection of a decomposed layer, against least squares on its tokens."""
 
@@ -309,16 +317,17 @@ def check_projection(
     low = sorted(low, key=weight_of, reverse=True)
     for expert in set(range(6)) - set(low):
         assert weight_of(expert) > weight_of(low[0])
-        assert torch.equal(product(proj, expert), layer.expert(expert)[name])
+        assert torch.equal(experts[expert][name], layer.expert(expert)[name])
     if not low:
         return
-    best = {e: fitted_left(layer, name, e, proj, inputs) for e in low}
-    (right,) = proj.right.tensors
+    right = experts[low[0]][f"{name}_right"]
+    assert all(experts[e][f"{name}_right"] is right for e in low)
+    best = {e: fitted_left(layer, name, e, right, inputs) for e in low}
     first = layer.expert(low[0])[name]
     second = moment(inputs[layer.layer, low[0]], name, d_in=first.shape[1])
     expected = whitened(first, len(right), second)
     torch.testing.assert_close(best[low[0]] @ right, expected, **CLOSE)
-    kept = low[: len(proj.left.tensors)]
+    kept = low[: n_lefts(experts, name)]
     for expert in low:
         matrix = layer.expert(expert)[name]
         second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
@@ -329,14 +338,15 @@ def check_projection(
             for e in kept
         }
         near = min(errors, key=lambda e: errors[e])
-        torch.testing.assert_close(product(proj, expert), best[near] @ right, **CLOSE)
+        new = product(experts[expert], name)
+        torch.testing.assert_close(new, best[near] @ right, **CLOSE)
 
 
 def fitted_left(
-    layer: ExpertsLayer, name: str, expert: int, proj: Projection, inputs: Inputs
+    layer: ExpertsLayer, name: str, expert: int, right: torch.Tensor, inputs: Inputs
 ) -> torch.Tensor:
     """U by least squares on the square root of the moment of the expert's inputs."""
-    (right,), matrix = proj.right.tensors, layer.expert(expert)[name]
+    matrix = layer.expert(expert)[name]
     second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
     rows = torch.linalg.cholesky(second).mT
     return torch.linalg.lstsq(rows @ right.mT, rows @ matrix.mT).solution.mT

@@ -202,17 +202,16 @@ def test_moe_i2_searches_the_best_set_and_truncates(family: str) -> None:
         with torch.no_grad():
             cost = naee.LayerLoss(axes[layer.layer], calls)
             assert kept == min(itertools.combinations(range(6), len(kept)), key=cost)
-        composition = fit.compositions[layer.layer]
-        for name, projection in composition.projections.items():
-            for place, expert in enumerate(kept):
-                left = projection.left.tensors[place]
+        for expert, made in zip(kept, fit.compositions[layer.layer], strict=True):
+            for name in ("gate", "up", "down"):
+                left = made[f"{name}_left"]
                 rank = left.shape[1]
                 assert 1 <= rank <= 5  # 5 · (8 + 16) < 8 · 16
                 units += rank
                 dense = layer.expert(expert)[name]
                 u, s, v = torch.linalg.svd(dense, full_matrices=False)
                 expected = sum(s[i] * torch.outer(u[:, i], v[i]) for i in range(rank))
-                product = left @ projection.right.tensors[place]
+                product = left @ made[f"{name}_right"]
                 torch.testing.assert_close(product, expected, rtol=1e-9, atol=1e-9)
     stored = units * (8 + 16)
     total = 12 * 3 * 8 * 16

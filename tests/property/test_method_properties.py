@@ -115,7 +115,7 @@ def test_the_budget_is_exact(fitted: Fitted, ratio: float) -> None:
             weight.numel()
             for module in experts
             for part, weight in module.named_parameters()
-            if "down.bias" not in part  # a constant, which is in `savings`
+            if "down_bias" not in part  # a constant, which is in `savings`
         )
         zeros = 0
         if METHODS[name].compresses == "weights":
