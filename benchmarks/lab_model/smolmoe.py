@@ -23,7 +23,7 @@ from benchmarks.lab_model.smolmoe_card import write_card
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.models.loading import load_model
-from heapr_lab.pretrained.carved import NORMS, Carved, CarvedLayer, Layout, Ternary
+from heapr_lab.pretrained.carved import NORMS, Carved, Layout, Ternary
 from heapr_lab.pretrained.smollm2 import WHEEL, smollm2_folder
 from heapr_lab.progress import progress_bar
 from heapr_lab.storage import cache
@@ -56,7 +56,8 @@ N_JUDGED = 12
 """Windows of each corpus's validation split, for the choice of the layout."""
 N_ITEMS = 100
 """Items of each task that the carved model is asked before it is healed."""
-
+_OF_FFN = ("order", "router", "bias", "expert_scale")
+"""What the file has of a layer's `CarvedFfn`."""
 
 _TRIAL = HealSpec(12_288)
 _HEALING = HealSpec(320_000)
@@ -311,14 +312,10 @@ def described(
 ) -> Carved:
     """What turns the dense model into `student`."""
     layers = [
-        CarvedLayer(
-            layer.mlp.order,
-            layer.mlp.router.detach(),
-            layer.mlp.bias,
-            layer.mlp.expert_scale.detach(),
-            {name: getattr(layer, name).weight.detach() for name in NORMS},
-            change,
-        )
+        {name: getattr(layer.mlp, name).detach() for name in _OF_FFN}
+        | {name: getattr(layer, name).weight.detach() for name in NORMS}
+        | {f"{name}.packed": part.packed for name, part in change.items()}
+        | {f"{name}.scale": part.scale for name, part in change.items()}
         for layer, change in zip(student.model.layers, changes, strict=True)
     ]
     norm = student.model.norm.weight.detach()

@@ -32,6 +32,19 @@ MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 """Our names of an expert's matrices, and those of Mixtral's files."""
 _ENTRY = "heapr_lab.carved"
 NORMS = ("input_layernorm", "post_attention_layernorm")
+ENTRIES = {
+    "order": torch.int16,
+    "router": torch.bfloat16,
+    **dict.fromkeys(("bias", "expert_scale", *NORMS), torch.float32),
+    **{f"{name}.packed": torch.uint8 for name in MATRICES},
+    **{f"{name}.scale": torch.float16 for name in MATRICES},
+}
+"""What the file has of each layer, apart from the dense weights, and its types.
+
+The `order` of the neurons (d_ff,), those of the shared part first, then expert by
+expert; the weights of the `router` (n_experts, d_model) and the `bias` that corrects
+the choice of experts; the `expert_scale` that the output of each is multiplied by; the
+weights of the two norms; and the change of each matrix, as `Ternary` has it."""
 _LAYOUT = re.compile(r"s(\d+)e(\d+)x(\d+)k(\d+)")
 PER_BYTE = 5
 POWERS = torch.tensor([3**place for place in range(PER_BYTE)])
@@ -96,60 +109,14 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class CarvedLayer:
-    """One carved layer, apart from the dense weights."""
-
-    order: torch.Tensor
-    """The neurons, those of the shared part first, then expert by expert: (d_ff,)."""
-    router: torch.Tensor
-    """Weights of the router, (n_experts, d_model)."""
-    bias: torch.Tensor
-    """Correction of the choice of experts, (n_experts,)."""
-    expert_scale: torch.Tensor
-    """What the output of each expert is multiplied by, (n_experts,)."""
-    norms: Mapping[str, torch.Tensor]
-    """The weights of the layer's two norms, each (d_model,)."""
-    changes: Mapping[str, Ternary]
-    """The change of each of `MATRICES`, one row for each neuron in its new order."""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What the file holds, by name."""
-        tensors = {
-            "order": self.order.short(),
-            "router": self.router.bfloat16(),
-            "bias": self.bias.float(),
-            "expert_scale": self.expert_scale.float(),
-        }
-        tensors |= {name: weight.float() for name, weight in self.norms.items()}
-        for name, change in self.changes.items():
-            tensors |= {f"{name}.packed": change.packed, f"{name}.scale": change.scale}
-        return tensors
-
-    @classmethod
-    def read(cls, part: Mapping[str, torch.Tensor]) -> Self:
-        """The layer that `tensors` described."""
-        d_model = part["router"].shape[1]
-        return cls(
-            part["order"].long(),
-            part["router"].float(),
-            part["bias"],
-            part["expert_scale"],
-            {name: part[name] for name in NORMS},
-            {
-                name: Ternary(part[f"{name}.packed"], part[f"{name}.scale"], d_model)
-                for name in MATRICES
-            },
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class Carved:
     """All that was changed of a dense model."""
 
     layout: Layout
     base: str
     """SHA-256 of what the dense model was made from."""
-    layers: tuple[CarvedLayer, ...]
+    layers: tuple[Mapping[str, torch.Tensor], ...]
+    """What `ENTRIES` names, of each layer."""
     norm: torch.Tensor
     """The weight of the last norm, (d_model,)."""
 
@@ -157,8 +124,8 @@ class Carved:
         """Write the file."""
         tensors = {"norm": self.norm.float()}
         for index, layer in enumerate(self.layers):
-            for name, tensor in layer.tensors().items():
-                tensors[f"{index}.{name}"] = tensor.contiguous()
+            for name, dtype in ENTRIES.items():
+                tensors[f"{index}.{name}"] = layer[name].to(dtype).contiguous()
         # One entry: several are written in an order that differs from run to run.
         entry = {_ENTRY: f"{self.layout.name} {self.base}"}
         with replacing(path) as temporary:
@@ -175,22 +142,22 @@ class Carved:
             with safe_open(path, "pt") as stored:
                 layout, base = stored.metadata()[_ENTRY].split()
                 tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-            layers: dict[int, dict[str, torch.Tensor]] = {}
-            for name, tensor in tensors.items():
-                index, dot, rest = name.partition(".")
-                if dot:
-                    layers.setdefault(int(index), {})[rest] = tensor
-            return cls(
-                Layout.named(layout),
-                base,
-                tuple(CarvedLayer.read(layers[index]) for index in range(len(layers))),
-                tensors["norm"],
+            layers = tuple(
+                {name: tensors[f"{index}.{name}"] for name in ENTRIES}
+                for index in range((len(tensors) - 1) // len(ENTRIES))
             )
+            return cls(Layout.named(layout), base, layers, tensors["norm"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise SpecError(
                 f"{path} cannot be read ({error}): it comes with the repository; get "
                 "it again with `git checkout`"
             ) from error
+
+
+def change_of(layer: Mapping[str, torch.Tensor], name: str) -> Ternary:
+    """The change of one of `MATRICES`, a row for each neuron in its new order."""
+    d_model = layer["router"].shape[1]
+    return Ternary(layer[f"{name}.packed"], layer[f"{name}.scale"], d_model)
 
 
 def as_glm4_moe(
@@ -217,7 +184,7 @@ def as_glm4_moe(
             for name, theirs in MATRICES.items()
         }
         weights = _mlp(layer, matrices, carved.layout)
-        weights |= {f"{name}.weight": layer.norms[name] for name in NORMS}
+        weights |= {f"{name}.weight": layer[name] for name in NORMS}
         for name, tensor in weights.items():
             state[f"model.layers.{index}.{name}"] = tensor
     state["model.norm.weight"] = carved.norm
@@ -228,15 +195,15 @@ def as_glm4_moe(
 
 
 def _mlp(
-    layer: CarvedLayer, dense: Mapping[str, torch.Tensor], layout: Layout
+    layer: Mapping[str, torch.Tensor], dense: Mapping[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
     """The weights of one carved layer, by the names of `glm4_moe`."""
     rows = {
-        name: (weight.T if name == "down" else weight)[layer.order]
-        + layer.changes[name].values()
+        name: (weight.T if name == "down" else weight)[layer["order"].long()]
+        + change_of(layer, name).values()
         for name, weight in dense.items()
     }
-    scale = layer.expert_scale.repeat_interleave(layout.d_inter)
+    scale = layer["expert_scale"].repeat_interleave(layout.d_inter)
     rows["down"] *= F.pad(scale, (layout.n_shared, 0), value=1.0)[:, None]
     shared = {name: weight[: layout.n_shared] for name, weight in rows.items()}
     gate, up, down = (
@@ -244,8 +211,8 @@ def _mlp(
         for name in MATRICES
     )
     return {
-        "mlp.gate.weight": layer.router,
-        "mlp.gate.e_score_correction_bias": layer.bias,
+        "mlp.gate.weight": layer["router"],
+        "mlp.gate.e_score_correction_bias": layer["bias"],
         "mlp.experts.gate_up_proj": torch.cat([gate, up], 1),
         "mlp.experts.down_proj": down.transpose(1, 2),
         "mlp.shared_experts.gate_proj.weight": shared["gate"],

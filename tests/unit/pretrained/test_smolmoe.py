@@ -57,7 +57,7 @@ def test_the_name_is_a_model_with_the_experts_of_its_layout(project: Path) -> No
         torch.testing.assert_close(state[name], tensor.float(), rtol=0, atol=0)
     biases = [bias for name, bias in state.items() if "correction_bias" in name]
     for bias, layer in zip(biases, carved.layers, strict=True):
-        assert torch.equal(bias, layer.bias)
+        assert torch.equal(bias, layer["bias"])
     folder = smolmoe.smolmoe_folder()
     assert (folder / "README.md").read_text() == "# The card\n"
     written = (folder / "config.json").stat().st_mtime_ns
