@@ -4,16 +4,13 @@ A small model leaves cores idle, because its matrix products are too small to be
 divided. Steps that share only the cache can run in separate processes instead.
 """
 
-import collections
 import contextlib
 import functools
 import multiprocessing
 import os
-import queue
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +53,7 @@ def threads_of(n: int) -> int:
 
 @contextlib.contextmanager
 def workers(n: int, open_bench: Callable[[], "Workbench"]) -> Iterator[Executor | None]:
-    """Let this process and `n` - 1 others share the cores: a pool of the others.
+    """A pool of `n` processes that share the cores, while this one waits for them.
 
     Each opens its own workbench when it needs it. A script that calls this has to guard
     the call with `if __name__ == "__main__"`, as for any process pool.
@@ -71,19 +68,13 @@ def workers(n: int, open_bench: Callable[[], "Workbench"]) -> Iterator[Executor 
     if n == 1:
         yield None
         return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads_of(n))
     pool = ProcessPoolExecutor(
-        n - 1,
+        n,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
         initargs=(open_bench, threads_of(n)),
     )
     try:
-        for _ in range(n - 1):  # their imports take seconds, too
-            pool.submit(cores)
         yield pool
     except BrokenProcessPool as error:
         raise HeaprLabError(
@@ -92,7 +83,6 @@ def workers(n: int, open_bench: Callable[[], "Workbench"]) -> Iterator[Executor 
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(before)
 
 
 def run_steps(
@@ -102,47 +92,19 @@ def run_steps(
     *,
     progress: Progress,
 ) -> list[Any]:
-    """Results of all steps, run here and by the executor, if there is one.
+    """Results of all steps, run by the executor, or here where there is none.
 
-    This process and each of the others take the next step whenever they are free. If a
-    step fails, the results of finished steps stay in the cache.
+    Each process takes the next step whenever it is free. If a step fails, the results
+    of finished steps stay in the cache.
     """
-    waiting = collections.deque(enumerate(steps))
-    outcomes: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
-
-    def serve() -> None:
-        """Have another process do the next of what waits, until there is none."""
-        with contextlib.suppress(IndexError):
-            while True:
-                place, step = waiting.popleft()
-                call = functools.partial(_there, executor, step)
-                outcomes.put((place, _called(call)))
-
-    for _ in range(getattr(executor, "_max_workers", 0)):
-        threading.Thread(target=serve, daemon=True).start()  # ends with the process
-    results: dict[int, Any] = {}
-    while len(results) < len(steps):
-        with contextlib.suppress(IndexError):
-            place, step = waiting.popleft()
-            outcomes.put((place, _called(functools.partial(step, bench))))
-        place, future = outcomes.get()
-        results[place] = future.result()
+    outcomes: Iterable[Any] = (step(bench) for step in steps)
+    if executor is not None:
+        outcomes = executor.map(_work, steps)
+    results = []
+    for outcome in outcomes:
+        results.append(outcome)
         progress(len(results), len(steps))
-    return [results[place] for place in range(len(steps))]
-
-
-def _there(executor: Any, step: Step) -> Any:
-    """What a step comes to in another process."""
-    return executor.submit(_work, step).result()
-
-
-def _called(call: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-    try:
-        future.set_result(call())
-    except Exception as error:  # whoever asks for the result gets it
-        future.set_exception(error)
-    return future
+    return results
 
 
 def _begin(open_bench: Callable[[], "Workbench"], threads: int) -> None:
