@@ -79,7 +79,6 @@ LONG = "x" * 240
 WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("prune", "lab", "--ratio", "25"), "write 0.25 or 25% if you mean that"),
     (("prune", "lab", "--ratio", "much"), "much"),
-    (("prune", "lab"), "--ratio"),
     ((*RATIO, "--method", "magic"), "method must be one of 'best', 'paper', "),
     ((*RATIO, "--structure", "round"), "round"),
     ((*RATIO, "--of", "bytes"), "bytes"),
@@ -156,8 +155,13 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*TABLE, "--ratio", "0.4", "--heal", "16", "--out", "x"), "leave --importance"),
     (("compare", "lab", "--methods", "naeee", "--ratios", "20%"), "unknown method"),
     (("score", "lab", "--device", "gpu"), "give one of auto, cpu"),
-    (("app", "none.parquet"), "none.parquet"),
-    (("app", "./nosuchfolder"), "nosuchfolder"),
+    (("app", "none.parquet"), "no table none.parquet; make one"),
+    (("app", "bad.parquet"), "bad.parquet cannot be read"),
+    (("app", "./nosuchfolder"), "no such folder: "),
+    (("app", "."), "has no config.json"),
+    (("app", "bad/"), "cannot be read as JSON"),
+    (("app", "as-moe:bad"), "cannot be read as JSON"),
+    (("app", "lab", "--profile", "huge"), "profile must be one of "),
 )
 """What is asked for, and a part of what is said of it."""
 LATER: tuple[tuple[tuple[str, ...], str], ...] = (

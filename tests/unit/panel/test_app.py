@@ -10,15 +10,14 @@ from processes import says
 from random_tables import small_table
 from tiny_folder import write_model
 
-from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.panel import app
 from heapr_lab.storage.paths import kernel_transport
 
 
-def source(name: str, folder: Path, profile: str = "small") -> str:
+def source(name: str, folder: Path) -> str:
     """The Python that shows the panel of `name`."""
     return app.panel_source(
-        name, profile=profile, device="cpu", dtype="float32", folder=folder
+        name, profile="small", device="cpu", dtype="float32", folder=folder
     )
 
 
@@ -46,25 +45,6 @@ def test_the_kernel_opens_the_table_by_its_name(
     names: dict[str, Any] = {}
     exec(code, names)
     assert names["shown"].session.file == tmp_path / "table.parquet"
-
-
-def test_what_is_not_there_is_said_before_anything_is_served(tmp_path: Path) -> None:
-    """A missing or damaged table or model, an unknown profile."""
-    (tmp_path / "bad.parquet").write_text("nothing")
-    with pytest.raises(SpecError, match=r"no table .*none\.parquet; make one"):
-        source(str(tmp_path / "none.parquet"), tmp_path)
-    with pytest.raises(CacheError):
-        source(str(tmp_path / "bad.parquet"), tmp_path)
-    with pytest.raises(SpecError, match="no such folder"):
-        source(str(tmp_path / "none"), tmp_path)
-    with pytest.raises(SpecError, match=r"has no config\.json"):
-        source(str(tmp_path), tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    for name in (str(tmp_path), f"as-moe:{tmp_path}"):
-        with pytest.raises(SpecError, match="cannot be read as JSON"):
-            source(name, tmp_path)
-    with pytest.raises(SpecError, match=r"profile must be one of .*, got 'huge'"):
-        source("lab", tmp_path, profile="huge")
 
 
 SERVE = """
