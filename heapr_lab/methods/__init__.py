@@ -14,8 +14,10 @@ through the entry-point group `heapr_lab.methods`.
 """
 
 import math
+import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heapr_lab.errors import SpecError
@@ -25,49 +27,26 @@ if TYPE_CHECKING:
 
 GROUP = "heapr_lab.methods"
 """The entry-point group of plug-ins; each entry is a `Method`."""
-OURS = {
-    **dict.fromkeys(("heapr", "heapr-l", "heapr-expert", "magnitude"), "atoms"),
-    **dict.fromkeys(("random", "compress"), "atoms"),
-    **dict.fromkeys(("intdim-e", "intdim-l", "intdim-g"), "atoms"),
-    "camera-p": "camera",
-    **dict.fromkeys(("frequency", "ean", "reap", "man", "msan"), "experts"),
-    "naee": "naee",
-    "mone": "mone",
-    "evoesap": "evoesap",
-    "moe-i2-like": "moe_i2",
-    "hc-smoe": "merging",
-    "mc-smoe": "mc_smoe",
-    "sub-moe-like": "sub_moe",
-    "ream": "ream",
-    "random-groups": "merging",
-    "svd": "low_rank",
-    "d2-moe": "d2_moe",
-    "moe-svd-like": "moe_svd",
-    "moe-pruner": "moe_pruner",
-}
+_DATA = Path(__file__).with_name("methods.toml")
+
+
+def _described() -> dict[str, dict[str, Any]]:
+    """What `methods.toml` says of each method of this package, by its name."""
+    described: dict[str, dict[str, Any]] = {}
+    for name, entry in tomllib.loads(_DATA.read_text("utf-8")).items():
+        like = described.get(entry.pop("like", ""), {})
+        texts = [" ".join(text.split()) for text in entry.pop("deviations", ())]
+        deviations = (*like.get("deviations", ()), *texts)
+        described[name] = {**like, **entry, "deviations": deviations}
+    return described
+
+
+DESCRIBED: Mapping[str, Mapping[str, Any]] = _described()
+"""The fields of each method of this package, and its `module`, by the method's name."""
+OURS = {name: str(entry["module"]) for name, entry in DESCRIBED.items()}
 """The module of each method of this package, by the method's name."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "camera-p": {"alpha": 0.9},
-    "naee": {"most_subsets": 2000, "most_tokens": 4096},
-    "mone": {"score": "product", "scope": "layer"},
-    # Candidates at a time, rounds, and windows to judge them on; plans that survive,
-    # and of a new plan, how often experts move between two layers, at most how many.
-    "evoesap": {
-        "population": 12,
-        "generations": 4,
-        "most_windows": 8,
-        "survivors": 4,
-        "most_moves": 1,
-        "largest_move": 2,
-    },
-    "moe-i2-like": {
-        "population": 8,
-        "generations": 4,
-        "most_windows": 8,
-        "most_tokens": 4096,
-    },
-    "ream": {"group_size": 16, "batch_size": 8},
-    "moe-svd-like": {"most_of_layer": 0.3},
+    name: entry["options"] for name, entry in DESCRIBED.items() if "options" in entry
 }
 """The options of those that have any, with their defaults; known without torch."""
 

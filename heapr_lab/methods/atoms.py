@@ -16,24 +16,12 @@ import torch
 from heapr_lab.methods.collectors import sum_over_windows
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.experts import lowest_of
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.compress import fit_compression
-
-_HEAPR = "Li et al. 2026, HEAPr, ICLR"
-_ONE_PASS = (
-    "Ḡ is not formed: mean eᵀ Ḡ e equals mean h² · mean (∂ℓ/∂h)², so that one pass is "
-    "enough.",
-    "An expert without tokens scores 0, and its atoms go first. In the authors' code "
-    "they score −1 and go first, too, where the family's loop skips such experts; "
-    "where it calls them with no token, they score 0/0, which sorts highest: all of "
-    "them are kept.",
-    "The model is in eval mode, so auxiliary router losses, which the authors' code "
-    "adds in training mode, have no part in the gradient.",
-)
 
 
 def _selecting(**fields: Any) -> Callable[[Request], AtomCompression]:
@@ -107,82 +95,15 @@ def _intdim(scope: str) -> Callable[[Request], AtomCompression]:
     return rule
 
 
-def _variant(letter: str, where: str, scope: str) -> Method:
-    """IntDim with one scope of its ranking."""
-    return Method(
-        f"intdim-{letter.lower()}",
-        f"IntDim-{letter}: mean absolute gradient of an atom's weights, {where}",
-        "Less-is-MoE 2026, EMNLP (code: HectorHHZ/Less-is-MoE)",
-        "atoms",
-        _intdim(scope),
-        deviations=(
-            "The score is that of the authors' code, the mean of |gradient| over "
-            "samples; their README calls it Fisher information, but it is not squared.",
-            "A sample is a calibration window; the authors take texts of different "
-            "lengths, whose losses are means over their tokens.",
-            "The model is in eval mode, the authors' in training mode.",
-        ),
-    )
-
-
 ATOMS = (
-    Method(
-        "heapr",
-        "HEAPr-G: second-order score, ranked over all layers",
-        _HEAPR,
-        "atoms",
-        _selecting(),
-        deviations=_ONE_PASS,
-    ),
-    Method(
-        "heapr-l",
-        "HEAPr-L: second-order score, ranked within each layer",
-        _HEAPR,
-        "atoms",
-        _selecting(scope="layer"),
-        deviations=_ONE_PASS,
-    ),
-    Method(
-        "heapr-expert",
-        "expert-level HEAPr: whole experts by the sum of their atoms' scores",
-        _HEAPR,
-        "experts",
-        _selecting(granularity="expert"),
-        deviations=(
-            *_ONE_PASS,
-            "Removed experts keep their router rows and return 0, as atoms do; "
-            "experts are ranked over all layers.",
-        ),
-    ),
-    Method(
-        "magnitude",
-        "control: the norm of the atom's weights, ranked over all layers",
-        "Han et al. 2015, arXiv:1506.02626",
-        "atoms",
-        _selecting(estimator="magnitude"),
-        deviations=("Whole atoms, not single weights; nothing is trained afterwards.",),
-    ),
-    Method(
-        "random",
-        "control: atoms drawn at random",
-        "a control of this project",
-        "atoms",
-        _random,
-    ),
-    Method(
-        "compress",
-        "ours: a compensated mask, where held-out windows are in favour",
-        "this project (heapr_lab.refinement.compress)",
-        "atoms",
-        _compress,
-        deviations=(
-            "The second of every four windows is held out, so the result depends on "
-            "the order of the windows.",
-        ),
-        version=4,
-    ),
-    _variant("E", "ranked within each expert", "expert"),
-    _variant("L", "ranked within each layer", "layer"),
-    _variant("G", "ranked over all layers", "global"),
+    ours("heapr", _selecting()),
+    ours("heapr-l", _selecting(scope="layer")),
+    ours("heapr-expert", _selecting(granularity="expert")),
+    ours("magnitude", _selecting(estimator="magnitude")),
+    ours("random", _random),
+    ours("compress", _compress),
+    ours("intdim-e", _intdim("expert")),
+    ours("intdim-l", _intdim("layer")),
+    ours("intdim-g", _intdim("global")),
 )
 """The methods of this module."""

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.experts import lowest_of
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import masked, observed
 from heapr_lab.models.modes import evaluating
@@ -111,18 +110,4 @@ def _camera(request: Request) -> AtomCompression:
     return request.keeping(dict(_sequential(request)))
 
 
-CAMERA = Method(
-    "camera-p",
-    "CAMERA-P: energy and peak of p·h times ‖w_down‖², layer by layer",
-    "Xu et al. 2025, CAMERA, arXiv:2508.02322",
-    "atoms",
-    _camera,
-    deviations=(
-        "Only routed experts are pruned; the authors' code has the shared experts of "
-        "DeepSeekMoE and Qwen2-MoE in the pool.",
-        "The ratio is that of the routed atoms, not 0.21 for 20 %.",
-        "alpha is 0.9, as in the authors' script; in their code it is 1 by default, "
-        "which leaves the peak alone.",
-    ),
-    options=OPTIONS["camera-p"],
-)
+CAMERA = ours("camera-p", _camera)

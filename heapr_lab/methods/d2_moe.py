@@ -22,7 +22,7 @@ from heapr_lab.methods.low_rank import (
     ranks_of,
     truncated,
 )
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
 
@@ -89,24 +89,4 @@ def _composed(
     return experts
 
 
-D2_MOE = Method(
-    "d2-moe",
-    "D²-MoE: a Fisher-weighted base, and differences of low rank",
-    "Gu et al. 2025, D²-MoE, arXiv:2502.17298",
-    "low rank",
-    _d2_moe,
-    deviations=(
-        "The base keeps all of its columns, so that all of the ratio comes from the "
-        "ranks of the differences; the authors remove a fifth of them, a part chosen "
-        "anew for each batch of inputs.",
-        "Ranks fit the parameters that are left, with the base counted.",
-        "The Fisher information is the mean over windows of the squared gradient of a "
-        "window's loss, for every entry. The authors' code shifts the labels for a "
-        "model that shifts them itself: its loss is that of the token after the next.",
-        "Frequencies and moments come from the same windows; the authors use a set of "
-        "its own for each.",
-        "An expert that no calibration token reaches has no weight in the base, and "
-        "its difference is decomposed without whitening.",
-    ),
-    collectors=(MOMENTS,),
-)
+D2_MOE = ours("d2-moe", _d2_moe, MOMENTS)

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError, whole_number
-from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.methods.experts import apportioned, dropping_of, ranked
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.likelihood import final_states, iter_log_probs
 from heapr_lab.models.modes import evaluating
 
@@ -230,24 +229,4 @@ def moved(
     return tuple(new)
 
 
-EVOESAP = Method(
-    "evoesap",
-    "EvoESAP: how many experts each layer loses, by evolution; which, by REAP",
-    "Liu et al. 2026, EvoESAP, arXiv:2603.06003",
-    "experts",
-    _evoesap,
-    deviations=(
-        "The expected acceptance of speculative decoding is Σ min(p, q) for each token "
-        "of the text.",
-        "Plans are judged on at most most_windows windows, chosen by a hash of their "
-        "content.",
-        "With a smaller population than 12, only the first of the authors' shapes of "
-        "first plans are tried.",
-        "A layer keeps as many experts as a token is routed to, as in the authors' "
-        "script; in their code one is enough.",
-        "The order within a layer is that of REAP.",
-    ),
-    options=OPTIONS["evoesap"],
-    collectors=(EXPERT_SUMS,),
-    version=2,
-)
+EVOESAP = ours("evoesap", _evoesap, EXPERT_SUMS)

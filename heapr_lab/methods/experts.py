@@ -15,14 +15,9 @@ from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import find_expert_axes
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.pruning.ranking import lowest
-
-_ROUTED_TOKENS = (
-    "Nothing is trained afterwards.",
-    "Experts that no calibration token reaches score 0 and are dropped first.",
-)
 
 Scores = Callable[[pd.DataFrame, Request], np.ndarray]
 """Maps the rows of `Measurements.experts` to one score for each."""
@@ -148,61 +143,10 @@ def ranked(request: Request) -> dict[int, tuple[int, ...]]:
 
 
 EXPERTS = (
-    Method(
-        "frequency",
-        "experts by the number of tokens routed to them",
-        "Muzio et al. 2024, SEER-MoE, arXiv:2404.05089 (as a baseline)",
-        "experts",
-        _by(_column("tokens")),
-        deviations=_ROUTED_TOKENS,
-        collectors=(EXPERT_SUMS,),
-    ),
-    Method(
-        "ean",
-        "EAN: experts by the summed norm of their outputs",
-        "Jaiswal et al. 2025, arXiv:2504.05586",
-        "experts",
-        _by(_column("sum_norm")),
-        deviations=(
-            *_ROUTED_TOKENS,
-            "The sum over routed tokens, as in REAP's code, not their mean.",
-        ),
-        collectors=(EXPERT_SUMS,),
-    ),
-    Method(
-        "reap",
-        "REAP: experts by the mean of routing weight times output norm",
-        "Lasby et al. 2025, REAP, arXiv:2510.13999",
-        "experts",
-        _by(_per_token("sum_p_norm")),
-        deviations=(
-            *_ROUTED_TOKENS,
-            "p is the weight with which the family's own router multiplies an output. "
-            "The authors' code has the softmax of the logits, since March 2026 by "
-            "default renormalised where the configuration has norm_topk_prob, which is "
-            "the same for Qwen's families, but not for Mixtral or for sigmoids.",
-            "Super experts, those with an extreme entry of an output, are dropped as "
-            "all others are; an option of the authors' code keeps them.",
-        ),
-        collectors=(EXPERT_SUMS,),
-    ),
-    Method(
-        "man",
-        "MAN: experts by the mean norm of their outputs, without routing weights",
-        "Liu et al. 2026, arXiv:2606.15716",
-        "experts",
-        _by(_per_token("sum_norm")),
-        deviations=_ROUTED_TOKENS,
-        collectors=(EXPERT_SUMS,),
-    ),
-    Method(
-        "msan",
-        "MSAN: experts by the mean squared norm of their outputs",
-        "Liu et al. 2026, arXiv:2606.15716",
-        "experts",
-        _by(_per_token("sum_norm2")),
-        deviations=_ROUTED_TOKENS,
-        collectors=(EXPERT_SUMS,),
-    ),
+    ours("frequency", _by(_column("tokens")), EXPERT_SUMS),
+    ours("ean", _by(_column("sum_norm")), EXPERT_SUMS),
+    ours("reap", _by(_per_token("sum_p_norm")), EXPERT_SUMS),
+    ours("man", _by(_per_token("sum_norm")), EXPERT_SUMS),
+    ours("msan", _by(_per_token("sum_norm2")), EXPERT_SUMS),
 )
 """The methods of this module."""

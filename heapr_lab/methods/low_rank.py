@@ -22,7 +22,7 @@ from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
 from heapr_lab.methods.composed_experts import Composition
 from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement.expert_calls import ExpertCalls
@@ -211,22 +211,4 @@ def _all_truncated(
     return experts
 
 
-SVD = Method(
-    "svd",
-    "SVD of each matrix of each expert, whitened by its inputs",
-    "Eckart and Young 1936, doi:10.1007/BF02288367; whitened as in Wang et al. 2024, "
-    "SVD-LLM, arXiv:2403.12378",
-    "low rank",
-    _svd,
-    deviations=(
-        "A control that no paper proposes for experts as such.",
-        "The outputs for the tokens routed to the expert change least, as in SVD-LLM, "
-        "but layers are not treated one after the other, and no weights are updated "
-        "afterwards.",
-        "Nothing is removed at ratio 0; above it, every matrix is decomposed, unless "
-        "its factors would cost as much as it does.",
-        "An expert that no calibration token reaches is decomposed without whitening.",
-    ),
-    collectors=(MOMENTS,),
-    version=2,
-)
+SVD = ours("svd", _svd, MOMENTS)

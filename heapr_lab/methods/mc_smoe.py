@@ -12,8 +12,6 @@ from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.merging import (
     LOGIT_COSINES,
-    NEVER_ROUTED,
-    NOT_TRAINED,
     Groups,
     Matrices,
     aligned,
@@ -24,7 +22,7 @@ from heapr_lab.methods.merging import (
     merged,
     ranked,
 )
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.experts import ExpertsLayer
 
 
@@ -105,23 +103,4 @@ def _like(matrices: Matrices, atoms: torch.Tensor) -> Matrices:
     return aligned(matrices, -(atoms @ atoms_of(matrices).T))
 
 
-MC_SMOE = Method(
-    "mc-smoe",
-    "MC-SMoE: rarely used experts join the used one of the most similar routing",
-    "Li et al. 2024, MC-SMoE, arXiv:2310.01334",
-    "merging",
-    _mc_smoe,
-    deviations=(
-        NOT_TRAINED,
-        "The number of different experts in all layers together is exact; the authors' "
-        "code has fewer where shares of tokens are equal to the threshold.",
-        "Atoms are aligned to those of the group's dominant expert. The authors' code "
-        "aligns those of Switch Transformers to the first expert of the layer or of "
-        "the group, and those of Mixtral not at all: there ours is an improvement.",
-        "W_gate and biases are aligned, too, which the authors' experts do not have.",
-        "The second stage, which makes low-rank factors and sparse columns of merged "
-        "experts and trains them, is left out.",
-        NEVER_ROUTED,
-    ),
-    collectors=(LOGIT_COSINES, EXPERT_SUMS),
-)
+MC_SMOE = ours("mc-smoe", _mc_smoe, LOGIT_COSINES, EXPERT_SUMS)

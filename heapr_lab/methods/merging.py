@@ -22,7 +22,7 @@ from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.methods.collectors import Collector, activations, expert_output
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import expert_axis
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.methods.naee import routed_anew
 from heapr_lab.models.architecture import LayerShape, expert_shares
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -35,12 +35,6 @@ Groups = Sequence[Sequence[int]]
 """The experts of each group of a layer."""
 Merge = Callable[[ExpertsLayer, Sequence[int]], Matrices]
 """What a group of experts of a layer becomes."""
-
-NOT_TRAINED = "Nothing is trained afterwards."
-NEVER_ROUTED = (
-    "A group of experts that no calibration token reaches becomes their mean; in the "
-    "authors' code it becomes 0."
-)
 
 # --- what is measured -------------------------------------------------------------
 
@@ -310,22 +304,7 @@ def _hc_smoe(request: Request) -> ExpertComposition:
     return merged_by_frequency(request, groups)
 
 
-HC_SMOE = Method(
-    "hc-smoe",
-    "HC-SMoE: experts of near mean outputs become one, by average linkage",
-    "Chen et al. 2024, HC-SMoE, arXiv:2410.08589",
-    "merging",
-    _hc_smoe,
-    deviations=(
-        NOT_TRAINED,
-        "Average linkage, as in the paper; the authors' scripts misspell the option, "
-        "and run k-means.",
-        "Frequencies count the experts that a token is routed to, whatever their "
-        "number; the authors' code counts the best two.",
-        NEVER_ROUTED,
-    ),
-    collectors=(MEAN_OUTPUTS,),
-)
+HC_SMOE = ours("hc-smoe", _hc_smoe, MEAN_OUTPUTS)
 
 
 # --- the control ------------------------------------------------------------------
@@ -354,15 +333,4 @@ def _random_groups(request: Request) -> ExpertComposition:
     return merged_by_frequency(request, groups)
 
 
-RANDOM_GROUPS = Method(
-    "random-groups",
-    "control of merging: experts in groups drawn at random become one",
-    "a control of this project",
-    "merging",
-    _random_groups,
-    deviations=(
-        NOT_TRAINED,
-        "Groups are merged as those of hc-smoe are, so that the difference between the "
-        "two is what its groups are worth.",
-    ),
-)
+RANDOM_GROUPS = ours("random-groups", _random_groups)

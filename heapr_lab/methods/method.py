@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from heapr_lab.errors import SpecError, one_of, whole_number
-from heapr_lab.methods import check_options
+from heapr_lab.methods import DESCRIBED, check_options
 from heapr_lab.methods.collectors import Collector, Measurements
 from heapr_lab.methods.composing import Compositions
 from heapr_lab.methods.compression import (
@@ -229,3 +229,11 @@ class Method:
         """
         check_options(self.name, options, self.options)
         return {**self.options, **options}
+
+
+def ours(
+    name: str, rule: Callable[[Request], Compression], *collectors: Collector
+) -> Method:
+    """The method of this package that `methods.toml` describes under that name."""
+    fields = {field: v for field, v in DESCRIBED[name].items() if field != "module"}
+    return Method(name, rule=rule, collectors=collectors, **fields)

@@ -17,7 +17,6 @@ from scipy.optimize import differential_evolution
 from torch import nn
 
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import EXPERT_SUMS
 from heapr_lab.methods.composed_experts import Composition
 from heapr_lab.methods.compression import ExpertComposition
@@ -25,7 +24,7 @@ from heapr_lab.methods.evoesap import at_once, check_budget, judging_windows
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.methods.experts import apportioned, by_layer, ranked, reap_scores
 from heapr_lab.methods.low_rank import put_factors
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.methods.naee import LayerLoss, Subset, kept_of_layers
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
@@ -198,28 +197,4 @@ def _moe_i2(request: Request) -> ExpertComposition:
     return request.composed(compositions, kept)
 
 
-MOE_I2 = Method(
-    "moe-i2-like",
-    "MoE-I²: uneven dropping by a search in each layer, then low rank",
-    "Yang et al. 2024, MoE-I², arXiv:2411.01016",
-    "experts",
-    _moe_i2,
-    deviations=(
-        "Built from the abstract: the authors' code could not be obtained. A layer's "
-        "importance is the rise of the loss when it loses half of the experts that it "
-        "may lose, those of the lowest REAP scores.",
-        "Half of the ratio are experts, in proportion to 1 / (1 + rise / mean rise); "
-        "the rest are singular values.",
-        "The search in each layer is scipy's differential evolution; its fitness is "
-        "NAEE's change of the layer's output. The best set of each layer is taken: the "
-        "block-wise KT-reception field is not included.",
-        "Within a layer the singular values that are kept are the largest after they "
-        "are multiplied by the expert's REAP score, at least one of each matrix.",
-        "Every kept expert becomes low rank, which at a very small ratio removes more "
-        "than is asked for.",
-        "Nothing is trained afterwards.",
-    ),
-    options=OPTIONS["moe-i2-like"],
-    collectors=(EXPERT_SUMS,),
-    version=2,
-)
+MOE_I2 = ours("moe-i2-like", _moe_i2, EXPERT_SUMS)

@@ -13,7 +13,7 @@ from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
 from heapr_lab.methods.composed_experts import Composition
 from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition, Savings
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
@@ -115,21 +115,4 @@ def _moe_pruner(request: Request) -> SparseWeights:
     return SparseWeights(request.made, compositions, request.shapes)
 
 
-MOE_PRUNER = Method(
-    "moe-pruner",
-    "MoE-Pruner: single weights by |W| times the norm of their routed inputs",
-    "Xie et al. 2024, MoE-Pruner, arXiv:2410.12013",
-    "weights",
-    _moe_pruner,
-    deviations=(
-        "Only routed experts are pruned, and the ratio is that of their parameters; "
-        "biases are kept.",
-        "Every layer is measured on the dense model, not on pruned layers before it.",
-        "Nothing is distilled afterwards.",
-        "⌊ratio · n⌋ of the n weights of each row go; those of an expert that no "
-        "calibration token reaches go by |W| alone.",
-        "Patterns such as two of four consecutive weights are left out; bytes are "
-        "those of dense files.",
-    ),
-    collectors=(WEIGHTED_INPUTS,),
-)
+MOE_PRUNER = ours("moe-pruner", _moe_pruner, WEIGHTED_INPUTS)

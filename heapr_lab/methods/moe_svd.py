@@ -15,7 +15,6 @@ from fractions import Fraction
 import torch
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.composed_experts import Composition
 from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition
@@ -27,7 +26,7 @@ from heapr_lab.methods.low_rank import (
     put_factors,
     truncated,
 )
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 
@@ -230,31 +229,4 @@ def _composed(
     return experts, left
 
 
-MOE_SVD = Method(
-    "moe-svd-like",
-    "MoE-SVD: in the least sensitive layers experts share a factor of low rank",
-    "Li et al. 2025, MoE-SVD, ICML 2025, PMLR 267 (li25az)",
-    "low rank",
-    _moe_svd,
-    deviations=(
-        "Built from the abstract and second-hand descriptions: the authors' code, to "
-        "which the paper links, could not be obtained.",
-        "The fewest of the least sensitive layers that can lose the ratio, each at "
-        "most most_of_layer, are decomposed; the paper has a threshold for S_L.",
-        "Outliers are entries of the atoms' activations above twice their mean, "
-        "principal ranks count singular values above 1 % of the largest, as a mean "
-        "over the expert's matrices.",
-        "Every U is fitted to the shared V by least squares on the expert's inputs; in "
-        "the paper it is that of the expert's own decomposition, which belongs to "
-        "another V. This is in the method's favour.",
-        "U-matrices are shared only where each expert's own would leave less than half "
-        "the full rank: those with the most tokens are kept, and the other experts use "
-        "the one among them that changes their outputs least; in the paper each takes "
-        "two of more used experts together.",
-        "Where the full rank of one V would remove more than asked for, the experts "
-        "with the most tokens stay dense.",
-    ),
-    options=OPTIONS["moe-svd-like"],
-    collectors=(MOMENTS,),
-    version=2,
-)
+MOE_SVD = ours("moe-svd-like", _moe_svd, MOMENTS)

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import Collector, routed_outputs
 from heapr_lab.methods.composed_experts import Composition
 from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.experts import lowest_of
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.refinement.expert_calls import ExpertCalls
@@ -120,26 +119,4 @@ def _mone(request: Request) -> ExpertComposition:
     return request.composed(made)
 
 
-MONE = Method(
-    "mone",
-    "MoNE: experts of rare and steady outputs become their mean output",
-    "Zhang et al. 2025, MoNE, arXiv:2507.00390",
-    "experts",
-    _mone,
-    deviations=(
-        "The score is the routing weight of a mean token, which the paper calls the "
-        "frequency, times the deviation of the output; score=routing and "
-        "score=variance take one of them, the latter as in the authors' code the norm "
-        "of the variances of the entries.",
-        "Variances are those of all tokens; the authors' code updates them batch by "
-        "batch, without the first batch's and with the mean so far, so that they "
-        "depend on the batches.",
-        "The mean is over the tokens routed to the expert, before routing weights.",
-        "Shared experts are neither ranked nor replaced.",
-        "scope=global ranks the experts of all layers by the same, unscaled score.",
-        "An expert that no calibration token reaches becomes the zero vector.",
-    ),
-    options=OPTIONS["mone"],
-    collectors=(OUTPUT_MOMENTS,),
-    version=2,
-)
+MONE = ours("mone", _mone, OUTPUT_MOMENTS)

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import expert_output
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.methods.experts import dropping_of, n_dropped
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.modes import evaluating, exchanging
 from heapr_lab.progress import Progress
 from heapr_lab.refinement.expert_calls import ExpertCalls, iter_expert_calls
@@ -170,21 +169,4 @@ def positions(request: Request, n_experts: int) -> torch.Tensor:
     return places.flatten()
 
 
-NAEE = Method(
-    "naee",
-    "NAEE: the subset of each layer's experts whose output is nearest",
-    "Lu et al. 2024, NAEE, arXiv:2402.14800",
-    "experts",
-    _naee,
-    deviations=(
-        "If a layer has more than most_subsets subsets, experts are dropped greedily, "
-        "one after the other, each the one whose loss is least.",
-        "One Frobenius norm over all tokens; the authors' code sums those of batches.",
-        "About most_tokens tokens are measured on, as many in every window and evenly "
-        "spaced, and fewer where their Gram matrices would exceed 256 MB.",
-        "The layer-wise variant: each layer is measured on the dense model's inputs.",
-        "Dynamic skipping, by which a token does not use an expert whose weight is far "
-        "below that of its best one, is left out.",
-    ),
-    options=OPTIONS["naee"],
-)
+NAEE = ours("naee", _naee)

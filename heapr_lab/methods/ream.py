@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import OPTIONS
 from heapr_lab.methods.collectors import Collector, routed_outputs
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import find_expert_axes
@@ -25,7 +24,6 @@ from heapr_lab.methods.experts import n_dropped
 from heapr_lab.methods.merging import (
     LOGIT_COSINES,
     MEAN_OUTPUTS,
-    NOT_TRAINED,
     Groups,
     Matrices,
     Merge,
@@ -36,7 +34,7 @@ from heapr_lab.methods.merging import (
     merge_group,
     router_logits,
 )
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement.expert_calls import ExpertCalls
@@ -239,23 +237,4 @@ def _by_saliency(scores: np.ndarray, places: torch.Tensor) -> Merge:
     return merge
 
 
-REAM = Method(
-    "ream",
-    "REAM: experts merge into the most salient ones, with their router rows removed",
-    "Jha et al. 2026, REAM, arXiv:2604.04356",
-    "merging",
-    _ream,
-    deviations=(
-        NOT_TRAINED,
-        "Each layer is measured on the dense model; the authors' code runs the text "
-        "again through merged layers, unless told not to.",
-        "Atoms are aligned by their weights alone. The authors' code adds distances of "
-        "their activations, for which it draws the tokens anew for every expert, so "
-        "that it compares an atom's value at one token with another's at another.",
-        "Windows are in batches, in whose means an expert without tokens counts as 0, "
-        "in the order of a hash of their content.",
-    ),
-    options=OPTIONS["ream"],
-    collectors=(MEAN_OUTPUTS, LOGIT_COSINES, GATED_NORMS),
-    version=2,
-)
+REAM = ours("ream", _ream, MEAN_OUTPUTS, LOGIT_COSINES, GATED_NORMS)

@@ -15,14 +15,13 @@ from torch.nn.functional import normalize
 from heapr_lab.methods.collectors import EXPERT_SUMS, Collector, expert_output
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.merging import (
-    NOT_TRAINED,
     Groups,
     groups_of,
     merged_by_frequency,
     n_groups,
     ranked,
 )
-from heapr_lab.methods.method import Method, Request
+from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
@@ -99,25 +98,4 @@ def seeds(cosines: np.ndarray, number: int, rng: np.random.Generator) -> list[in
     return centres
 
 
-SUB_MOE = Method(
-    "sub-moe-like",
-    "Sub-MoE: experts of similar outputs become one, by k-means of cosines",
-    "Li et al. 2025, Sub-MoE, arXiv:2506.23266",
-    "merging",
-    _sub_moe,
-    deviations=(
-        NOT_TRAINED,
-        "Built from the paper: the authors' code, to which it links, could not be "
-        "obtained. REAP's repository has a version of its own, which reshapes V in "
-        "place of dividing it among the experts, and so mixes their entries.",
-        "The outputs for each token are scaled to length 1 before k-means takes their "
-        "means; the paper takes means of the outputs, and cosines to these.",
-        "Every layer keeps the same share of its experts; the paper distributes groups "
-        "over several layers.",
-        "The joint decomposition keeps all singular values, and then is the weighted "
-        "mean Σ f W: that is computed, without a decomposition.",
-        "A group of experts that no calibration token reaches becomes their mean.",
-    ),
-    collectors=(OUTPUT_COSINES, EXPERT_SUMS),
-    version=2,
-)
+SUB_MOE = ours("sub-moe-like", _sub_moe, OUTPUT_COSINES, EXPERT_SUMS)
