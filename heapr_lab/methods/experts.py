@@ -19,9 +19,6 @@ from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.pruning.ranking import lowest
 
-Scores = Callable[[pd.DataFrame, Request], np.ndarray]
-"""Maps the rows of `Measurements.experts` to one score for each."""
-
 
 def n_dropped(shape: LayerShape, ratio: Fraction, *, layer: int) -> int:
     """The number of experts that a layer loses: ⌊ratio · E⌋.
@@ -69,15 +66,23 @@ def dropping_of(
     return request.composed({}, kept)
 
 
-def _by(scores: Scores) -> Callable[[Request], ExpertComposition]:
-    """The rule that drops the experts of each layer with the lowest `scores`."""
+def _by(
+    column: str, *, per_token: bool = False
+) -> Callable[[Request], ExpertComposition]:
+    """The rule that drops the experts of each layer with the lowest sum, or mean.
+
+    Args:
+        column: one of `Measurements.experts`.
+        per_token: whether it is divided by the tokens routed to each expert.
+    """
 
     def rule(request: Request) -> ExpertComposition:
         find_expert_axes(request.model)  # refused before any text is read
         layers = request.shapes
         numbers = {k: n_dropped(s, request.ratio, layer=k) for k, s in layers.items()}
         frame = request.measured.experts(request.progress)
-        values = by_layer(frame, scores(frame, request))
+        scores = means(frame, column) if per_token else frame[column].to_numpy(float)
+        values = by_layer(frame, scores)
         kept = {
             k: tuple(np.flatnonzero(~lowest(values[k], number)).tolist())
             for k, number in numbers.items()
@@ -115,14 +120,6 @@ def lowest_of(
     return {layer: mask.reshape(table.shape) for (layer, table), mask in pairs}
 
 
-def _column(name: str) -> Scores:
-    return lambda frame, _request: frame[name].to_numpy(dtype=np.float64)
-
-
-def _per_token(name: str) -> Scores:
-    return lambda frame, _request: means(frame, name)
-
-
 def means(frame: pd.DataFrame, name: str) -> np.ndarray:
     """A column divided by the tokens routed to each expert, (rows of `frame`,)."""
     tokens = np.maximum(frame["tokens"].to_numpy(), 1)
@@ -143,10 +140,10 @@ def ranked(request: Request) -> dict[int, tuple[int, ...]]:
 
 
 EXPERTS = (
-    ours("frequency", _by(_column("tokens")), EXPERT_SUMS),
-    ours("ean", _by(_column("sum_norm")), EXPERT_SUMS),
-    ours("reap", _by(_per_token("sum_p_norm")), EXPERT_SUMS),
-    ours("man", _by(_per_token("sum_norm")), EXPERT_SUMS),
-    ours("msan", _by(_per_token("sum_norm2")), EXPERT_SUMS),
+    ours("frequency", _by("tokens"), EXPERT_SUMS),
+    ours("ean", _by("sum_norm"), EXPERT_SUMS),
+    ours("reap", _by("sum_p_norm", per_token=True), EXPERT_SUMS),
+    ours("man", _by("sum_norm", per_token=True), EXPERT_SUMS),
+    ours("msan", _by("sum_norm2", per_token=True), EXPERT_SUMS),
 )
 """The methods of this module."""
