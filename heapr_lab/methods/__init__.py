@@ -52,7 +52,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def check_name(name: str, known: Iterable[str] = OURS) -> None:
-    """Check that there is such a method; without the registry, if no plug-in has any.
+    """Check that there is such a method; a plug-in's may be known only later.
 
     Raises:
         SpecError: there is none.
@@ -97,9 +97,9 @@ def names() -> tuple[str, ...]:
     Raises:
         SpecError: a plug-in is broken, or its name is taken.
     """
-    from heapr_lab.methods import registry
+    from heapr_lab.methods.method import all_methods
 
-    return tuple(registry.all_methods())
+    return tuple(all_methods())
 
 
 def get(name: str) -> "Method":
@@ -108,8 +108,8 @@ def get(name: str) -> "Method":
     Raises:
         SpecError: there is none, or a plug-in is broken.
     """
-    from heapr_lab.methods import registry
+    from heapr_lab.methods.method import all_methods
 
-    methods = registry.all_methods()
+    methods = all_methods()
     check_name(name, methods)
     return methods[name]

@@ -33,7 +33,7 @@ class Made:
     """The method and the settings with which a compression was made."""
 
     method: str
-    """Its name in the registry."""
+    """Its name."""
     ratio: float
     """The share of the routed experts' parameters that was asked for."""
     seed: int

@@ -1,9 +1,14 @@
-"""What a method is: a name, where it comes from, and a rule that fits it to a model."""
+"""What a method is: a name, where it comes from, and a rule that fits it to a model.
 
+Methods are those of this package, and those that plug-ins add.
+"""
+
+import importlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from heapr_lab.errors import SpecError, one_of, whole_number
-from heapr_lab.methods import DESCRIBED, check_options
+from heapr_lab.methods import DESCRIBED, GROUP, OURS, check_options
 from heapr_lab.methods.collectors import Collector, Measurements
 from heapr_lab.methods.composing import Compositions
 from heapr_lab.methods.compression import (
@@ -54,14 +59,6 @@ class Request:
     measured: Measurements
     """The model, the calibration windows, and what is measured with them."""
     progress: Progress | None = None
-
-    def choice(self, name: str, values: Collection[str]) -> str:
-        """The value of an option that has only some.
-
-        Raises:
-            SpecError: it is another one.
-        """
-        return str(one_of(self.options[name], values, name=name))
 
     @property
     def made(self) -> Made:
@@ -237,3 +234,64 @@ def ours(
     """The method of this package that `methods.toml` describes under that name."""
     fields = {field: v for field, v in DESCRIBED[name].items() if field != "module"}
     return Method(name, rule=rule, collectors=collectors, **fields)
+
+
+# --- every method by name ---------------------------------------------------------
+
+
+def all_methods() -> Mapping[str, Method]:
+    """The methods by name, ours first.
+
+    Raises:
+        SpecError: a plug-in cannot be loaded, is no `Method`, or its name is taken (the
+            distribution is named).
+    """
+    made = {method.name: method for place in {*OURS.values()} for method in _in(place)}
+    methods = {name: made[name] for name in OURS}
+    made_by = dict.fromkeys(methods, "heapr-lab")
+    for entry in sorted(entry_points(group=GROUP), key=_place):
+        method = _loaded(entry)
+        if method.name in methods:
+            raise SpecError(
+                f"{_place(entry)} adds a method called {method.name!r}, which "
+                f"{made_by[method.name]} has already: give it another name, or "
+                "uninstall one of them"
+            )
+        methods[method.name] = method
+        made_by[method.name] = _place(entry)
+    return MappingProxyType(methods)
+
+
+def _in(place: str) -> Iterator[Method]:
+    """The methods that a module has names for, alone or in a tuple."""
+    module = importlib.import_module(f"{__package__}.{place}")
+    for value in vars(module).values():
+        values: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
+        yield from (one for one in values if isinstance(one, Method))
+
+
+def _place(entry: EntryPoint) -> str:
+    """What an entry is called in messages: its distribution, name and object."""
+    package = "a package without a name" if entry.dist is None else entry.dist.name
+    return f"{package} ({entry.name} = {entry.value})"
+
+
+def _loaded(entry: EntryPoint) -> Method:
+    """The method of a plug-in.
+
+    Raises:
+        SpecError: it cannot be loaded, or is no `Method`.
+    """
+    try:
+        method = entry.load()
+    except (Exception, SystemExit) as error:
+        raise SpecError(
+            f"the method of {_place(entry)} cannot be loaded: {type(error).__name__}: "
+            f"{error}; update or uninstall that package"
+        ) from error
+    if not isinstance(method, Method):
+        raise SpecError(
+            f"{_place(entry)} is {type(method).__name__}, expected a "
+            "heapr_lab.methods.method.Method; update or uninstall that package"
+        )
+    return method

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError
+from heapr_lab.errors import LayoutError, one_of
 from heapr_lab.methods.collectors import Collector, routed_outputs
 from heapr_lab.methods.composed_experts import Composition
 from heapr_lab.methods.composing import dense_experts
@@ -100,7 +100,8 @@ def _mone(request: Request) -> ExpertComposition:
         SpecError: an option is invalid.
         LayoutError: an expert's output is normalised, which a constant is not.
     """
-    score, scope = request.choice("score", SCORES), request.choice("scope", SCOPES)
+    score = one_of(request.options["score"], SCORES, name="score")
+    scope = one_of(request.options["scope"], SCOPES, name="scope")
     layers = find_experts(request.model)
     for layer in layers:
         if normalises(layer.module):

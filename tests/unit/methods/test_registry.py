@@ -15,7 +15,6 @@ from tiny_folder import write_model, write_text
 
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import registry
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -103,7 +102,7 @@ def test_the_entry_point_of_the_page_is_the_one_that_is_read() -> None:
     """It stands as in the pyproject.toml of a plug-in."""
     text = fence(PAGE, "toml")
     assert tomllib.loads(text)["project"]["entry-points"] == {
-        registry.GROUP: {"smallest": "my_package:METHOD"}
+        methods.GROUP: {"smallest": "my_package:METHOD"}
     }
 
 
