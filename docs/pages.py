@@ -114,15 +114,10 @@ def _said(term: Term) -> str:
 
 def deviations_block() -> str:
     """How our methods differ from their papers, those that share a text together."""
-    ours = {
-        name: method
-        for name, method in ((name, methods.get(name)) for name in methods.names())
-        if method.rule.__module__.startswith("heapr_lab.")
-    }
-    lines = ["\n"]
-    for texts, group in itertools.groupby(ours, key=lambda name: ours[name].deviations):
+    ours, lines = methods.DESCRIBED, ["\n"]
+    for texts, group in itertools.groupby(ours, key=lambda k: ours[k]["deviations"]):
         names = list(group)
-        cited = "; ".join(dict.fromkeys(ours[name].citation for name in names))
+        cited = "; ".join(dict.fromkeys(ours[name]["citation"] for name in names))
         listed = ", ".join(f"`{name}`" for name in names)
         lines.append(" ".join([f"* {listed} ({cited}).", *texts]))
         lines.append("\n")
