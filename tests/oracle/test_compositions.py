@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of, weights_of
-from methods_by_hand import CLOSE, SIX, reloaded, replaced
+from methods_by_hand import CLOSE, SIX, reloaded, replaced, without_experts
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
@@ -155,6 +155,15 @@ def test_the_model_is_alone_while_it_is_copied() -> None:
 
 
 # --- what is refused --------------------------------------------------------------
+
+
+def test_groups_of_experts_are_refused_by_name() -> None:
+    """Routing that is limited to groups would change with their sizes."""
+    model = tiny_model("deepseek_v3", n_group=2, topk_group=1)
+    dense = logits_of(model, IDS)
+    with pytest.raises(LayoutError, match=r"gate .* of 2 groups .*num_group=2"):
+        without_experts(model, kept_of(model))
+    assert torch.equal(logits_of(model, IDS), dense)
 
 
 @pytest.mark.parametrize("family", NOT_DROPPABLE)
