@@ -9,8 +9,8 @@ import functools
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any
 
@@ -94,17 +94,20 @@ def run_steps(
 ) -> list[Any]:
     """Results of all steps, run by the executor, or here where there is none.
 
-    Each process takes the next step whenever it is free. If a step fails, the results
-    of finished steps stay in the cache.
+    Each process takes the next step whenever it is free. If a step fails, its error is
+    raised at once, and the results of finished steps stay in the cache.
     """
-    outcomes: Iterable[Any] = (step(bench) for step in steps)
-    if executor is not None:
-        outcomes = executor.map(_work, steps)
-    results = []
-    for outcome in outcomes:
-        results.append(outcome)
-        progress(len(results), len(steps))
-    return results
+    if executor is None:
+        results = []
+        for done, step in enumerate(steps, 1):
+            results.append(step(bench))
+            progress(done, len(steps))
+        return results
+    futures = [executor.submit(_work, step) for step in steps]
+    for done, future in enumerate(as_completed(futures), 1):
+        future.result()
+        progress(done, len(steps))
+    return [future.result() for future in futures]
 
 
 def _begin(open_bench: Callable[[], "Workbench"], threads: int) -> None:
