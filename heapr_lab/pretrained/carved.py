@@ -142,9 +142,10 @@ class Carved:
             with safe_open(path, "pt") as stored:
                 layout, base = stored.metadata()[_ENTRY].split()
                 tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            numbers = {name.partition(".")[0] for name in tensors} - {"norm"}
             layers = tuple(
                 {name: tensors[f"{index}.{name}"] for name in ENTRIES}
-                for index in range((len(tensors) - 1) // len(ENTRIES))
+                for index in range(len(numbers))
             )
             return cls(Layout.named(layout), base, layers, tensors["norm"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:

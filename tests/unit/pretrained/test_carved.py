@@ -7,6 +7,8 @@ import torch
 from carved_models import dense_model, described, one_expert_state, student_of
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from benchmarks.lab_model.carved_ffn import ternary
 from heapr_lab.errors import SpecError
@@ -66,6 +68,22 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "delta.safetensors"
     path.write_bytes(b"damaged")
     with pytest.raises(SpecError, match=r"delta\.safetensors cannot be read .*git"):
+        Carved.read(path)
+
+
+@pytest.mark.parametrize("entry", ["0.order", "1.up.scale", "norm"])
+def test_a_file_that_lacks_an_entry_is_named(entry: str, tmp_path: Path) -> None:
+    """Of any layer: the last one is not taken for one that the model has not."""
+    _, carved = described(dense_model(), Layout.named("s4e5x4k3"))
+    assert len(carved.layers) == 2
+    path = tmp_path / "delta.safetensors"
+    carved.write(path)
+    with safe_open(path, "pt") as stored:
+        metadata = stored.metadata()
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    del tensors[entry]
+    save_file(tensors, path, metadata)
+    with pytest.raises(SpecError, match=rf"cannot be read .*{entry}.*git"):
         Carved.read(path)
 
 
