@@ -151,15 +151,16 @@ def _check(layer: ExpertsLayer, composition: Composition) -> None:
     Raises:
         SpecError: it is not.
     """
-    expected = {"gate", "up"} if layer.gated else {"up"}
-    for expert in composition:
-        rows = {name.partition("_")[0] for name in expert} - {"down"}
-        if rows not in (set(), expected) or len(composition) != layer.n_experts:
-            raise SpecError(
-                f"layer {layer.layer} has {len(composition)} new experts with the "
-                f"projections {', '.join(sorted(rows | {'down'}))}; expected "
-                f"{layer.n_experts} experts with {', '.join(sorted(expected))}, down"
-            )
+    expected = {"down", "gate", "up"} if layer.gated else {"down", "up"}
+    made = [{"down", *(n.partition("_")[0] for n in expert)} for expert in composition]
+    others = [names for names in made if names not in ({"down"}, expected)]
+    if others or len(made) != layer.n_experts:
+        names = others[0] if others else expected
+        raise SpecError(
+            f"layer {layer.layer} has {len(made)} new experts with the projections "
+            f"{', '.join(sorted(names))}; expected {layer.n_experts} experts with "
+            f"{', '.join(sorted(expected))}"
+        )
 
 
 # --- checkpoints ------------------------------------------------------------------

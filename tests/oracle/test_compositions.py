@@ -262,8 +262,9 @@ def test_what_does_not_fit_is_refused() -> None:
     stock = dense_experts(layer)
     ungated = [{k: w for k, w in expert.items() if k != "gate"} for expert in stock]
     for made, why in (
+        ({0: []}, r"layer 0 has 0 new experts .*expected 4 experts"),
         ({0: stock[:1]}, r"layer 0 has 1 new experts .*expected 4 experts"),
-        ({0: ungated}, r"the projections down, up; expected .* gate, up, down"),
+        ({0: ungated}, r"the projections down, up; expected .* down, gate, up"),
         ({7: stock}, "another model"),
     ):
         with pytest.raises(SpecError, match=why), composing(model, made):
