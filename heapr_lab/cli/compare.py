@@ -10,7 +10,7 @@ import typer
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import names_in, print_facts, say
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import OPTIONS, OURS, check_name, check_options
+from heapr_lab.methods import DESCRIBED, OPTIONS, check_name, check_options
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -306,6 +306,6 @@ def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
             settings.setdefault(method, {})[option] = value
     for name, given in settings.items():
         check_name(name)
-        if name in OURS:
+        if name in DESCRIBED:
             check_options(name, given, OPTIONS.get(name, {}))
     return settings

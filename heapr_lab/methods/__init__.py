@@ -43,21 +43,19 @@ def _described() -> dict[str, dict[str, Any]]:
 
 DESCRIBED: Mapping[str, Mapping[str, Any]] = _described()
 """The fields of each method of this package, and its `module`, by the method's name."""
-OURS = {name: str(entry["module"]) for name, entry in DESCRIBED.items()}
-"""The module of each method of this package, by the method's name."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     name: entry["options"] for name, entry in DESCRIBED.items() if "options" in entry
 }
 """The options of those that have any, with their defaults; known without torch."""
 
 
-def check_name(name: str, known: Iterable[str] = OURS) -> None:
+def check_name(name: str, known: Iterable[str] = DESCRIBED) -> None:
     """Check that there is such a method; a plug-in's may be known only later.
 
     Raises:
         SpecError: there is none.
     """
-    if name not in known and (known is not OURS or not entry_points(group=GROUP)):
+    if name not in known and (known is not DESCRIBED or not entry_points(group=GROUP)):
         raise SpecError(f"unknown method {name!r}; choose one of {', '.join(known)}")
 
 

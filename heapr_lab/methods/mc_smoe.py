@@ -9,11 +9,11 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.methods.composed_experts import Matrices
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.merging import (
     LOGIT_COSINES,
     Groups,
-    Matrices,
     aligned,
     atoms_of,
     averaged,

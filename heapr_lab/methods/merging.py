@@ -20,6 +20,7 @@ from torch import nn
 
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.methods.collectors import Collector, activations, expert_output
+from heapr_lab.methods.composed_experts import Matrices
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import expert_axis
 from heapr_lab.methods.method import Request, ours
@@ -29,8 +30,6 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
-Matrices = dict[str, torch.Tensor]
-"""What `ExpertsLayer.expert` returns."""
 Groups = Sequence[Sequence[int]]
 """The experts of each group of a layer."""
 Merge = Callable[[ExpertsLayer, Sequence[int]], Matrices]

@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from heapr_lab.errors import SpecError, one_of, whole_number
-from heapr_lab.methods import DESCRIBED, GROUP, OURS, check_options
+from heapr_lab.methods import DESCRIBED, GROUP, check_options
 from heapr_lab.methods.collectors import Collector, Measurements
 from heapr_lab.methods.composing import Compositions
 from heapr_lab.methods.compression import (
@@ -246,8 +246,9 @@ def all_methods() -> Mapping[str, Method]:
         SpecError: a plug-in cannot be loaded, is no `Method`, or its name is taken (the
             distribution is named).
     """
-    made = {method.name: method for place in {*OURS.values()} for method in _in(place)}
-    methods = {name: made[name] for name in OURS}
+    places = {entry["module"] for entry in DESCRIBED.values()}
+    made = {method.name: method for place in places for method in _in(place)}
+    methods = {name: made[name] for name in DESCRIBED}
     made_by = dict.fromkeys(methods, "heapr-lab")
     for entry in sorted(entry_points(group=GROUP), key=_place):
         method = _loaded(entry)
