@@ -77,13 +77,13 @@ VARIANTS = (
     ),
     Variant("heapr_total", {"estimator": "heapr_total"}),
 )
-PASSES = {"statistics": 3, "sums": 1, "compress": 3.875}
+PASSES = {"statistics": 3, "sums": 1, "compress": 3.75}
 """Costs in forward passes; a backward pass counts as two.
 
 Elimination and compensation use the same sums. `compress` fits to three quarters of the
-windows (3 of 4 passes), takes three losses on each of the two eighths that are left,
-and that of the dense model on one. Where HEAPr's mask is returned, the statistics of
-these windows, 3 of 4 passes more, are not counted.
+windows (3 of 4 passes), and takes three losses on each of the two eighths that are
+left. Where HEAPr's mask is returned, the statistics of these windows, 3 of 4 passes,
+take the place of the last three losses, and are not counted.
 """
 MAIN = ("heapr", "heapr + own text", "compress", "compress + own text")
 """Variants that are also measured at the lowest ratio, and with every seed."""

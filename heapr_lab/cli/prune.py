@@ -291,6 +291,8 @@ def _held_out(report: "pd.DataFrame | None", *, in_words: bool) -> dict[str, Any
     if not in_words:
         return {"chosen": chosen["made"], "held_out": report.to_dict("records")}
     paper = report.iloc[0]
+    if chosen["made"] == paper["made"]:
+        return {"chosen": "heapr: compensation is no better on held-out windows"}
     change = f"{paper['delta_nll']:.4f} -> {chosen['delta_nll']:.4f} nats per token"
     return {"chosen": chosen["made"], "held-out loss, HEAPr": change}
 

@@ -188,7 +188,8 @@ def _unless_worse(
 ) -> Compensation:
     """The compensation, or unchanged weights where the loss of `judges` is smaller."""
     edits = (masking(model, keep, new) for new in (None, compensation.down_projs))
-    (before,), (after,) = (losses_on(edit, [judges], parts) for edit in edits)
+    part = functools.partial(parts.part, judges.n_sequences)
+    before, after = (losses_on(edit, judges, part()) for edit in edits)
     if not is_less(before, after):
         return compensation
     logger.warning(
@@ -206,17 +207,12 @@ def _unless_worse(
 
 def losses_on(
     edited: contextlib.AbstractContextManager[nn.Module],
-    judges: Sequence[CalibrationSet],
-    parts: Parts,
-) -> list[Losses]:
-    """The losses of the model inside a context, on each set of windows."""
-    all_losses = []
+    windows: CalibrationSet,
+    progress: Progress,
+) -> Losses:
+    """The losses of the model inside a context, window by window."""
     with edited as model:
-        for windows in judges:
-            progress = parts.part(windows.n_sequences)
-            losses = evaluate_perplexity(model, windows.ids, progress=progress).windows
-            all_losses.append(losses)
-    return all_losses
+        return evaluate_perplexity(model, windows.ids, progress=progress).windows
 
 
 def is_less(losses: Losses, others: Losses) -> bool:

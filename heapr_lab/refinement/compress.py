@@ -6,14 +6,15 @@ Fisher information, which lose less on pretrained weights, and those of eliminat
 within the sums, which lose less on models from scratch. HEAPr as published, its mask
 with unchanged weights, gives way to the first and that to the second only where the
 paired difference, over windows that no fit has seen, is in favour by more than two
-standard errors. So it is never worse than the paper's by more than noise. HEAPr's mask
-that is returned is of all windows, as the paper's is. What is reported is measured on
-further windows, which have no part in either: of HEAPr, for the mask of the fit.
+standard errors. So it is never worse than the paper's by more than noise. The gain that
+is reported is measured on further windows, which have no part in either. HEAPr's mask
+that is returned is of all windows, as the paper's is, which leaves none to report.
 
 Source: this project.
 """
 
 import contextlib
+import math
 import statistics
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,8 @@ COMPENSATED = {
 """The estimators whose masks are compensated."""
 PAPER = "heapr"
 """The estimator of the mask that is returned where compensation is no better."""
+_DENSE = "dense"
+_REPORTED = ("nll", "delta_nll", "against_paper", "stderr")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,10 +57,11 @@ class FittedCompression:
     """The new weights; None for weights that are unchanged."""
     report: pd.DataFrame
     """A row for "heapr" and for each of `COMPENSATED`: `made`; the difference to HEAPr
-    on the windows that decide, `deciding`, and its standard error `deciding_stderr`; on
-    the windows that are reported `nll`, its difference to the dense model `delta_nll`
-    and to HEAPr `against_paper`, with the standard error of the latter `stderr`, all in
-    nats per token; and whether it is `chosen`."""
+    on the windows that decide, `deciding`, and its standard error `deciding_stderr`;
+    whether it is `chosen`; and on the windows that are reported `nll`, its difference
+    to the dense model `delta_nll` and to HEAPr `against_paper`, with the standard error
+    of the latter `stderr`, all in nats per token. These four are measured of the chosen
+    one and of HEAPr's mask of the fit, where another is chosen; else they are NaN."""
 
     @property
     def down_projs(self) -> ReplacedDownProj | None:
@@ -140,70 +144,75 @@ def fit_compression(
     n_passes = fitted.n_passes(first, compensated=True)
     n_passes += 0 if fitted.at_once else len(others)
     n_fit, n_scored = fit.n_sequences, fitted.n_passes(PAPER) * fit.n_sequences
-    n_judged = [windows.n_sequences for windows in judges]
-    n_losses = (1 + len(COMPENSATED)) * sum(n_judged) + n_judged[-1]
-    parts = Parts(n_passes * n_fit + n_losses + sum(n_judged), progress)
+    n_deciding, n_reported = (windows.n_sequences for windows in judges)
+    n_decided, n_last = (1 + len(COMPENSATED)) * n_deciding, 3 * n_reported
+    parts = Parts(n_passes * n_fit + n_decided + n_last, progress)
     paper = fitted.keep(_of(selection, PAPER), parts.part(n_scored))
-    judged: dict[str, list[Losses]] = {}
-    result: tuple[KeepMask, Compensation | None] | None = None
+    decided: dict[str, Losses] = {}
+    compensated: tuple[KeepMask, Compensation] | None = None
     for name, estimator in COMPENSATED.items():
         part = parts.part(fitted.n_passes(estimator, compensated=True) * n_fit)
         keep, columns = fitted.compensated(
             _of(selection, estimator), eliminate=estimator == first, progress=part
         )
-        if not judged:
-            judged[PAPER] = losses_on(masking(model, paper), judges, parts)
-        made = masking(model, keep, columns.down_projs)
-        judged[name] = losses_on(made, judges, parts)
-        if _chosen(judged) == name:
-            result = keep, columns
-    (dense,) = losses_on(contextlib.nullcontext(model), judges[-1:], parts)
-    last = parts.part(sum(n_judged))
-    if result is None:
-        published = _of(selection, PAPER)
-        result = fitted.keep_on_all(published, judges, last), None
-    last(1, 1)  # where a mask that is not HEAPr's, or measured before, needs no pass
-    return FittedCompression(*result, _report(judged, dense))
+        if not decided:
+            edited = masking(model, paper)
+            decided[PAPER] = losses_on(edited, judges[0], parts.part(n_deciding))
+        edited = masking(model, keep, columns.down_projs)
+        decided[name] = losses_on(edited, judges[0], parts.part(n_deciding))
+        if _chosen(decided) == name:
+            compensated = keep, columns
+    last = parts.part(n_last)
+    if compensated is None:
+        keep = fitted.keep_on_all(_of(selection, PAPER), judges, last)
+        last(1, 1)  # where that was measured before, it needs no pass
+        return FittedCompression(keep, None, _report(decided, {}))
+    keep, columns = compensated
+    edits = {
+        PAPER: masking(model, paper),
+        _chosen(decided): masking(model, keep, columns.down_projs),
+        _DENSE: contextlib.nullcontext(model),
+    }
+    parts = Parts(n_last, last)
+    reported = {
+        name: losses_on(edited, judges[1], parts.part(n_reported))
+        for name, edited in edits.items()
+    }
+    return FittedCompression(keep, columns, _report(decided, reported))
 
 
 def _of(selection: Selection, estimator: str) -> Selection:
     return replace(selection, estimator=estimator, estimator_options=())
 
 
-def _chosen(judged: dict[str, list[Losses]]) -> str:
+def _chosen(decided: dict[str, Losses]) -> str:
     """The name of the last way that the deciding windows favour over the one before.
 
     So `PAPER` stays where nothing is better by more than noise, and of two ways that
     are both better the first, unless the second is better than that as well.
     """
     best = PAPER
-    for name, (deciding, _) in judged.items():
-        if is_less(deciding, judged[best][0]):
+    for name, losses in decided.items():
+        if is_less(losses, decided[best]):
             best = name
     return best
 
 
-def _report(judged: dict[str, list[Losses]], dense: Losses) -> pd.DataFrame:
+def _report(decided: dict[str, Losses], reported: dict[str, Losses]) -> pd.DataFrame:
     """The rows of `FittedCompression.report`.
 
     Raises:
         SpecError: there are no windows.
     """
-    rows: list[dict[str, Any]] = []
-    chosen = _chosen(judged)
-    for name, (deciding, reported) in judged.items():
-        decided, error = paired_difference(deciding, judged[PAPER][0])
-        against, stderr = paired_difference(reported, judged[PAPER][1])
-        rows.append(
-            {
-                "made": name,
-                "deciding": decided,
-                "deciding_stderr": error,
-                "nll": statistics.fmean(reported),
-                "delta_nll": paired_difference(reported, dense)[0],
-                "against_paper": against,
-                "stderr": stderr,
-                "chosen": name == chosen,
-            }
-        )
+    rows = []
+    for name, losses in decided.items():
+        difference, error = paired_difference(losses, decided[PAPER])
+        row = {"made": name, "deciding": difference, "deciding_stderr": error}
+        row |= {"chosen": name == _chosen(decided)} | dict.fromkeys(_REPORTED, math.nan)
+        if name in reported:
+            delta, _ = paired_difference(reported[name], reported[_DENSE])
+            against = paired_difference(reported[name], reported[PAPER])
+            values = statistics.fmean(reported[name]), delta, *against
+            row |= dict(zip(_REPORTED, values, strict=True))
+        rows.append(row)
     return pd.DataFrame(rows)

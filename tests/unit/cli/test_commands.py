@@ -137,7 +137,8 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     manifest = manifest_of(tmp_path / "best")
     assert manifest["held_out"] == without_nan(best["held_out"])
     card = (tmp_path / "best" / "README.md").read_text()
-    assert f"| {best['chosen']} | {chosen['delta_nll']:+.4f} |" in card
+    decided = f"| {chosen['deciding']:+.4f} | {chosen['deciding_stderr']:.4f} |"
+    assert f"| {best['chosen']} {decided}" in card
     (change,) = manifest["perplexity"].values()
     measured = losses(folder, tmp_path / "best")["perplexity"]
     assert measured == pytest.approx(change[1], rel=1e-4)
@@ -190,15 +191,21 @@ def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) ->
     assert manifest_of(tmp_path / "out")["perplexity"].keys() == {*parts}
 
 
-def test_prune_with_few_windows(folder: Path, tmp_path: Path) -> None:
+def test_prune_with_few_windows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One window that is reported has no standard error: null in the manifest."""
+    monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
     out = tmp_path / "pruned"
     args = ("prune", folder / "moe", "--ratio", 0.4, "--own-text", 0, "--out", out)
     run(*args, "--n-sequences", 8, *text_of(folder))
     rows = manifest_of(out)["held_out"]
     assert [row["stderr"] for row in rows] == [None] * 3
-    assert all(isinstance(row["nll"], float) for row in rows)
-    assert "| — |" in (out / "README.md").read_text("utf-8")
+    paper, others, chosen = rows
+    assert others["nll"] is None
+    assert all(isinstance(row["nll"], float) for row in (paper, chosen))
+    reported = f"| {chosen['delta_nll']:+.4f} | {chosen['against_paper']:+.4f} | — |"
+    assert reported in (out / "README.md").read_text("utf-8")
 
 
 def test_score_with_elimination(folder: Path) -> None:
