@@ -1,12 +1,15 @@
-"""What methods that merge experts have in common, and HC-SMoE with its control.
+"""Methods that merge experts, and what REAM has in common with them.
 
 The experts of a group are replaced by one. The router stays as it is, so each expert of
-the group is that one, whose matrices are stored once.
+the group is that one, whose matrices are stored once. Experts are in a group if their
+mean outputs are near (HC-SMoE), if rarely used ones are routed to like a used one
+(MC-SMoE), if their outputs have large cosines (Sub-MoE), or at random, as a control.
 
 Shapes: E n_experts, I d_inter, D d_expert; T tokens of all windows; F numbers of each
 atom; f an expert's output before its routing weight.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,9 +20,15 @@ import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.optimize import linear_sum_assignment
 from torch import nn
+from torch.nn.functional import normalize
 
-from heapr_lab.errors import HeaprLabError, LayoutError
-from heapr_lab.methods.collectors import Collector, activations, expert_output
+from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
+from heapr_lab.methods.collectors import (
+    EXPERT_SUMS,
+    Collector,
+    activations,
+    expert_output,
+)
 from heapr_lab.methods.composed_experts import Matrices
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import expert_axis
@@ -34,6 +43,9 @@ Groups = Sequence[Sequence[int]]
 """The experts of each group of a layer."""
 Merge = Callable[[ExpertsLayer, Sequence[int]], Matrices]
 """What a group of experts of a layer becomes."""
+_MOST_ROUNDS = 100
+"""Rounds of k-means."""
+_TOKENS_AT_ONCE = 512
 
 # --- what is measured -------------------------------------------------------------
 
@@ -333,3 +345,165 @@ def _random_groups(request: Request) -> ExpertComposition:
 
 
 RANDOM_GROUPS = ours("random-groups", _random_groups)
+
+
+# --- MC-SMoE ----------------------------------------------------------------------
+
+
+def _mc_smoe(request: Request) -> ExpertComposition:
+    """Experts of all layers compete for being dominant by their share of tokens."""
+    cosines = logit_cosines(request)
+    frame = ranked(request)
+    leaders = _dominant_of(request, frame)
+    groups = {k: joined(cosines[k], leaders[k]) for k in cosines}
+    shares = frame.set_index(["layer", "expert"])["share"]
+
+    def merge(layer: ExpertsLayer, group: Sequence[int]) -> Matrices:
+        (first,) = set(group) & set(leaders[layer.layer])
+        like = atoms_of(layer.expert(first))
+        experts = [_like(layer.expert(e), like) for e in group]
+        return averaged(experts, [float(shares[layer.layer, e]) for e in group])
+
+    return merged(request, groups, merge)
+
+
+def _dominant_of(request: Request, frame: pd.DataFrame) -> dict[int, list[int]]:
+    """The dominant experts of each layer, as many as the ratio leaves.
+
+    Raises:
+        SpecError: there would be fewer than layers.
+    """
+    layers = request.shapes
+    sizes = {k: shape.d_inter * shape.atom_parameters for k, shape in layers.items()}
+    sums = by_dominance(frame)["layer"].map(sizes).cumsum().to_numpy()
+    budget = math.ceil((1 - request.ratio) * int(sums[-1]))
+    number, n_layers = int(np.searchsorted(sums, budget)) + 1, len(sizes)
+    if number < n_layers:
+        most = math.floor((1 - sums[n_layers - 1] / sums[-1]) * 1e6) / 1e6
+        raise SpecError(
+            f"ratio {float(request.ratio):g} would leave {number} experts in "
+            f"{n_layers} layers, expected at least one in each; the largest possible "
+            f"ratio is {most:g}"
+        )
+    return dominant(frame, number)
+
+
+def by_dominance(frame: pd.DataFrame) -> pd.DataFrame:
+    """The most used expert of each layer, then all others.
+
+    Args:
+        frame: columns layer and expert, the most used first.
+    """
+    first = frame.drop_duplicates("layer")
+    return pd.concat([first, frame.drop(index=first.index)])
+
+
+def dominant(frame: pd.DataFrame, number: int) -> dict[int, list[int]]:
+    """The experts of each layer that others join, `number` in all.
+
+    They are the most used of each layer, and of the others those of the largest shares.
+
+    Args:
+        frame: columns layer and expert, the most used first.
+        number: how many, at least one for each layer.
+    """
+    rows = by_dominance(frame).head(number)
+    return {int(k): experts.tolist() for k, experts in rows.groupby("layer")["expert"]}
+
+
+def joined(cosines: np.ndarray, leaders: Sequence[int]) -> Groups:
+    """Each other expert with the leader to which its cosine (E, E) is largest."""
+    nearest = np.asarray(leaders)[cosines[:, leaders].argmax(1)]
+    nearest[leaders] = leaders
+    return groups_of(nearest.tolist())
+
+
+def _like(matrices: Matrices, atoms: torch.Tensor) -> Matrices:
+    """The same expert with its atoms in the order of the least squared distances.
+
+    As their lengths are given, that is the order of the largest inner products with
+    `atoms` (I, F).
+    """
+    return aligned(matrices, -(atoms @ atoms_of(matrices).T))
+
+
+MC_SMOE = ours("mc-smoe", _mc_smoe, LOGIT_COSINES, EXPERT_SUMS)
+
+
+# --- Sub-MoE ----------------------------------------------------------------------
+#
+# Sub-MoE factors the matrices of a group side by side, [W₁ … Wₙ] = U Σ [V₁ … Vₙ], and
+# takes W = U Σ · Σᵢ fᵢ Vᵢ with the experts' frequencies fᵢ. With all singular values
+# that is Σᵢ fᵢ · U Σ Vᵢ = Σᵢ fᵢ Wᵢ, the weighted mean, which is what is computed here.
+
+
+def _output_cosines(
+    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
+) -> np.ndarray:
+    total = torch.zeros(layer.n_experts, layer.n_experts, dtype=torch.float64)
+    for x in calls.hidden_states.split(_TOKENS_AT_ONCE):
+        outputs = [expert_output(layer, e, x) for e in range(layer.n_experts)]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        units = normalize(torch.stack(outputs).to(wide), dim=2).flatten(1)  # (E, n D)
+        total += (units @ units.T).double().cpu()
+    cosines: np.ndarray = total.numpy() / len(calls.hidden_states)
+    return cosines
+
+
+OUTPUT_COSINES = Collector("cosines of outputs on all tokens", _output_cosines)
+"""The cosine of the outputs of each two experts of a layer for a token, its mean over
+all tokens of the layer, (E, E)."""
+
+
+def _sub_moe(request: Request) -> ExpertComposition:
+    """Each layer's experts are grouped by the cosines of their outputs."""
+    cosines = request.measured.collected(OUTPUT_COSINES, request.progress)
+    rng, groups = np.random.default_rng(request.seed), {}
+    order = ranked(request).groupby("layer")["expert"].agg(list)
+    for layer, shape in request.shapes.items():
+        experts = order[layer]  # so that the numbers of experts do not matter
+        near = cosines[layer][np.ix_(experts, experts)]
+        clusters = k_means(near, n_groups(shape, request.ratio), rng)
+        labels = {experts[e]: i for i, group in enumerate(clusters) for e in group}
+        groups[layer] = groups_of([labels[e] for e in range(shape.n_experts)])
+    return merged_by_frequency(request, groups)
+
+
+def k_means(cosines: np.ndarray, number: int, rng: np.random.Generator) -> Groups:
+    """`number` groups of vectors of length 1 with these inner products (E, E).
+
+    Begins with k-means++, and ends when nothing moves or a group would become empty.
+
+    Example:
+        >>> rows = np.array([[1.0, 0.0], [0.0, 1.0], [0.1, 1.0], [1.0, 0.1]])
+        >>> rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        >>> k_means(rows @ rows.T, 2, np.random.default_rng(0))
+        [[0, 3], [1, 2]]
+    """
+    first = seeds(cosines, number, rng)
+    labels = cosines[:, first].argmax(1)
+    labels[first] = np.arange(number)
+    for _ in range(_MOST_ROUNDS):
+        members = np.eye(number)[labels] / np.bincount(labels)
+        to_means = cosines @ members  # (E, number)
+        squares = (members * to_means).sum(0)
+        moved = (squares - 2 * to_means).argmin(1)
+        if len(set(moved.tolist())) < number or (moved == labels).all():
+            break
+        labels = moved
+    return groups_of(labels.tolist())
+
+
+def seeds(cosines: np.ndarray, number: int, rng: np.random.Generator) -> list[int]:
+    """The first centres of k-means++: each drawn by its squared distance to those."""
+    centres = [int(rng.integers(len(cosines)))]
+    while len(centres) < number:
+        far = np.maximum(1 - cosines[:, centres].max(1), 0)
+        far[centres] = 0
+        if not far.any():
+            far = np.isin(np.arange(len(far)), centres, invert=True).astype(float)
+        centres.append(int(rng.choice(len(far), p=far / far.sum())))
+    return centres
+
+
+SUB_MOE = ours("sub-moe-like", _sub_moe, OUTPUT_COSINES, EXPERT_SUMS)

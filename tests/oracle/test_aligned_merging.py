@@ -30,7 +30,7 @@ from text_models import experts_calls
 from torch import nn
 from torch.nn.functional import normalize
 
-from heapr_lab.methods import mc_smoe, ream
+from heapr_lab.methods import merging, ream
 from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -98,8 +98,8 @@ def test_dominant_experts_by_hand() -> None:
     """The most used of each layer, though rarely used, then the largest shares."""
     rows = [(0, 2, 0.5), (0, 1, 0.3), (0, 0, 0.2), (1, 0, 0.1), (1, 1, 0.05)]
     frame = pd.DataFrame(rows, columns=["layer", "expert", "share"])
-    assert mc_smoe.dominant(frame, 2) == {0: [2], 1: [0]}
-    assert mc_smoe.dominant(frame, 4) == {0: [2, 1, 0], 1: [0]}
+    assert merging.dominant(frame, 2) == {0: [2], 1: [0]}
+    assert merging.dominant(frame, 4) == {0: [2, 1, 0], 1: [0]}
 
 
 @pytest.mark.parametrize("name", ["mc-smoe", "ream"])

@@ -22,7 +22,7 @@ from methods_by_hand import (
 from text_models import experts_calls
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods import merging, sub_moe
+from heapr_lab.methods import merging
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 
@@ -111,10 +111,10 @@ def test_k_means_by_hand(number: int) -> None:
         rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed)).double()
         units = rows / rows.norm(dim=1, keepdim=True)
         cosines = (units @ units.T).numpy()
-        first = sub_moe.seeds(cosines, number, np.random.default_rng(seed))
+        first = merging.seeds(cosines, number, np.random.default_rng(seed))
         labels = k_means_by_hand(units, units[first])
         expected = [np.flatnonzero(np.array(labels) == c).tolist() for c in set(labels)]
-        groups = sub_moe.k_means(cosines, number, np.random.default_rng(seed))
+        groups = merging.k_means(cosines, number, np.random.default_rng(seed))
         assert sets(groups) == sets(expected)
 
 
@@ -122,7 +122,7 @@ def test_first_centres_are_drawn_by_their_squared_distance() -> None:
     """k-means++: a row at 60° is drawn once for two draws of one at 90°."""
     rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5], [0.0, 1.0]])
     rng = np.random.default_rng(0)
-    pairs = [sub_moe.seeds(rows @ rows.T, 2, rng) for _ in range(4000)]
+    pairs = [merging.seeds(rows @ rows.T, 2, rng) for _ in range(4000)]
     second = [b for a, b in pairs if a < 2]
     assert not set(second) & {0, 1}
     assert second.count(3) / second.count(2) == pytest.approx(2, rel=0.15)
@@ -131,7 +131,7 @@ def test_first_centres_are_drawn_by_their_squared_distance() -> None:
 def test_equal_directions_are_still_as_many_groups() -> None:
     """Where k-means would leave a group empty, and no distance is left to draw by."""
     rows = np.array([[1.0, 0.0]] * 4 + [[0.0, 1.0]])
-    groups = sub_moe.k_means(rows @ rows.T, 4, np.random.default_rng(0))
+    groups = merging.k_means(rows @ rows.T, 4, np.random.default_rng(0))
     assert len(groups) == 4
 
 
@@ -148,7 +148,7 @@ def test_sub_moe_by_hand(family: str) -> None:
         used = {e: (n, float(p[index == e].sum())) for e, n in tokens[k].items()}
         order = sorted(used, key=used.__getitem__, reverse=True)
         rows = units[order].flatten(1)
-        first = sub_moe.seeds((rows @ rows.T).numpy(), 3, rng)
+        first = merging.seeds((rows @ rows.T).numpy(), 3, rng)
         labels = np.array(k_means_by_hand(rows, rows[first]))
         for label in range(3):
             group = [order[place] for place in np.flatnonzero(labels == label)]
