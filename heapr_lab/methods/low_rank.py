@@ -1,4 +1,4 @@
-"""What low-rank methods have in common, and `svd`, the control that does nothing else.
+"""Methods whose experts are of low rank: `svd`, the control, D²-MoE and MoE-SVD.
 
 Factors L R in place of a matrix W change its outputs for inputs x with the second
 moment M = Σ x xᵀ = S Sᵀ by Σ ‖(W − L R) x‖² = ‖(W − L R) S‖². For a given rank that is
@@ -6,10 +6,19 @@ least if L R S is the truncated singular value decomposition U_r Σ_r V_rᵀ of 
 this is U_r U_rᵀ W S, the factors are L = U_r, the leading eigenvectors of W M Wᵀ, and
 R = U_rᵀ W: no inverse of S is needed.
 
+D²-MoE has a common base for the experts of a layer: W_e = B + L_e R_e, where every
+entry of B is the mean of the experts' entries, weighted with their Fisher information
+times their tokens.
+
+In the least sensitive layers of MoE-SVD, the experts share a right factor: W_e = U_e V,
+where V is that of the expert to which most tokens are routed, U_e is fitted to it, and
+where the budget is small, experts with fewer tokens take the U of others.
+
 Shapes: E n_experts, I d_inter, D d_expert; a matrix is (out, in), its factors are
-L (out, rank) and R (rank, in).
+L or U (out, rank) and R or V (rank, in).
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,19 +27,30 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
+from heapr_lab.methods.collectors import (
+    ROWS_AT_ONCE,
+    Collector,
+    Stacks,
+    activations,
+    sum_over_windows,
+)
 from heapr_lab.methods.composed_experts import Composition
 from heapr_lab.methods.composing import dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.refinement.expert_calls import ExpertCalls
 
 _DAMPING = 1e-6
 """Added to the diagonal of a moment, as a share of its mean."""
 _OUTLIER = 2.0
 """An entry is an outlier if it is larger than this multiple of the mean."""
+_PRINCIPAL = 0.01
+"""A singular value counts if it is larger than this share of the largest."""
+_LEAST_RANK = Fraction(1, 2)
+"""Share of the full rank below which experts share a U rather than lower the rank."""
 
 Factors = tuple[torch.Tensor, torch.Tensor]
 """L (out, rank) and R (rank, in)."""
@@ -212,3 +232,269 @@ def _all_truncated(
 
 
 SVD = ours("svd", _svd, MOMENTS)
+
+
+# --- D²-MoE -----------------------------------------------------------------------
+
+
+def squares(layer: ExpertsLayer, up_rows: torch.Tensor, down: torch.Tensor) -> Stacks:
+    """The squared gradient of every weight of a layer, (E, out, in) by projection."""
+    stacks = layer.apart(up_rows, axis=1) | {"down": down}
+    return {n: g.to(accumulating_dtype(g)).square() for n, g in stacks.items()}
+
+
+def base_of(
+    stack: torch.Tensor, fisher: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Σ F_e f_e W_e / Σ F_e f_e of each entry, in float64; the mean where that is 0/0.
+
+    Shapes: stack, fisher (E, out, in); tokens (E,); result (out, in).
+    """
+    wide = stack.double()
+    weights = fisher.double() * tokens.to(stack.device)[:, None, None]
+    total = weights.sum(0)
+    weighted = (weights * wide).sum(0) / torch.where(total > 0, total, 1)
+    return torch.where(total > 0, weighted, wide.mean(0))
+
+
+def _d2_moe(request: Request) -> ExpertComposition:
+    """A compression with the same ranks for all differences of a layer."""
+    if not request.ratio:
+        return request.composed({})
+    ranks = {}
+    for k, shape in request.shapes.items():
+        base = shape.n_matrices * shape.d_inter * shape.d_expert
+        ranks[k] = ranks_of(shape, request.ratio, layer=k, shared=base)
+    moments = request.measured.collected(MOMENTS, request.progress)
+    fisher = request.measured.once(
+        "squared gradients",
+        lambda: sum_over_windows(
+            request.model, request.calibration, squares, request.progress
+        ),
+    )
+    compositions = {
+        moe.layer: _with_base(
+            moe, fisher[moe.layer], moments[moe.layer], ranks[moe.layer]
+        )
+        for moe in find_experts(request.model)
+    }
+    return request.composed(compositions)
+
+
+def _with_base(
+    layer: ExpertsLayer,
+    fisher: Stacks,
+    moments: Moments,
+    ranks: Mapping[str, int],
+) -> Composition:
+    """The experts of a layer: a base for each projection, and their differences."""
+    experts = dense_experts(layer)
+    for name, rank in ranks.items():
+        stack = matrices(layer, name)
+        base = base_of(stack, fisher[name], moments.tokens).to(stack.dtype)
+        apart = truncated(stack.double() - base.double(), rank, moments.of(name))
+        put_factors(experts, name, *apart)
+        for expert in experts:
+            expert[name] = base
+    return experts
+
+
+D2_MOE = ours("d2-moe", _d2_moe, MOMENTS)
+
+
+# --- MoE-SVD: which layers --------------------------------------------------------
+
+
+def sensitivity(layer: ExpertsLayer, moments: Moments) -> float:
+    """S_L = Σ_e f_e r_e a_e.
+
+    f is the expert's share of the routed tokens, r the mean over its matrices of the
+    number of singular values above 1 % of the largest, a its share of outliers.
+    """
+    ranks = torch.stack(
+        [_principal_ranks(matrices(layer, name)) for name in names_of(layer)]
+    )
+    shares = moments.tokens / moments.tokens.sum()
+    return float((shares * ranks.mean(0).cpu() * moments.outliers).sum())
+
+
+def names_of(layer: ExpertsLayer) -> tuple[str, ...]:
+    """The projections of an expert."""
+    return ("gate", "up", "down") if layer.gated else ("up", "down")
+
+
+def _principal_ranks(stack: torch.Tensor) -> torch.Tensor:
+    """The number of large singular values of each matrix, (E,)."""
+    values = torch.linalg.svdvals(stack.double())
+    large: torch.Tensor = values > _PRINCIPAL * values[:, :1]
+    return large.sum(1).double()
+
+
+def chosen(
+    sensitivities: Mapping[int, float],
+    shapes: Mapping[int, LayerShape],
+    ratio: Fraction,
+    most: Fraction,
+) -> tuple[list[int], Fraction]:
+    """The layers to decompose, the least sensitive first, and the ratio of each.
+
+    As few as can lose `ratio` of all parameters if each loses at most `most` of its
+    own; all layers if these are too few.
+    """
+    sizes = {k: shape.n_atoms * shape.atom_parameters for k, shape in shapes.items()}
+    gone, layers, size = ratio * sum(sizes.values()), list[int](), 0
+    for layer in sorted(sensitivities, key=lambda k: sensitivities[k]):
+        if size * most >= gone:
+            break
+        layers.append(layer)
+        size += sizes[layer]
+    return layers, gone / size
+
+
+# --- MoE-SVD: how large -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one projection of a layer is stored as."""
+
+    decomposed: int
+    """The number of experts that share V; the others are dense."""
+    lefts: int
+    """The number of different U."""
+    rank: int
+
+    def numbers(self, n_experts: int, out: int, into: int) -> int:
+        """How many numbers that is."""
+        dense = (n_experts - self.decomposed) * out * into
+        return dense + self.rank * (self.lefts * out + into)
+
+
+def sizes_of(budget: Fraction, n_experts: int, out: int, into: int) -> Sizes:
+    """The sizes that fit `budget` numbers, with at most one rank of it left over.
+
+    All experts are decomposed, but for budgets that the full rank of one V cannot use.
+    Each has its own U if the rank is then at least half the full one.
+    """
+    if budget >= n_experts * out * into:
+        return Sizes(0, 0, 0)
+    full = min(out, into)
+    experts = next(
+        e
+        for e in range(n_experts, 0, -1)
+        if Sizes(e, e, full).numbers(n_experts, out, into) >= budget
+    )
+    room = budget - (n_experts - experts) * out * into
+    if room < out + into and experts < n_experts:
+        return Sizes(experts + 1, experts + 1, full)
+    lefts = math.floor((room / math.ceil(full * _LEAST_RANK) - into) / out)
+    lefts = max(1, min(experts, lefts))
+    return Sizes(experts, lefts, min(full, int(room // (lefts * out + into))))
+
+
+# --- MoE-SVD: what is stored ------------------------------------------------------
+
+
+def shared_right(
+    stack: torch.Tensor, moment: torch.Tensor, sizes: Sizes
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """U and V of experts' matrices: one V, and at most `lefts` different U.
+
+    Args:
+        stack: the matrices (n, out, in), of the expert with the most tokens first.
+        moment: the moments of their inputs, (n, in, in).
+        sizes: of what rank V is, and how many U there are.
+    """
+    _, rows = truncated(stack[0], sizes.rank, moment[0])
+    right = torch.linalg.qr(rows.mT).Q.mT  # of full rank, even if the matrix is not
+    lefts, inner = _fitted(stack, moment, right)
+    kept = [*lefts[: sizes.lefts].to(stack.dtype)]
+    nearest = [kept[place] for place in _nearest(lefts, inner, sizes.lefts)]
+    return nearest, [right.to(stack.dtype)] * len(stack)
+
+
+def _fitted(
+    stack: torch.Tensor, moment: torch.Tensor, right: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """U of each expert, for which ‖(W − U V) S‖ is least, and V M Vᵀ."""
+    second = damped(moment)
+    inner = right @ second @ right.mT  # (n, rank, rank)
+    outer = stack.double() @ second @ right.mT  # (n, out, rank)
+    return torch.linalg.solve(inner, outer, left=False), inner
+
+
+def _nearest(lefts: torch.Tensor, inner: torch.Tensor, n_kept: int) -> list[int]:
+    """For each expert the one of the first U that changes its outputs least."""
+    places = list(range(n_kept))
+    for left, metric in zip(lefts[n_kept:], inner[n_kept:], strict=True):
+        apart = lefts[:n_kept] - left  # (n_kept, out, rank)
+        places.append(int(((apart @ metric) * apart).sum((1, 2)).argmin()))
+    return places
+
+
+# --- MoE-SVD ----------------------------------------------------------------------
+
+
+def _moe_svd(request: Request) -> ExpertComposition:
+    """The least sensitive layers decomposed, within one budget."""
+    most = _most(request)
+    if not request.ratio:
+        return request.composed({})
+    shapes = request.shapes
+    layers = {layer.layer: layer for layer in find_experts(request.model)}
+    moments = request.measured.collected(MOMENTS, request.progress)
+    scores = {k: sensitivity(layer, moments[k]) for k, layer in layers.items()}
+    numbers, ratio = chosen(scores, shapes, request.ratio, most)
+    compositions, left = {}, Fraction(0)
+    for number in numbers:
+        budget = left + _budget(shapes[number], ratio)
+        layer, sums = layers[number], moments[number]
+        compositions[number], left = _decomposed(layer, sums, budget)
+    return request.composed(compositions)
+
+
+def _most(request: Request) -> Fraction:
+    """The largest share that one layer loses.
+
+    Raises:
+        SpecError: it is not in (0, 1].
+    """
+    most = request.options["most_of_layer"]
+    if not 0 < most <= 1:
+        raise SpecError(f"most_of_layer is {most!r}, expected a share in (0, 1]")
+    return Fraction(str(most))
+
+
+def _budget(shape: LayerShape, ratio: Fraction) -> Fraction:
+    """Numbers left for the matrices of a layer; biases are kept."""
+    weights = (1 - ratio) * shape.atom_parameters - shape.atom_biases
+    return shape.n_atoms * weights
+
+
+def _decomposed(
+    layer: ExpertsLayer, moments: Moments, budget: Fraction
+) -> tuple[Composition, Fraction]:
+    """The experts of a layer, and what is left of the budget.
+
+    Raises:
+        SpecError: not even one rank fits.
+    """
+    experts, left, names = dense_experts(layer), budget, names_of(layer)
+    for i, name in enumerate(names):
+        stack = matrices(layer, name)
+        sizes = sizes_of(left / (len(names) - i), *stack.shape)
+        if sizes.decomposed and not sizes.rank:
+            raise SpecError(
+                f"the experts of layer {layer.layer} have room for {int(budget)} "
+                "numbers, expected at least one rank for each projection: choose a "
+                "lower ratio"
+            )
+        left -= sizes.numbers(*stack.shape)
+        low = moments.most_routed[layer.n_experts - sizes.decomposed :]
+        if low:
+            factors = shared_right(stack[low], moments.of(name)[low], sizes)
+            put_factors([experts[e] for e in low], name, *factors)
+    return experts, left
+
+
+MOE_SVD = ours("moe-svd-like", _moe_svd, MOMENTS)

@@ -19,9 +19,15 @@ from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
 from heapr_lab.methods.collectors import Measurements, sum_over_windows
 from heapr_lab.methods.composed_experts import Composition, Matrices, distinct
 from heapr_lab.methods.compression import ExpertComposition
-from heapr_lab.methods.d2_moe import base_of, squares
-from heapr_lab.methods.low_rank import MOMENTS, ranks_of
-from heapr_lab.methods.moe_svd import Sizes, sensitivity, sizes_of
+from heapr_lab.methods.low_rank import (
+    MOMENTS,
+    Sizes,
+    base_of,
+    ranks_of,
+    sensitivity,
+    sizes_of,
+    squares,
+)
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.text.calibration import CalibrationSet
