@@ -13,7 +13,7 @@ from methods_by_hand import FAMILIES, IDS, SIX, fitted, routed, without_experts
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import evoesap, experts, moe_i2, naee
+from heapr_lab.methods import experts, naee, searches
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement.expert_calls import iter_expert_calls
@@ -143,7 +143,7 @@ def test_the_search_of_evoesap_by_hand(seed: int) -> None:
             mutated_by_hand(draw.choice(best), most, draw, 4, 3) for _ in range(13)
         ]
     tried: list[tuple[int, ...]] = []
-    winner = evoesap.searched(
+    winner = searches.searched(
         lambda plan: (tried.append(plan), cost(plan))[1],
         most,
         total,
@@ -159,11 +159,11 @@ def test_the_search_of_evoesap_by_hand(seed: int) -> None:
 def test_the_fitness_of_a_search_is_that_of_all_logits() -> None:
     """The loss and the rejection, of the dense model and of a smaller one."""
     model = tiny_model("qwen2_moe", **SIX)
-    rejection, kept = evoesap.Rejection(model, IDS), {0: (0, 2, 3), 1: (1, 4)}
+    rejection, kept = searches.Rejection(model, IDS), {0: (0, 2, 3), 1: (1, 4)}
     assert rejection() == pytest.approx(0, abs=1e-12)
     small = without_experts(model, kept)
     with dropping(model, kept):
-        rate, loss = rejection(), moe_i2.loss(model, IDS)
+        rate, loss = rejection(), searches.loss(model, IDS)
     assert rate == pytest.approx(rejected(model, small), rel=1e-9)
     assert rate > 1e-3
     assert loss == pytest.approx(nll(small), rel=1e-9)
@@ -233,6 +233,6 @@ def test_moe_i2_spares_the_layer_that_matters() -> None:
 def test_ranks_by_hand() -> None:
     """The largest values, at least one and at most `most` of each list."""
     values = [np.array([9.0, 8.0, 7.0]), np.array([2.0, 1.0, 0.5])]
-    assert moe_i2.ranks(values, 3, 3) == [2, 1]
-    assert moe_i2.ranks(values, 4, 2) == [2, 2]
-    assert moe_i2.ranks(values, 1, 3) == [1, 0]
+    assert searches.ranks(values, 3, 3) == [2, 1]
+    assert searches.ranks(values, 4, 2) == [2, 2]
+    assert searches.ranks(values, 1, 3) == [1, 0]
