@@ -32,7 +32,7 @@ from benchmarks.machine import Rows
 from benchmarks.quality import bench_of
 from heapr_lab import methods
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.methods.composed_experts import distinct
+from heapr_lab.methods.composing import distinct
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.text.calibration import CalibrationSet

@@ -12,11 +12,12 @@ import pandas as pd
 from torch import nn
 
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.methods.composed_experts import distinct, flops_of
 from heapr_lab.methods.composing import (
     Compositions,
     composed,
     composing,
+    distinct,
+    flops_of,
     renumber,
     save_ordinary,
 )

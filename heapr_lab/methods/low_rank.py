@@ -34,8 +34,7 @@ from heapr_lab.methods.collectors import (
     activations,
     sum_over_windows,
 )
-from heapr_lab.methods.composed_experts import Composition
-from heapr_lab.methods.composing import dense_experts
+from heapr_lab.methods.composing import Composition, dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.architecture import LayerShape

@@ -29,7 +29,7 @@ from heapr_lab.methods.collectors import (
     activations,
     expert_output,
 )
-from heapr_lab.methods.composed_experts import Matrices
+from heapr_lab.methods.composing import Matrices
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import expert_axis
 from heapr_lab.methods.method import Request, ours

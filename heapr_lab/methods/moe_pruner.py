@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
-from heapr_lab.methods.composed_experts import Composition
-from heapr_lab.methods.composing import dense_experts
+from heapr_lab.methods.composing import Composition, dense_experts
 from heapr_lab.methods.compression import ExpertComposition, Savings
 from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts

@@ -12,8 +12,7 @@ from torch import nn
 
 from heapr_lab.errors import LayoutError, one_of
 from heapr_lab.methods.collectors import Collector, routed_outputs
-from heapr_lab.methods.composed_experts import Composition
-from heapr_lab.methods.composing import dense_experts
+from heapr_lab.methods.composing import Composition, dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.experts import lowest_of
 from heapr_lab.methods.method import Request, ours

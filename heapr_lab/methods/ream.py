@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Collector, routed_outputs
-from heapr_lab.methods.composed_experts import Matrices
+from heapr_lab.methods.composing import Matrices
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.experts import n_dropped

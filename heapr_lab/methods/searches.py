@@ -25,7 +25,7 @@ from torch import nn
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.methods.collectors import EXPERT_SUMS
-from heapr_lab.methods.composed_experts import Composition
+from heapr_lab.methods.composing import Composition
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.methods.experts import (

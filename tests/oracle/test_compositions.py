@@ -13,13 +13,14 @@ from methods_by_hand import CLOSE, SIX, reloaded, replaced, without_experts
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods.composed_experts import (
+from heapr_lab.methods.composing import (
     Composition,
     Matrices,
+    composing,
+    dense_experts,
     distinct,
     flops_of,
 )
-from heapr_lab.methods.composing import composing, dense_experts
 from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts

@@ -17,7 +17,7 @@ from torch import nn
 from heapr_lab import methods
 from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
 from heapr_lab.methods.collectors import Measurements, sum_over_windows
-from heapr_lab.methods.composed_experts import Composition, Matrices, distinct
+from heapr_lab.methods.composing import Composition, Matrices, distinct
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
     MOMENTS,

@@ -146,5 +146,5 @@ def test_any_module_of_formats_comes_first() -> None:
     """They register with transformers while it is imported, which imports them."""
     run_each(
         "import heapr_lab.models.folders",
-        "import heapr_lab.methods.composed_experts",
+        "import heapr_lab.methods.composing",
     )
