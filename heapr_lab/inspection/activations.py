@@ -5,7 +5,7 @@ Letters: h atom activation, p routing weight, w_down column of W_down. Atom k ad
 p · h_k · w_down_k to the output of its layer for a token.
 """
 
-import itertools
+import functools
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,10 @@ from heapr_lab.inspection.passages import (
     as_float64,
     check_position,
     observe,
-    routed_experts,
     token_texts,
 )
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.hooks import observed
+from heapr_lab.models.hooks import Routed, observed
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
@@ -47,9 +46,10 @@ def routing(model: nn.Module, passage: Passage) -> pd.DataFrame:
         SpecError: the text has only one token.
     """
     layers = find_experts(model)
-    observers = [_Routes(layer.layer) for layer in layers]
+    frames: list[pd.DataFrame] = []
+    observers = [functools.partial(_note, frames, layer.layer) for layer in layers]
     observe(model, passage, layers, observers)
-    frame = pd.concat(itertools.chain(*(each.frames for each in observers)))
+    frame = pd.concat(frames)
     texts = [passage.tokens[position] for position in frame["position"]]
     frame.insert(2, "token", texts)
     order = ["layer", "position", "p", "expert"]
@@ -58,25 +58,15 @@ def routing(model: nn.Module, passage: Passage) -> pd.DataFrame:
     )
 
 
-class _Routes:
-    """Records the expert of each routed row, and its routing weight."""
-
-    def __init__(self, layer: int) -> None:
-        self._layer = layer
-        self.frames: list[pd.DataFrame] = []
-
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
-        """Record the routes of one call."""
-        del h
-        columns = {
-            "layer": self._layer,
-            "position": rows.cpu(),
-            "expert": routed_experts(tokens),
-            "p": as_float64(p),
-        }
-        self.frames.append(pd.DataFrame(columns))
+def _note(frames: list[pd.DataFrame], layer: int, call: Routed) -> None:
+    """Note the expert of each routed row, and its routing weight."""
+    columns = {
+        "layer": layer,
+        "position": call.rows.cpu(),
+        "expert": call.experts,
+        "p": as_float64(call.p),
+    }
+    frames.append(pd.DataFrame(columns))
 
 
 # --- atoms ------------------------------------------------------------------------
@@ -107,9 +97,14 @@ def atoms_of_token(
     """
     chosen = _layer_of(model, layer)
     check_position(position, len(passage.tokens))
-    observer = _AtToken(position)
-    observe(model, passage, [chosen], [observer])
-    frame = pd.concat([_atoms(chosen, *row) for row in observer.rows])
+    frames: list[pd.DataFrame] = []
+
+    def see(call: Routed) -> None:
+        rows = (call.rows == position).nonzero()[:, 0].tolist()
+        frames.extend(_atoms(chosen, call, row) for row in rows)
+
+    observe(model, passage, [chosen], [see])
+    frame = pd.concat(frames)
     frame["contribution"] = (frame["p"] * frame["h"]).abs() * frame["w_down_norm"]
     frame["share"] = frame["contribution"] / frame["contribution"].sum()
     order = ["contribution", "expert", "atom"]
@@ -117,35 +112,19 @@ def atoms_of_token(
     return frame.head(n)
 
 
-def _atoms(layer: ExpertsLayer, expert: int, p: float, h: np.ndarray) -> pd.DataFrame:
-    """The atoms of an expert that a token is routed to."""
+def _atoms(layer: ExpertsLayer, call: Routed, row: int) -> pd.DataFrame:
+    """The atoms of the expert of a row."""
+    expert = int(call.experts[row])
     W_down = as_float64(layer.down[expert])
     return pd.DataFrame(
         {
             "expert": expert,
             "atom": range(layer.d_inter),
-            "h": h,
-            "p": p,
+            "h": as_float64(call.h[row]),
+            "p": float(call.p[row]),
             "w_down_norm": np.linalg.norm(W_down, axis=0),
         }
     )
-
-
-class _AtToken:
-    """Records the activations of the experts that a token is routed to."""
-
-    def __init__(self, position: int) -> None:
-        self._position = position
-        self.rows: list[tuple[int, float, np.ndarray]] = []
-        """Expert, p, and h (I,) of the token in each of its experts."""
-
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
-        """Record the activations of the token in one call."""
-        experts = routed_experts(tokens)
-        for row in (rows == self._position).nonzero()[:, 0].tolist():
-            self.rows.append((int(experts[row]), float(p[row]), as_float64(h[row])))
 
 
 def top_contexts(
@@ -228,16 +207,14 @@ class _MostActive:
         self.h = torch.zeros(0, dtype=torch.float64)
         self.p = torch.zeros(0, dtype=torch.float64)
 
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
+    def __call__(self, call: Routed) -> None:
         """Merge the rows of one batch."""
         self.calls += 1
-        start = sum(tokens[: self.expert])
-        block = slice(start, start + tokens[self.expert])
-        active = torch.cat([self.h, h[block, self.atom].cpu().double()])
-        weights = torch.cat([self.p, p[block].cpu().double()])
-        places = torch.cat([self.places, self.first + rows[block].cpu()])
+        start = sum(call.tokens[: self.expert])
+        block = slice(start, start + call.tokens[self.expert])
+        active = torch.cat([self.h, call.h[block, self.atom].cpu().double()])
+        weights = torch.cat([self.p, call.p[block].cpu().double()])
+        places = torch.cat([self.places, self.first + call.rows[block].cpu()])
         # Stable, with earlier rows first: ties in the order of the text.
         order = active.abs().sort(descending=True, stable=True).indices[: self.n]
         self.h, self.p, self.places = active[order], weights[order], places[order]

@@ -24,7 +24,7 @@ expert. Units: nats per predicted token, of which there are L − 1.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,11 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.inspection.passages import as_float64, check_position, routed_experts
+from heapr_lab.inspection.passages import as_float64, check_position
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
-from heapr_lab.models.hooks import check_gradients, masked, observed
+from heapr_lab.models.hooks import Routed, check_gradients, masked, observed
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
 from heapr_lab.models.modes import differentiating
 from heapr_lab.pruning.masks import KeepMask
@@ -46,6 +46,9 @@ from heapr_lab.text.calibration import token_windows
 
 _HALF = 0.5
 """What removed atoms are multiplied by."""
+Take = Callable[[Routed, torch.Tensor], None]
+"""Takes a call of a layer and its products, −h · ∂ℓ/∂h̃ in nats, 0 for kept atoms, as
+(n, I) float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +124,10 @@ def attribute_token(
     """
     with differentiating(model):
         run = _Run(model, keep, ids)
-        removed, calls = ~keep.by_layer(layer), list[_Rows]()
+        removed, calls = ~keep.by_layer(layer), list[tuple[Routed, torch.Tensor]]()
         check_position(position, run.n_tokens)
-        run.backward({layer: calls.append})
-    frames = (_of_token(call, removed, position) for call in calls)
+        run.backward({layer: lambda *seen: calls.append(seen)})
+    frames = (_of_token(*seen, removed, position) for seen in calls)
     frame = pd.concat(itertools.chain(*frames), ignore_index=True)
     frame["first_order"] /= run.n_predicted
     order = frame.assign(size=frame["first_order"].abs()).sort_values(
@@ -152,7 +155,7 @@ class _Run:
         self.n_tokens = self._ids.shape[1]
         self.n_predicted = self.n_tokens - 1
 
-    def backward(self, takes: Mapping[int, Callable[["_Rows"], None]]) -> None:
+    def backward(self, takes: Mapping[int, Take]) -> None:
         """Give the products of each of these layers, by number, to its function."""
         observers = [
             _Observer(layer, ~kept, takes[layer.layer])
@@ -169,31 +172,10 @@ class _Run:
             observer.check()
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The routed rows of one call of a layer."""
-
-    products: torch.Tensor
-    """−h · ∂ℓ/∂h̃ in nats, 0 for kept atoms, (n, I) float64."""
-    h: torch.Tensor
-    """(n, I)."""
-    p: torch.Tensor
-    """Routing weights, (n,)."""
-    tokens: torch.Tensor
-    """Position of the token, (n,)."""
-    experts: torch.Tensor
-    """(n,)."""
-
-
 class _Observer:
     """Hands the products of one layer to `take` in the backward pass."""
 
-    def __init__(
-        self,
-        layer: ExpertsLayer,
-        removed: torch.Tensor,
-        take: Callable[[_Rows], None],
-    ) -> None:
+    def __init__(self, layer: ExpertsLayer, removed: torch.Tensor, take: Take) -> None:
         self.layer, self._removed, self._take = layer, removed, take
         self._backwards, self._finite = 0, True
 
@@ -208,34 +190,24 @@ class _Observer:
             self.layer.layer, self._backwards, finite=self._finite, where="the text"
         )
 
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
+    def __call__(self, call: Routed) -> None:
         """Wait for the gradient of one call; nothing before the first layer has one."""
-        if not h.requires_grad:
-            h.requires_grad_(True)
-        experts = torch.from_numpy(routed_experts(tokens))
-        call = h.detach(), p.detach(), rows, experts
-        h.register_hook(functools.partial(self._products, *call))
+        if not call.h.requires_grad:
+            call.h.requires_grad_(True)
+        seen = replace(call, h=call.h.detach(), p=call.p.detach())
+        call.h.register_hook(functools.partial(self._products, seen))
 
-    def _products(
-        self,
-        h: torch.Tensor,
-        p: torch.Tensor,
-        rows: torch.Tensor,
-        experts: torch.Tensor,
-        gradient: torch.Tensor,
-    ) -> None:
+    def _products(self, call: Routed, gradient: torch.Tensor) -> None:
         """Take the products of one call.
 
         `gradient` is ∂ℓ/∂h, which for removed atoms is half of ∂ℓ/∂h̃.
         """
-        wide = accumulating_dtype(h)
-        products = -(h.to(wide) * gradient.to(wide)).cpu().double() / _HALF
+        wide = accumulating_dtype(call.h)
+        products = -(call.h.to(wide) * gradient.to(wide)).cpu().double() / _HALF
         self._backwards += 1
         self._finite = self._finite and bool(torch.isfinite(products).all())
-        products.masked_fill_(~self._removed[experts], 0.0)
-        self._take(_Rows(products, h, p, rows.cpu(), experts))
+        products.masked_fill_(~self._removed[call.experts], 0.0)
+        self._take(call, products)
 
 
 class _Sums:
@@ -245,20 +217,20 @@ class _Sums:
         self.atoms = torch.zeros(shape, dtype=torch.float64)
         self.tokens = torch.zeros(n_tokens, dtype=torch.float64)
 
-    def take(self, rows: _Rows) -> None:
+    def take(self, call: Routed, products: torch.Tensor) -> None:
         """Add the products of one call."""
-        self.atoms.index_add_(0, rows.experts, rows.products)
-        self.tokens.index_add_(0, rows.tokens, rows.products.sum(1))
+        self.atoms.index_add_(0, call.experts, products)
+        self.tokens.index_add_(0, call.rows.cpu(), products.sum(1))
 
 
 def _of_token(
-    call: _Rows, removed: np.ndarray, position: int
+    call: Routed, products: torch.Tensor, removed: np.ndarray, position: int
 ) -> Iterator[pd.DataFrame]:
     """The products of one token's removed atoms, for each expert that it is routed to.
 
     Shapes: removed (E, I) bool.
     """
-    for row in (call.tokens == position).nonzero()[:, 0].tolist():
+    for row in (call.rows == position).nonzero()[:, 0].tolist():
         expert = int(call.experts[row])
         atoms = removed[expert].nonzero()[0]
         columns = {
@@ -266,6 +238,6 @@ def _of_token(
             "atom": atoms,
             "p": float(call.p[row]),
             "h": as_float64(call.h[row])[atoms],
-            "first_order": call.products[row].numpy()[atoms],
+            "first_order": products[row].numpy()[atoms],
         }
         yield pd.DataFrame(columns)

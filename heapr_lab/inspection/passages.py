@@ -17,7 +17,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.hooks import observed, switching
+from heapr_lab.models.hooks import Observer, observed, switching
 from heapr_lab.models.likelihood import final_states, token_nll
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
@@ -245,7 +245,7 @@ def observe(
     model: nn.Module,
     passage: Passage,
     layers: list[ExpertsLayer],
-    observers: Sequence[Any],
+    observers: Sequence[Observer],
 ) -> None:
     """Run one forward pass over the text, seen by the observers."""
     _check_length(passage)
@@ -265,11 +265,6 @@ def _check_length(passage: Passage) -> None:
             f"the text {passage.text!r} has 1 token, expected at least 2: give a "
             "longer text"
         )
-
-
-def routed_experts(tokens: list[int]) -> np.ndarray:
-    """The expert of each routed row, (n,)."""
-    return np.repeat(np.arange(len(tokens)), tokens)
 
 
 def as_float64(x: torch.Tensor) -> np.ndarray:

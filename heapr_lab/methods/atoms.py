@@ -21,7 +21,7 @@ from heapr_lab.methods.experts import lowest_of
 from heapr_lab.methods.method import Request, ours
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
-from heapr_lab.models.hooks import masked, observed
+from heapr_lab.models.hooks import Routed, masked, observed
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import no_report
 from heapr_lab.pruning.options import Selection
@@ -129,17 +129,10 @@ class _Peaks:
         self.sum_ph2 = torch.zeros(shape, dtype=torch.float64)
         self.peak = torch.zeros(shape, dtype=torch.float64)
 
-    def observe(
-        self,
-        h: torch.Tensor,
-        *,
-        p: torch.Tensor,
-        rows: torch.Tensor,  # noqa: ARG002 (the interface of observers)
-        tokens: list[int],
-    ) -> None:
-        """Add one call; h (n, I) is sorted by expert."""
-        weighted = h.double() * p.double()[:, None]
-        for expert, products in enumerate(weighted.split(tokens)):
+    def __call__(self, call: Routed) -> None:
+        """Add one call."""
+        weighted = call.h.double() * call.p.double()[:, None]
+        for expert, products in enumerate(weighted.split(call.tokens)):
             if len(products):
                 self.sum_ph2[expert] += products.square().sum(0).cpu()
                 largest = products.abs().amax(0).cpu()

@@ -308,7 +308,10 @@ def sum_over_windows(
     with (
         _without_gradients(parameters),
         differentiating(model, parameters),
-        observed(layers, [_Unseen()] * len(layers)),
+        # With an observer the experts run in this package's own way: there the gradient
+        # of a weight takes one product for each expert, while that of transformers'
+        # eager experts is a sum of E tensors as large as the whole weight.
+        observed(layers, [lambda _call: None] * len(layers)),
     ):
         for number, window in enumerate(calibration.ids):
             # A clone is no inference tensor, even if the ids are one.
@@ -321,19 +324,6 @@ def sum_over_windows(
                 sums[layer.layer] = {n: before[n] + v for n, v in new.items()}
             report(number + 1, calibration.n_sequences)
     return sums
-
-
-class _Unseen:
-    """Observes nothing; with an observer the experts run in this package's own way.
-
-    There the gradient of a weight takes one product for each expert, while that of
-    transformers' eager experts is a sum of E tensors as large as the whole weight.
-    """
-
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
-        pass
 
 
 def _taken(layer: ExpertsLayer, weight: nn.Parameter) -> torch.Tensor:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -167,19 +167,28 @@ def edits_of(model: nn.Module) -> dict[str, Edit]:
 # --- what sees activations ----------------------------------------------------------
 
 
-class Observer(Protocol):
-    """Sees the routed activations of one layer in every forward."""
+@dataclass(frozen=True, eq=False)
+class Routed:
+    """The activations of one call of a layer's experts, in rows sorted by expert."""
 
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
-        """Observe one call.
+    h: torch.Tensor
+    """(n, I)."""
+    p: torch.Tensor
+    """Routing weights, (n,)."""
+    rows: torch.Tensor
+    """The token of each row, (n,)."""
+    tokens: list[int]
+    """The number of rows of each expert, (E,)."""
 
-        Shapes: h (n, I) sorted by expert; p (n,) the routing weights; rows (n,) the
-        token of each row; tokens the number of rows of each expert, (E,).
-        """
+    @property
+    def experts(self) -> torch.Tensor:
+        """The expert of each row, (n,), on the CPU."""
+        counts = torch.tensor(self.tokens)
+        return torch.arange(len(counts)).repeat_interleave(counts)
 
 
+Observer = Callable[[Routed], None]
+"""Sees the activations of one layer in every forward."""
 _observers: ContextVar[Mapping[int, Observer]] = ContextVar("observers", default=_NONE)
 _Counted = Callable[[torch.Tensor], None]
 _counted: ContextVar[Mapping[int, _Counted]] = ContextVar("counted", default=_NONE)
@@ -361,7 +370,7 @@ def _routed_forward(
     )
     h = activate(module, rows)  # (n, I)
     if observer is not None:
-        observer.observe(h, p=p, rows=of_tokens, tokens=tokens.tolist())
+        observer(Routed(h, p, of_tokens, tokens.tolist()))
     new = None if edit is None else _like(layer, edit.new_down)
     down = layer.down if new is None else new
     if edit is not None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from heapr_lab.errors import CoverageError, SpecError, one_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.hooks import observed
+from heapr_lab.models.hooks import Routed, observed
 from heapr_lab.models.identity import refuse_autocast
 from heapr_lab.models.likelihood import check_fits
 from heapr_lab.models.ragged_experts import normalises
@@ -73,15 +73,14 @@ class _Collector:
         )
         self.tokens = torch.zeros(2, layer.n_experts, dtype=torch.long)
 
-    def observe(
-        self, h: torch.Tensor, *, p: torch.Tensor, rows: torch.Tensor, tokens: list[int]
-    ) -> None:
+    def __call__(self, call: Routed) -> None:
         """Add the products of one forward."""
-        wide = torch.promote_types(h.dtype, torch.float32)
-        features = (h.detach().to(wide) * p.detach().to(wide)[:, None]).split(tokens)
+        wide = torch.promote_types(call.h.dtype, torch.float32)
+        weighted = call.h.detach().to(wide) * call.p.detach().to(wide)[:, None]
+        features = weighted.split(call.tokens)
         part = FIT if self.calls < self.n_fit else HELD_OUT
         self.calls += 1
-        self.tokens[part] += torch.tensor(tokens)
+        self.tokens[part] += torch.tensor(call.tokens)
         into = self.sums[part]
         if self.span == "expert":
             for expert, phi in enumerate(features):
@@ -90,7 +89,7 @@ class _Collector:
             return
         sizes = self.layer.n_experts, self.layer.d_inter
         blocks = into[0].view(2 * sizes)  # (E, I, E, I)
-        for a, b, ours, theirs in _pairs(features, rows.split(tokens)):
+        for a, b, ours, theirs in _pairs(features, call.rows.split(call.tokens)):
             product = ours.T @ theirs
             blocks[a, :, b] += product
             if a != b:

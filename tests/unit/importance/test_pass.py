@@ -17,7 +17,7 @@ from heapr_lab.errors import CoverageError, LayoutError
 from heapr_lab.importance import collect, measured, resuming
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.models.experts import describe, find_experts
-from heapr_lab.models.hooks import edits_of, masked, observed, probed
+from heapr_lab.models.hooks import Routed, edits_of, masked, observed, probed
 from heapr_lab.models.identity import identity_in_force
 from heapr_lab.models.likelihood import token_nll
 from heapr_lab.storage.hashing import digest
@@ -224,9 +224,9 @@ class Rows:
     def __init__(self) -> None:
         self.h: list[torch.Tensor] = []
 
-    def observe(self, h: torch.Tensor, **_: Any) -> None:
+    def __call__(self, call: Routed) -> None:
         """Note one call."""
-        self.h.append(h.detach().clone())
+        self.h.append(call.h.detach().clone())
 
 
 def test_observers_see_the_dense_model(model: nn.Module) -> None:
