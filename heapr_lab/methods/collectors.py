@@ -4,9 +4,8 @@ Shapes: E n_experts, D d_expert, I d_inter, n tokens; f an expert's output befor
 routing weight p.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.models.hooks import check_gradients, observed
 from heapr_lab.models.identity import weights_state
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
-from heapr_lab.models.modes import differentiating, evaluating
+from heapr_lab.models.modes import assigned, differentiating, evaluating
 from heapr_lab.models.ragged_experts import activate, normalises
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.refinement.calibrated import CalibratedModel
@@ -306,7 +305,7 @@ def sum_over_windows(
     parameters = [weight for layer in layers for weight in layer.projections]
     sums: dict[int, Stacks] = {}
     with (
-        _without_gradients(parameters),
+        assigned([(weight, "grad", None) for weight in parameters]),
         differentiating(model, parameters),
         # With an observer the experts run in this package's own way: there the gradient
         # of a weight takes one product for each expert, while that of transformers'
@@ -339,16 +338,3 @@ def _taken(layer: ExpertsLayer, weight: nn.Parameter) -> torch.Tensor:
     check_gradients(layer.layer, times, finite=finite, where="a window")
     assert gradient is not None
     return layer.oriented(gradient)
-
-
-@contextlib.contextmanager
-def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Put the gradients that parameters have aside, and back afterwards."""
-    before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient

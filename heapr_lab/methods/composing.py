@@ -37,7 +37,7 @@ from heapr_lab.methods.expert_axes import (
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.identity import refuse_disturbed
-from heapr_lab.models.modes import copied, exchanging
+from heapr_lab.models.modes import assigned, copied, exchanging
 from heapr_lab.models.ragged_experts import (
     activate,
     normalises,
@@ -173,8 +173,12 @@ def composing(
     with exchanging(model), contextlib.ExitStack() as contexts:
         if kept is not None:
             contexts.enter_context(dropping(model, kept))
+        new = []
         for layer, module in _made(model, compositions):
-            contexts.enter_context(_swapped(model, layer.name, module))
+            path, _, name = layer.name.rpartition(".")
+            module.train(layer.module.training)
+            new.append((model.get_submodule(path), name, module))
+        contexts.enter_context(assigned(new))
         yield model
 
 
@@ -197,18 +201,6 @@ def composed(
     with composing(copied(model, {**dense}), compositions, kept) as twin:
         tensors = (*twin.parameters(), *twin.buffers())
         return copied(twin, {id(t): t for t in tensors if id(t) not in dense})
-
-
-@contextlib.contextmanager
-def _swapped(model: nn.Module, path: str, module: nn.Module) -> Iterator[None]:
-    parent, _, name = path.rpartition(".")
-    children: Any = model.get_submodule(parent)._modules
-    before = children[name]
-    children[name] = module.train(before.training)
-    try:
-        yield
-    finally:
-        children[name] = before
 
 
 def _made(

@@ -17,7 +17,6 @@ Shapes: E n_experts, D d_model.
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, describe, find_experts
 from heapr_lab.models.identity import refuse_disturbed
-from heapr_lab.models.modes import exchanging
+from heapr_lab.models.modes import assigned, exchanging
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of attributes of modules that are the number of experts, if they equal it; of a
@@ -59,31 +58,13 @@ class ExpertAxis:
         )
         return ExpertAxis(self.layer, tensors, counts, self.router)
 
-    def sliced(self, kept: Sequence[int]) -> list[torch.Tensor]:
-        """A copy of each of `tensors` with the experts `kept`, in their order."""
-        return [_taken(getattr(module, name), kept) for module, name in self.tensors]
-
-    @contextlib.contextmanager
-    def narrowed(self, kept: Sequence[int]) -> Iterator[None]:
+    def narrowed(self, kept: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """The layer with the experts `kept`, numbered in that order, in every thread.
 
         The model's own tensors and numbers are back when the context ends.
         """
-        before = [getattr(module, name) for module, name in self.tensors]
-        n_before, sliced = self.layer.n_experts, self.sliced(kept)
-        try:
-            self._set(sliced, len(kept))
-            yield
-        finally:
-            self._set(before, n_before)
-
-    def _set(self, tensors: Sequence[torch.Tensor], n_experts: int) -> None:
-        for (module, name), tensor in zip(self.tensors, tensors, strict=True):
-            table: Any = module._parameters
-            table = table if name in table else module._buffers
-            table[name] = tensor
-        for module, name in self.counts:
-            setattr(module, name, n_experts)
+        sliced = [(*at, _taken(getattr(*at), kept)) for at in self.tensors]
+        return assigned([*sliced, *((*at, len(kept)) for at in self.counts)])
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -137,6 +138,24 @@ def differentiating(
         torch.enable_grad(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def assigned(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes have other values in this context, in every thread.
+
+    Args:
+        values: an object, the name of an attribute, and its value; of a module also
+            parameters, buffers and modules in it.
+    """
+    before = [(thing, name, getattr(thing, name)) for thing, name, _ in values]
+    try:
+        for each in values:
+            setattr(*each)
+        yield
+    finally:
+        for each in before:
+            setattr(*each)
 
 
 def copied(

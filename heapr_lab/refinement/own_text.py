@@ -10,8 +10,6 @@ from the vocabulary, too.
 Shapes: B prompts of L tokens, N new tokens.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.likelihood import check_fits, input_device
-from heapr_lab.models.modes import evaluating
+from heapr_lab.models.modes import assigned, evaluating
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.text.calibration import CalibrationSet, token_windows
 from heapr_lab.text.calibration_spec import OWN_TEXT, check_seed
@@ -174,7 +172,8 @@ def continuations(
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         evaluating(model),
-        _settings(model, settings),
+        # Arguments of `generate` would only add to the settings of the model.
+        assigned([(model, "generation_config", settings)]),
     ):
         torch.manual_seed(seed)
         for batch in windows.split(whole_number(batch_size, name="batch_size")):
@@ -190,17 +189,6 @@ def continuations(
             rows.append(sequences[:, ids.shape[1] :].cpu())
             report(n_new, n_new)
     return torch.cat(rows)
-
-
-@contextlib.contextmanager
-def _settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
-    """The model with these settings alone; arguments of `generate` only add to its."""
-    before = model.generation_config
-    model.generation_config = settings
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 def _ends(model: Any) -> list[int]:
