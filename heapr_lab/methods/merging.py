@@ -25,6 +25,7 @@ from torch.nn.functional import normalize
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.methods.collectors import (
     EXPERT_SUMS,
+    ROWS_AT_ONCE,
     Collector,
     activations,
     expert_output,
@@ -93,12 +94,11 @@ def _summed_outputs(
     normed = normalises(layer.module)
     run = expert_output if normed else activations
     total = torch.zeros(1, dtype=torch.float64)
-    start = 0
-    for part in calls.batches():
-        rows = run(layer, expert, part.hidden_states)
+    parts = (tensor.split(ROWS_AT_ONCE) for tensor in (calls.hidden_states, weights.T))
+    for x, some in zip(*parts, strict=True):
+        rows = run(layer, expert, x)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        some = weights[:, start : start + len(rows)].to(rows)
-        total, start = total + (some @ rows).double().cpu(), start + len(rows)
+        total = total + (some.T.to(rows) @ rows).double().cpu()
     if normed:
         return total
     sums = total @ layer.down[expert].double().cpu().T

@@ -10,7 +10,7 @@ Letters: h atom activation, p routing weight; the features of a token are p · h
 experts that it is routed to, and 0 for all others.
 """
 
-import functools
+import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from heapr_lab.models.identity import refuse_autocast
 from heapr_lab.models.likelihood import check_fits
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.progress import Progress
-from heapr_lab.refinement.expert_calls import Walk
+from heapr_lab.refinement.expert_calls import watched
 from heapr_lab.streaming.sweep_store import SweepStore, store_beside
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -234,16 +234,21 @@ def iter_grams(
     size = max(1, _TOKENS_AT_ONCE // calibration.seq_len)
     fit, held_out = (windows.ids.split(size) for windows in calibration.split())
     batches = [*fit, *held_out]
-    watch = functools.partial(
-        _Collector, span=span, n_fit=len(fit), n_forwards=len(batches)
-    )
+
+    @contextlib.contextmanager
+    def watching(layers: list[ExpertsLayer]) -> Iterator[list[_Collector]]:
+        collectors = [
+            _Collector(layer, span=span, n_fit=len(fit), n_forwards=len(batches))
+            for layer in layers
+        ]
+        with observed(layers, collectors):
+            yield collectors
 
     def report(done: int, of: int) -> None:
         if progress is not None:
             progress(done * calibration.n_sequences // of, calibration.n_sequences)
 
-    walk = Walk(model, batches, watch, observed, report)
-    yield from walk.by_layer(groups)
+    yield from watched(model, batches, groups, watching, report)
 
 
 def _check(model: nn.Module, calibration: CalibrationSet) -> None:

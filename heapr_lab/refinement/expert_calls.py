@@ -7,12 +7,11 @@ Shapes: T tokens of all windows, K experts of each, D d_expert.
 """
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,6 @@ from heapr_lab.progress import Progress, no_report
 from heapr_lab.streaming.layerwise import walk_over
 
 _TOKENS_AT_ONCE = 4096
-Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class ExpertCalls:
     output: torch.Tensor
     """Weighted sum of the experts' outputs, (T, D)."""
 
-    def of(self, tokens: torch.Tensor | slice) -> "ExpertCalls":
+    def of(self, tokens: torch.Tensor) -> "ExpertCalls":
         """The calls of some tokens."""
         fields = self.hidden_states, self.top_k_index, self.top_k_weights, self.output
         return ExpertCalls(*(field[tokens] for field in fields))
@@ -51,70 +49,54 @@ class ExpertCalls:
         tokens, slots = (self.top_k_index == expert).nonzero(as_tuple=True)
         return self.hidden_states[tokens], self.top_k_weights[tokens, slots]
 
-    def batches(self) -> "Iterator[ExpertCalls]":
-        """The calls of 4096 tokens at a time, in order."""
-        for start in range(0, len(self.output), _TOKENS_AT_ONCE):
-            yield self.of(slice(start, start + _TOKENS_AT_ONCE))
+
+Watching = Callable[[list[ExpertsLayer]], AbstractContextManager[list[Any]]]
+"""A context with a watcher for each of these layers, which sees every forward of its
+experts. Its method `finished` returns what it kept of them."""
 
 
-class Watcher(Protocol[Result]):
-    """Sees every forward of one layer's experts, and keeps something of it."""
+def watched(
+    model: nn.Module,
+    batches: Sequence[torch.Tensor],
+    groups: Sequence[list[ExpertsLayer]],
+    watching: Watching,
+    report: Progress,
+) -> Iterator[tuple[ExpertsLayer, Any]]:
+    """What the watcher of each layer kept; layers are run one by one.
 
-    def finished(self) -> Result:
-        """What it kept of all forwards."""
+    Each group takes a forward pass of the whole model in its place if the model is in
+    memory and there is one group, or if its layers cannot be run separately: then a
+    warning is logged.
 
-
-@dataclass(frozen=True)
-class Walk(Generic[Result]):
-    """Batches that go through the layers of a model, and what watches them."""
-
-    model: nn.Module
-    batches: Sequence[torch.Tensor]
-    """Token ids, each (B, L)."""
-    watch: Callable[[ExpertsLayer], Watcher[Result]]
-    """Makes the watcher of a layer."""
-    watching: Callable[[list[ExpertsLayer], list[Any]], AbstractContextManager[None]]
-    """A context in which layers are seen by their watchers."""
-    report: Progress
-    """Called with the work done, and all of it."""
-
-    def by_layer(
-        self, groups: Sequence[list[ExpertsLayer]]
-    ) -> Iterator[tuple[ExpertsLayer, Result]]:
-        """What the watcher of each layer kept; layers are run one by one.
-
-        It is `whole` if the model is in memory and there is one group, or if its layers
-        cannot be run separately: then a warning is logged.
-        """
-        layers = {layer.layer: layer for group in groups for layer in group}
-        walk = walk_over(self.model, self.batches, n_passes=len(groups))
-        if walk is None:
-            yield from self.whole(groups)
-            return
+    Args:
+        model: a causal language model of transformers.
+        batches: token ids, each (B, L).
+        groups: the layers that are watched.
+        watching: makes their watchers.
+        report: called with the layers done and all layers, or with windows of all
+            passes.
+    """
+    layers = {layer.layer: layer for group in groups for layer in group}
+    walk = walk_over(model, batches, n_passes=len(groups))
+    if walk is not None:
         for number, run in walk.layers():
             there = [layers[number]] if number in layers else []
-            watchers = [self.watch(layer) for layer in there]
-            with evaluating(self.model), self.watching(there, watchers):
+            with evaluating(model), watching(there) as watchers:
                 for _ in run:
                     pass
-            self.report(number + 1, walk.n_layers)
+            report(number + 1, walk.n_layers)
             while watchers:  # what is finished is dropped before the next layer is run
                 yield there[0], watchers.pop().finished()
-
-    def whole(
-        self, groups: Sequence[list[ExpertsLayer]]
-    ) -> Iterator[tuple[ExpertsLayer, Result]]:
-        """The same, by a forward pass of the model for each group of layers."""
-        done, total = 0, len(groups) * sum(map(len, self.batches))
-        for group in groups:
-            watchers = [self.watch(layer) for layer in group]
-            with evaluating(self.model), self.watching(group, watchers):
-                for ids in self.batches:
-                    final_states(self.model, ids)
-                    done += len(ids)
-                    self.report(done, total)
-            for layer, watcher in zip(group, watchers, strict=True):
-                yield layer, watcher.finished()
+        return
+    done, total = 0, len(groups) * sum(map(len, batches))
+    for group in groups:
+        with evaluating(model), watching(group) as watchers:
+            for ids in batches:
+                final_states(model, ids)
+                done += len(ids)
+                report(done, total)
+        for layer, watcher in zip(group, watchers, strict=True):
+            yield layer, watcher.finished()
 
 
 class _Recorder:
@@ -164,17 +146,15 @@ def iter_expert_calls(
         CoverageError: not every token went through a layer's experts once.
     """
     batches = ids.split(max(1, _TOKENS_AT_ONCE // ids.shape[1]))
-    record = functools.partial(_Recorder, n_tokens=ids.numel())
-    walk = Walk(model, batches, record, _recording, progress or no_report)
-    yield from walk.by_layer([[layer] for layer in find_experts(model)])
+    groups = [[layer] for layer in find_experts(model)]
 
+    @contextlib.contextmanager
+    def recording(layers: list[ExpertsLayer]) -> Iterator[list[_Recorder]]:
+        recorders = [_Recorder(layer, ids.numel()) for layer in layers]
+        with contextlib.ExitStack() as hooks:
+            for layer, each in zip(layers, recorders, strict=True):
+                hook = layer.module.register_forward_hook(each.keep, with_kwargs=True)
+                hooks.callback(hook.remove)
+            yield recorders
 
-@contextlib.contextmanager
-def _recording(
-    layers: list[ExpertsLayer], recorders: list[_Recorder]
-) -> Iterator[None]:
-    with contextlib.ExitStack() as hooks:
-        for layer, recorder in zip(layers, recorders, strict=True):
-            hook = layer.module.register_forward_hook(recorder.keep, with_kwargs=True)
-            hooks.callback(hook.remove)
-        yield
+    return watched(model, batches, groups, recording, progress or no_report)
