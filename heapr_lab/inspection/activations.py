@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, SpecError
+from heapr_lab.errors import CoverageError, one_of, whole_number
 from heapr_lab.inspection.passages import (
     Passage,
     as_float64,
@@ -163,10 +163,12 @@ def top_contexts(
         CoverageError: the layer did not take part in a forward pass.
     """
     chosen = _layer_of(model, layer)
-    _check_number("expert", expert, chosen.n_experts, layer)
-    _check_number("atom", atom, chosen.d_inter, layer)
-    if n < 1:
-        raise SpecError(f"n is {n}, expected at least 1")
+    for name, number, count in (
+        ("expert", expert, chosen.n_experts),
+        ("atom", atom, chosen.d_inter),
+    ):
+        whole_number(number, name=f"{name} in layer {layer}", least=0, most=count - 1)
+    whole_number(n, name="n")
     observer = _MostActive(expert, atom, n)
     report = progress or no_report
     size = max(1, TOKENS_AT_ONCE // windows.seq_len)
@@ -232,16 +234,4 @@ def _context(
 
 def _layer_of(model: nn.Module, layer: int) -> ExpertsLayer:
     layers = {experts.layer: experts for experts in find_experts(model)}
-    if layer not in layers:
-        raise SpecError(
-            f"layer is {layer}, expected one of the model's MoE layers: "
-            f"{', '.join(map(str, layers))}"
-        )
-    return layers[layer]
-
-
-def _check_number(name: str, number: int, count: int, layer: int) -> None:
-    if not 0 <= number < count:
-        raise SpecError(
-            f"{name} is {number}, expected 0 to {count - 1} in layer {layer}"
-        )
+    return layers[one_of(layer, layers, name="MoE layer")]

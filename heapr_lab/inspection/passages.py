@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import Observer, observed, switching
 from heapr_lab.models.likelihood import final_states, token_nll
@@ -89,11 +89,8 @@ def check_position(position: int, n_tokens: int) -> None:
     Raises:
         SpecError: it has not.
     """
-    if not 0 <= position < n_tokens:
-        raise SpecError(
-            f"position is {position}, expected 0 to {n_tokens - 1}: the text has "
-            f"{n_tokens} tokens"
-        )
+    name = f"position in a text of {n_tokens} tokens"
+    whole_number(position, name=name, least=0, most=n_tokens - 1)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -198,8 +195,7 @@ def continue_text(
     Raises:
         SpecError: `n_tokens` is not positive, or `keep` is of another model.
     """
-    if n_tokens < 1:
-        raise SpecError(f"n_tokens is {n_tokens}, expected at least 1")
+    whole_number(n_tokens, name="n_tokens")
     context: contextlib.AbstractContextManager[Any]
     if keep is None:
         # On a GPU, transformers switches the implementation of the experts while it

@@ -177,7 +177,7 @@ def test_the_end_of_a_continuation(tokenizer: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         continue_text(model, tokenizer, prompt=prompt, n_tokens=9, progress=stop)
     assert model.config._experts_implementation == before
-    with pytest.raises(SpecError, match="n_tokens is 0"):
+    with pytest.raises(SpecError, match=r"n_tokens must be .* from 1, got 0"):
         continue_text(model, tokenizer, prompt=prompt, n_tokens=0)
     first = continue_text(model, tokenizer, prompt=prompt, n_tokens=1)["token_id"][0]
     model.generation_config.eos_token_id = int(first)
@@ -231,16 +231,16 @@ def test_what_is_not_there(tokenizer: Any) -> None:
     model = model_of("deepseek_v3")  # layer 0 has no routed experts
     passage = read_passage(model, tokenizer, text=TEXT)
     windows = CalibrationSet.from_ids(tiny_ids())
-    with pytest.raises(SpecError, match=r"layer is 0, expected one of .*: 1, 2"):
+    with pytest.raises(SpecError, match="layer must be one of 1, 2, got 0"):
         atoms_of_token(model, passage, layer=0, position=0)
-    with pytest.raises(SpecError, match="position is 99, expected 0 to"):
+    with pytest.raises(SpecError, match=r"position in .* from 0 to .*, got 99"):
         atoms_of_token(model, passage, layer=1, position=99)
     query: dict[str, Any] = {"layer": 1, "expert": 0, "atom": 0, "n": 1}
     for name, value, message in (
-        ("layer", 7, "layer is 7"),
-        ("expert", 4, "expert is 4, expected 0 to 3 in layer 1"),
-        ("atom", 8, "atom is 8, expected 0 to 7 in layer 1"),
-        ("n", 0, "n is 0"),
+        ("layer", 7, "layer must be one of 1, 2, got 7"),
+        ("expert", 4, "expert in layer 1 must be .* from 0 to 3, got 4"),
+        ("atom", 8, "atom in layer 1 must be .* from 0 to 7, got 8"),
+        ("n", 0, "n must be .* from 1, got 0"),
     ):
         with pytest.raises(SpecError, match=message):
             top_contexts(model, windows, tokenizer=tokenizer, **query | {name: value})
