@@ -33,8 +33,8 @@ from heapr_lab.methods.collectors import (
 from heapr_lab.methods.composing import Matrices
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import expert_axis
+from heapr_lab.methods.experts import routed_anew
 from heapr_lab.methods.method import Request, ours
-from heapr_lab.methods.naee import routed_anew
 from heapr_lab.models.architecture import LayerShape, expert_shares
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.ragged_experts import normalises

@@ -29,15 +29,17 @@ from heapr_lab.methods.composing import Composition
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.methods.experts import (
+    LayerLoss,
+    Subset,
     apportioned,
     by_layer,
     dropping_of,
+    kept_of_layers,
     ranked,
     reap_scores,
 )
 from heapr_lab.methods.low_rank import put_factors
 from heapr_lab.methods.method import Request, ours
-from heapr_lab.methods.naee import LayerLoss, Subset, kept_of_layers
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
 from heapr_lab.models.likelihood import final_states, iter_log_probs

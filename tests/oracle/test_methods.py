@@ -24,7 +24,7 @@ from text_models import atoms_by_hand
 from torch import nn
 
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.methods import experts, naee
+from heapr_lab.methods import experts
 from heapr_lab.methods.collectors import Measurements, expert_output
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import find_experts
@@ -107,7 +107,7 @@ def test_naee_measures_the_change_of_the_output(family: str) -> None:
     axes = {axis.layer.layer: axis for axis in find_expert_axes(model)}
     for layer, calls in iter_expert_calls(model, IDS):
         with torch.no_grad():
-            loss = naee.LayerLoss(axes[layer.layer], calls)
+            loss = experts.LayerLoss(axes[layer.layer], calls)
             losses = {s: loss(s) for s in itertools.combinations(range(4), 3)}
         for subset, value in losses.items():
             expected = change_by_running(model, layer.layer, subset)
@@ -150,13 +150,13 @@ def test_naee_on_fewer_tokens_takes_those_of_every_window(
     """20 of 60 tokens: positions 0, 3, 6, 9 of each window."""
     model = tiny_model("qwen2_moe")
     seen: list[int] = []
-    original = naee.LayerLoss.__init__
+    original = experts.LayerLoss.__init__
 
     def note(self: Any, axis: Any, calls: Any) -> None:
         seen.append(len(calls.hidden_states))
         original(self, axis, calls)
 
-    monkeypatch.setattr(naee.LayerLoss, "__init__", note)
+    monkeypatch.setattr(experts.LayerLoss, "__init__", note)
     fitted("naee", model, 0.25, most_tokens=20)
     assert seen == [24, 24]
 

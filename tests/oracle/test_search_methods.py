@@ -13,7 +13,7 @@ from methods_by_hand import FAMILIES, IDS, SIX, fitted, routed, without_experts
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import experts, naee, searches
+from heapr_lab.methods import experts, searches
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement.expert_calls import iter_expert_calls
@@ -200,7 +200,7 @@ def test_moe_i2_searches_the_best_set_and_truncates(family: str) -> None:
     for layer, calls in iter_expert_calls(model, IDS):
         kept = fit.kept[layer.layer]
         with torch.no_grad():
-            cost = naee.LayerLoss(axes[layer.layer], calls)
+            cost = experts.LayerLoss(axes[layer.layer], calls)
             assert kept == min(itertools.combinations(range(6), len(kept)), key=cost)
         for expert, made in zip(kept, fit.compositions[layer.layer], strict=True):
             for name in ("gate", "up", "down"):
