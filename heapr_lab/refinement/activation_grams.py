@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, SpecError, one_of
-from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.errors import CoverageError, LayoutError, SpecError, one_of
+from heapr_lab.models.experts import ExpertsLayer, checked_norms, find_experts
 from heapr_lab.models.hooks import Routed, observed
 from heapr_lab.models.identity import refuse_autocast
 from heapr_lab.models.likelihood import check_fits
@@ -182,6 +182,26 @@ def default_span(layers: Sequence[ExpertsLayer]) -> str:
     largest = max(layer.n_experts * layer.d_inter for layer in layers)
     normed = any(normalises(layer.module) for layer in layers)
     return "layer" if largest <= _LARGEST_LAYER and not normed else "expert"
+
+
+def checked_span(layers: Sequence[ExpertsLayer], span: str | None = None) -> str:
+    """The span, or that by default, of layers whose sums serve to compensate.
+
+    Raises:
+        LayoutError: weights are offloaded, or not finite.
+        SpecError: the span is "layer", but outputs have a norm.
+    """
+    span = span or default_span(layers)
+    for layer in layers:
+        if layer.device.type == "meta":
+            raise LayoutError(f"{layer.name} is offloaded: load the whole model")
+        checked_norms(layer)
+        if span == "layer" and normalises(layer.module):
+            raise SpecError(
+                f"{layer.name} normalises each expert's output, so experts cannot "
+                "compensate each other: give span='expert'"
+            )
+    return span
 
 
 def fits_in_memory(layers: Sequence[ExpertsLayer], span: str) -> bool:

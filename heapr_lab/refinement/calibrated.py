@@ -22,7 +22,7 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.activation_grams import (
     LayerGrams,
     by_layer,
-    default_span,
+    checked_span,
     fits_in_memory,
     iter_grams,
     layer_store,
@@ -30,7 +30,6 @@ from heapr_lab.refinement.activation_grams import (
 from heapr_lab.refinement.compensation import (
     Compensation,
     LayerSolver,
-    check_layers,
     compensation_of,
 )
 from heapr_lab.refinement.elimination import EliminationScores, with_elimination
@@ -69,8 +68,7 @@ class CalibratedModel:
         """
         self.model, self.windows = model, windows
         self._layers = find_experts(model)
-        self.span = default_span(self._layers)
-        check_layers(self._layers, self.span)
+        self.span = checked_span(self._layers)
         self._store = layer_store(model, self._layers, span=self.span)
         fits = self._store is None and fits_in_memory(self._layers, self.span)
         self._sums, self._fits = by_layer(self._store, "sums"), fits

@@ -34,11 +34,10 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.models.experts import ExpertsLayer, checked_norms, find_experts
-from heapr_lab.models.ragged_experts import normalises
+from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import keeps_of, masking, prune
@@ -48,7 +47,7 @@ from heapr_lab.refinement.activation_grams import (
     ByLayer,
     LayerGrams,
     by_layer,
-    default_span,
+    checked_span,
     iter_grams,
     layer_store,
 )
@@ -160,8 +159,7 @@ def fit_compensation(
     """
     layers = find_experts(model)
     keeps_of(layers, keep)  # checks, before the pass, that it is of this model
-    span = span or default_span(layers)
-    check_layers(layers, span)
+    span = checked_span(layers, span)
     store = layer_store(model, layers, span=None)
     n_windows, judges = calibration.n_sequences, calibration.split()[1]
     judged = ridge is None and judges.n_sequences >= _FEWEST_TO_JUDGE
@@ -219,24 +217,6 @@ def is_less(losses: Losses, others: Losses) -> bool:
     """Whether a loss is smaller on the same windows, by two standard errors."""
     difference, error = paired_difference(losses, others)
     return difference < -STANDARD_ERRORS * error
-
-
-def check_layers(layers: Sequence[ExpertsLayer], span: str) -> None:
-    """Check that weights are there and finite, and that outputs are linear in them.
-
-    Raises:
-        LayoutError: weights are offloaded, or not finite.
-        SpecError: the span is "layer", but outputs have a norm.
-    """
-    for layer in layers:
-        if layer.device.type == "meta":
-            raise LayoutError(f"{layer.name} is offloaded: load the whole model")
-        checked_norms(layer)
-        if span == "layer" and normalises(layer.module):
-            raise SpecError(
-                f"{layer.name} normalises each expert's output, so experts cannot "
-                "compensate each other: give span='expert'"
-            )
 
 
 def compensation_of(

@@ -34,8 +34,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.surgery import check_table
-from heapr_lab.refinement.activation_grams import LayerGrams, default_span, iter_grams
-from heapr_lab.refinement.compensation import check_layers
+from heapr_lab.refinement.activation_grams import LayerGrams, checked_span, iter_grams
 from heapr_lab.refinement.normal_equations import at_once, scarcity, small_factor
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
@@ -74,8 +73,7 @@ def eliminate(
         >>> keep = select(table, ratio=0.4, estimator="elimination")  # doctest: +SKIP
     """
     layers = find_experts(model)
-    span = default_span(layers)
-    check_layers(layers, span)
+    span = checked_span(layers)
     check_table(model, layers, table)
     grams = iter_grams(model, calibration, span=span, progress=progress)
     return with_elimination(table, calibration, grams)
