@@ -47,6 +47,19 @@ class Collector:
     model; returns what is kept of it. Without gradients, in evaluation mode."""
 
 
+def stacked(
+    of_expert: Callable[[ExpertsLayer, ExpertCalls, int], tuple[torch.Tensor, ...]],
+    make: Callable[..., Any],
+) -> Callable[[nn.Module, ExpertsLayer, ExpertCalls], Any]:
+    """An `of_layer`: what `make` makes of the tensors of experts, stacked to (E, …)."""
+
+    def of_layer(_model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls) -> Any:
+        rows = [of_expert(layer, calls, expert) for expert in range(layer.n_experts)]
+        return make(*map(torch.stack, zip(*rows, strict=True)))
+
+    return of_layer
+
+
 class Measurements:
     """What is measured on one model and one set of windows, when it is first needed.
 

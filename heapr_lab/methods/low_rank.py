@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-from torch import nn
 
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import (
@@ -32,6 +31,7 @@ from heapr_lab.methods.collectors import (
     Collector,
     Stacks,
     activations,
+    stacked,
     sum_over_windows,
 )
 from heapr_lab.methods.composing import Composition, dense_experts
@@ -84,14 +84,6 @@ class Moments:
         return sorted(experts, key=lambda e: (tokens[e], weights[e]), reverse=True)
 
 
-def _moments_of_layer(
-    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> Moments:
-    """The moments of every expert of a layer."""
-    rows = [_moments(layer, calls, expert) for expert in range(layer.n_experts)]
-    return Moments(*(torch.stack(column) for column in zip(*rows, strict=True)))
-
-
 def _moments(
     layer: ExpertsLayer, calls: ExpertCalls, expert: int
 ) -> tuple[torch.Tensor, ...]:
@@ -114,7 +106,7 @@ def _second(x: torch.Tensor) -> torch.Tensor:
     return total if x.dtype == torch.float64 else total.float()
 
 
-MOMENTS = Collector("moments of routed inputs", _moments_of_layer)
+MOMENTS = Collector("moments of routed inputs", stacked(_moments, Moments))
 """`Moments` of each layer."""
 
 

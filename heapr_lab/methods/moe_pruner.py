@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations
+from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations, stacked
 from heapr_lab.methods.composing import Composition, dense_experts
 from heapr_lab.methods.compression import ExpertComposition, Savings
 from heapr_lab.methods.method import Request, ours
@@ -50,15 +50,6 @@ class SparseWeights(ExpertComposition):
         return Savings((dense.n_parameters, after), (size, size), (flops, flops))
 
 
-def _squares_of_layer(
-    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Σ (p · x)² (E, D) and Σ (p · h)² (E, I)."""
-    rows = [_squares(layer, calls, expert) for expert in range(layer.n_experts)]
-    x, h = (torch.stack(column) for column in zip(*rows, strict=True))
-    return x, h
-
-
 def _squares(
     layer: ExpertsLayer, calls: ExpertCalls, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +65,7 @@ def _squares(
     return of_x, of_h
 
 
-WEIGHTED_INPUTS = Collector("weighted inputs", _squares_of_layer)
+WEIGHTED_INPUTS = Collector("weighted inputs", stacked(_squares, lambda *sums: sums))
 """Σ (p · x)² (E, D) and Σ (p · h)² (E, I) of each layer, in float64."""
 
 

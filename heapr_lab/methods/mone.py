@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from heapr_lab.errors import LayoutError, one_of
-from heapr_lab.methods.collectors import Collector, routed_outputs
+from heapr_lab.methods.collectors import Collector, routed_outputs, stacked
 from heapr_lab.methods.composing import Composition, dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.experts import lowest_of
@@ -31,37 +30,28 @@ SCOPES = ("layer", "global")
 class OutputMoments:
     """Means and variances of the outputs of one layer's experts, in float64."""
 
-    routing: np.ndarray
+    routing: torch.Tensor
     """Σ p of the tokens routed to each expert over all tokens, (E,)."""
-    variance: np.ndarray
+    variance: torch.Tensor
     """Σ (f − mean)² / (n − 1) of each entry, (E, D); 0 with fewer than two tokens."""
     mean: torch.Tensor
     """The mean output, (E, D); 0 without tokens."""
 
     def scores(self, kind: str) -> np.ndarray:
         """The score of each expert, (E,), one of `SCORES`."""
-        if kind == "variance":
-            norms: np.ndarray = np.linalg.norm(self.variance, axis=1)
-            return norms
-        deviation = np.sqrt(self.variance.sum(1))
-        return self.routing * (deviation if kind == "product" else 1)
-
-
-def _moments_of_layer(
-    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> OutputMoments:
-    """The moments of a layer; each expert is run twice on its tokens."""
-    rows = [_moments(layer, calls, expert) for expert in range(layer.n_experts)]
-    routing, variance, mean = zip(*rows, strict=True)
-    variances = torch.stack(variance).numpy()
-    shares = np.array(routing) / len(calls.output)
-    return OutputMoments(shares, variances, torch.stack(mean))
+        routing, variance = self.routing.numpy(), self.variance.numpy()
+        scores: dict[str, np.ndarray] = {
+            "product": routing * np.sqrt(variance.sum(1)),
+            "variance": np.linalg.norm(variance, axis=1),
+            "routing": routing,
+        }
+        return scores[kind]
 
 
 def _moments(
     layer: ExpertsLayer, calls: ExpertCalls, expert: int
-) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Σ p, and the variance and the mean (D,) of an expert's outputs."""
+) -> tuple[torch.Tensor, ...]:
+    """The fields of `OutputMoments` for one expert, which is run twice."""
     routing, count, total = 0.0, 0, torch.zeros(layer.d_expert, dtype=torch.float64)
     for f, p in routed_outputs(layer, calls, expert):
         routing, count = routing + float(p.double().sum()), count + len(f)
@@ -70,10 +60,11 @@ def _moments(
     squares = torch.zeros_like(mean)
     for f, _ in routed_outputs(layer, calls, expert):
         squares += (f.double().cpu() - mean).square().sum(0)
-    return routing, squares / max(count - 1, 1), mean
+    share = torch.tensor(routing / len(calls.output), dtype=torch.float64)
+    return share, squares / max(count - 1, 1), mean
 
 
-OUTPUT_MOMENTS = Collector("output moments", _moments_of_layer)
+OUTPUT_MOMENTS = Collector("output moments", stacked(_moments, OutputMoments))
 """The `OutputMoments` of each layer."""
 
 
