@@ -56,7 +56,7 @@ class Question:
     """Name of the files of its figure."""
     answer: Answer
     notebook: str = ""
-    """The notebook that goes into it; it and the figure are made by `make publish`."""
+    """The notebook that goes into it; it is made by `make publish`."""
     benchmark: str = ""
     """The benchmark whose results it shows, if it is not made with the notebooks."""
     measures: str = ""
@@ -85,14 +85,19 @@ def _measured(question: Question) -> list[str]:
         told = row.measured_on(row.drawn(row.rows()))
         return [f"Measured: {told}", f"`python benchmarks/{row.script}{row.arguments}`"]
     if not question.measures:
-        return ["`make publish`"]
+        return []  # a drawing
     text = question.measures.format_map(_of_lab_model(question.stem))
     return [f"Measured: {text}", "`make publish`"]
 
 
 def _files(question: Question) -> list[str]:
-    """Links to rows, table and notebook."""
-    files = {"rows": f"data/{question.stem}.csv", "table": f"{question.stem}_table.md"}
+    """Links to the drawing, or rows and table, and to the notebook."""
+    stem = question.stem
+    files = {
+        "drawing": f"{stem}.svg",
+        "rows": f"data/{stem}.csv",
+        "table": f"{stem}_table.md",
+    }
     links = [
         f"[{name}]({path})"
         for name, path in files.items()

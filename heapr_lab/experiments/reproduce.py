@@ -338,7 +338,7 @@ def _drawings(bench: Workbench, measured: Measurements) -> list[tuple[Any, ...]]
     boundary = figures.boundary_data(results, savings)
     grain = figures.granularity_data(common, saved)
     scope, main = figures.scope_data(common), figures.main_data(common)
-    atom, table = figures.atomic_expert_data(), figures.comparison_table
+    table = figures.comparison_table
     return [
         ("1_layer_ratios", figures.figure_layer_ratios, layers, None),
         ("2_bins", figures.figure_bins, tenths, None),
@@ -346,7 +346,6 @@ def _drawings(bench: Workbench, measured: Measurements) -> list[tuple[Any, ...]]
         ("4_boundary", figures.figure_boundary, boundary, None),
         ("5_granularity", figures.figure_granularity, grain, table),
         ("6_scope", figures.figure_scope, scope, table),
-        ("7_atomic_expert", figures.figure_atomic_expert, atom, None),
         ("8_methods", figures.figure_main, main, figures.main_table),
     ]
 

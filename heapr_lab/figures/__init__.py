@@ -7,11 +7,6 @@ and a `..._table` function that formats the rows for readers. `save_figure` and
 `write_table` write files; the same input gives the same bytes.
 """
 
-from heapr_lab.figures.atom import (
-    atomic_expert_data,
-    figure_atomic_expert,
-    plot_atomic_expert,
-)
 from heapr_lab.figures.bins import bins_data, figure_bins, plot_bins
 from heapr_lab.figures.boundary import boundary_data, figure_boundary, plot_boundary
 from heapr_lab.figures.calibration_size import (

@@ -33,7 +33,7 @@ STYLE_FILE = Path(__file__).parent / "heapr.mplstyle"
 PAPER_GREY = "#555555"
 REFERENCE_GREY = "#888888"
 ATOM_COLOR = "#D55E00"
-"""Colour of the highlighted atomic expert, and of removed atoms."""
+"""Colour of removed atoms."""
 
 LABELS = {
     "ratio": "atomic experts removed [%]",
@@ -179,13 +179,6 @@ def own_axes(ax: Axes | None, *, size: tuple[float, float] = (4.6, 3.2)) -> Axes
     return plt.subplots(figsize=size)[1] if ax is None else ax
 
 
-def figure_with(ax: Axes) -> Figure:
-    """The whole figure that `ax` is in."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None  # it was not removed from its figure
-    return figure
-
-
 def figure_of(
     items: Iterable[T], draw: Callable[[T, Axes], object], *, height: float = 2.7
 ) -> Figure:
@@ -281,7 +274,9 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
         ax: where everything else is drawn already, with its scales.
         names: coordinates of each name's point.
     """
-    figure_with(ax).draw_without_rendering()  # which places the Axes
+    figure = ax.get_figure(root=True)
+    assert figure is not None  # it was not removed from its figure
+    figure.draw_without_rendering()  # which places the Axes
     inner = ax.bbox.padded(-4)  # a legend below may shrink the Axes later
     lines = [line for line in ax.get_lines() if line.get_transform() == ax.transData]
     points = [np.asarray(line.get_xydata()) for line in lines]

@@ -189,7 +189,7 @@ def _number(stem: str) -> int:
 def test_reproduce_makes_every_figure_and_table(stranger: Clone) -> None:
     """The main job on the small profile, with nothing but what is tracked."""
     drawn = {path.stem for path in stranger.figures.glob("*.png")}
-    assert {_number(name) for name in drawn} == set(range(1, 9))
+    assert {_number(name) for name in drawn} == {1, 2, 3, 4, 5, 6, 8}
     assert {path.stem for path in stranger.figures.glob("*.pdf")} == drawn
     tables = {_number(path.stem) for path in stranger.figures.glob("*_table.csv")}
     assert tables == {0, 5, 6, 8}

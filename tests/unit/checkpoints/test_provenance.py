@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import run
+from figure_rows import keep_of
 from PIL import Image, PngImagePlugin
 
 from heapr_lab import figures
@@ -34,8 +35,8 @@ def picture(path: Path, description: str | None) -> Path:
 
 def test_a_figure_says_where_it_came_from(tmp_path: Path) -> None:
     """What it was saved with, whatever the signs; PDF has the same for its readers."""
-    data = figures.atomic_expert_data()
-    figure = figures.figure_atomic_expert(data)
+    data = figures.layer_ratios_data({0.25: keep_of(4, 1)})
+    figure = figures.figure_layer_ratios(data)
     png, pdf = figures.save_figure(figure, tmp_path / "figure", provenance=SAID)
     assert read_provenance(str(png)) == SAID
     assert HASH.encode() in pdf.read_bytes()

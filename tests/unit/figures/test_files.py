@@ -42,10 +42,11 @@ if of_system:  # the list may have fonts of the system, and not those of matplot
     with TTFont(changed) as font:
         font["head"].created += 1
         font.save(changed)
-from heapr_lab import figures
+from heapr_lab import KeepMask, figures
 from heapr_lab.figures.files import draw_files
-data, figure_of = figures.atomic_expert_data(), figures.figure_atomic_expert
-draw_files(data, figure_of, folder / "atomic", provenance={"b": 1, "a": {}})
+data = figures.layer_ratios_data({0.5: KeepMask.from_arrays({0: [[True, False]]})})
+draw = figures.figure_layer_ratios
+draw_files(data, draw, folder / "bars", provenance={"b": 1, "a": {}})
 """
 
 
@@ -58,7 +59,7 @@ def test_bytes_do_not_depend_on_the_machine(tmp_path: Path) -> None:
         env = {"PYTHONHASHSEED": seed, "MPLCONFIGDIR": str(folder / "configuration")}
         says("-c", _DRAW, str(folder), *of_system, cwd=folder, env=os.environ | env)
         folders.append(folder)
-    for name in ("atomic.png", "atomic.pdf", "data/atomic.csv"):
+    for name in ("bars.png", "bars.pdf", "data/bars.csv"):
         first, second = (folder / name for folder in folders)
         assert first.read_bytes() == second.read_bytes(), name
 
@@ -66,7 +67,7 @@ def test_bytes_do_not_depend_on_the_machine(tmp_path: Path) -> None:
 def test_files_carry_the_provenance_and_no_date(tmp_path: Path) -> None:
     """PNG and PDF have the provenance; the PDF has no creation date."""
     source = {"spec": "abc"}
-    ax = figures.plot_atomic_expert()
+    ax = figures.plot_layer_ratios(figures.layer_ratios_data({0.25: keep_of(4, 1)}))
     png, pdf = figures.save_figure(ax.figure, tmp_path / "x", provenance=source)
     text = b'{"spec":"abc"}'
     assert b"Description\x00" + text in png.read_bytes()
