@@ -225,7 +225,7 @@ def reproduce(
         preflight.check_folder(out)
     from heapr_lab.experiments.reproduce import reproduce as make
 
-    summary = make(
+    lines = make(
         model,
         profile=profile,
         device=device,
@@ -235,7 +235,7 @@ def reproduce(
         publish=publish,
         n_workers=n_workers,
     )
-    typer.echo("\n".join(summary.lines()))
+    typer.echo("\n".join(lines))
 
 
 @app.command(

@@ -72,6 +72,8 @@ class Evidence:
     """From `paper.layer_shares`."""
     draws: pd.DataFrame = field(default_factory=pd.DataFrame)
     """From `paper.calibration_results`."""
+    results: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """Evaluation rows of the dense model and every setting; figures show them."""
     rivals: pd.DataFrame = field(default_factory=pd.DataFrame)
     """Rows of `benchmarks/methods.py`: model, seed, variant, ratio, `delta_nll
     CORPUS`."""

@@ -7,11 +7,12 @@ Committed files are rewritten only with `publish`.
 
 import functools
 import gc
+import itertools
 import operator
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.experiments import claims, paper
 from heapr_lab.experiments.intervals import kept_of_boundary
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
+from heapr_lab.figures.curves import AS_THE_PAPER, matching
 from heapr_lab.figures.files import draw_files, write_table
 from heapr_lab.models.memory import return_freed
 from heapr_lab.models.named import LAB
@@ -32,53 +34,7 @@ from heapr_lab.storage import cache, files, paths
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text import pydocs
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
-from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Results of a reproduction."""
-
-    figures: Path
-    """Folder of the figures and tables."""
-    files: list[Path] = field(repr=False)
-    notebooks: list[Path]
-    """Executed notebooks (without those that were up to date)."""
-    skipped: dict[str, str]
-    """Corpora that are not available, and why."""
-    perplexity: dict[str, tuple[float, float]]
-    """Perplexity on each corpus: dense, and with 25 % of the atoms pruned."""
-    saved: pd.Series = field(repr=False)
-    """Parameters and FLOPs saved at 25 %."""
-    claims: pd.DataFrame = field(repr=False)
-    """The paper's claims, our findings, and a verdict for each."""
-    seconds: float
-
-    def lines(self) -> list[str]:
-        """The summary for the user, as lines of text."""
-        changes = "; ".join(
-            f"{corpus} {dense:.2f} → {pruned:.2f}"
-            for corpus, (dense, pruned) in self.perplexity.items()
-        )
-        counts = self.claims["verdict"].value_counts(sort=False)
-        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        saved = self.saved
-        lines = [
-            f"made {len(self.files)} files and {len(self.notebooks)} notebooks "
-            f"in {self.seconds:.0f} s"
-        ]
-        lines += [f"skipped {name}: {why}" for name, why in self.skipped.items()]
-        return [
-            *lines,
-            f"perplexity, dense → 25 % of the atomic experts pruned: {changes}",
-            f"saved at 25 %: {saved['parameter_reduction']:.1%} of the parameters, "
-            f"{saved['flops_reduction']:.1%} of the FLOPs "
-            f"{at_context(saved['seq_len'])} "
-            f"({saved['routed_flops_reduction']:.1%} of the routed experts')",
-            f"claims of the paper here: {verdicts} (0_claims_table.md)",
-            f"figures and tables: {self.figures}",
-        ]
 
 
 def reproduce(
@@ -91,7 +47,7 @@ def reproduce(
     notebooks: bool = True,
     publish: bool = False,
     n_workers: int | None = 1,
-) -> Summary:
+) -> list[str]:
     """Make every figure and table for a model, and execute the notebooks.
 
     Args:
@@ -108,6 +64,9 @@ def reproduce(
             small and on the CPU, else one. With more than one, a script needs
             `if __name__ == "__main__"`.
 
+    Returns:
+        What was made and found, as lines of text for the user.
+
     Raises:
         HeaprLabError: something is not available or cannot be measured, or notebooks
             failed (after all of them were run); finished steps stay in the cache.
@@ -118,56 +77,55 @@ def reproduce(
     open_bench = functools.partial(
         open_workbench, name_or_path, profile=profile, device=device, dtype=dtype
     )
-    summary, execute_notebooks = _measure_and_draw(
-        open_bench, name_or_path, figures_dir, publish=publish, n_workers=n_workers
-    )
-    gc.collect()
-    return_freed()  # what held the model, before each kernel holds its own
-    executed = execute_notebooks() if notebooks else []
-    seconds = time.perf_counter() - started
-    return replace(summary, notebooks=executed, seconds=seconds)
-
-
-def _measure_and_draw(
-    open_bench: Callable[[], Workbench],
-    name_or_path: str,
-    figures_dir: Path | None,
-    *,
-    publish: bool,
-    n_workers: int | None,
-) -> tuple[Summary, Callable[[], list[Path]]]:
-    """All but the notebooks, and what executes them.
-
-    Nothing holds the model then, as each kernel will.
-    """
     bench = open_bench()
     folder = figures_dir or _folder_of(bench, name_or_path, publish=publish)
     n_processes = n_workers or default_workers(bench)
     with workers(n_processes, open_bench) as executor:
         _harvest(bench, executor)
         corpora, skipped = paper.test_corpora()
-        measured = run_experiments(bench, corpora, executor)
-        verdicts = claims.claims(evidence_of(bench, measured))
-        drawn = draw_all(bench, measured, verdicts, folder, executor)
-    summary = Summary(
-        figures=folder,
-        files=drawn,
-        notebooks=[],
-        skipped=skipped,
-        perplexity=_perplexities(bench, corpora),
-        saved=bench.savings(Setting(0.25)).iloc[0],
-        claims=verdicts,
-        seconds=0.0,
-    )
+        evidence = run_experiments(bench, corpora, executor)
+        verdicts = claims.claims(evidence)
+        drawn = draw_all(bench, evidence, verdicts, folder, executor)
     path = Path(name_or_path)
     model = str(path.resolve()) if path.is_dir() else name_or_path
-    return summary, functools.partial(
-        _execute_notebooks,
-        parameters={"MODEL": model, "PROFILE": bench.profile.name},
-        inputs=_inputs(bench, drawn),
-        output=None if publish else folder / "notebooks",
-        n_processes=n_processes,
+    execution: dict[str, Any] = {
+        "parameters": {"MODEL": model, "PROFILE": bench.profile.name},
+        "inputs": _inputs(bench, drawn),
+        "output": None if publish else folder / "notebooks",
+        "n_processes": n_processes,
+    }
+    del bench
+    gc.collect()
+    return_freed()  # what held the model, before each kernel holds its own
+    executed = _execute_notebooks(**execution) if notebooks else []
+    seconds = time.perf_counter() - started
+    return [
+        f"made {len(drawn)} files and {len(executed)} notebooks in {seconds:.0f} s",
+        *(f"skipped {name}: {why}" for name, why in skipped.items()),
+        *_results(evidence, verdicts),
+        f"figures and tables: {folder}",
+    ]
+
+
+def _results(evidence: claims.Evidence, verdicts: pd.DataFrame) -> list[str]:
+    """Perplexities, savings and verdicts, as lines of text."""
+    table = figures.summary_table(evidence.results, evidence.savings)
+    perplexities = table.set_index("ratio").filter(like="perplexity ")
+    changes = "; ".join(
+        f"{name.removeprefix('perplexity ')} {dense:.2f} → {pruned:.2f}"
+        for name, (dense, pruned) in perplexities.loc[[0.0, 0.25]].items()
     )
+    quarter = matching(evidence.savings, AS_THE_PAPER | {"ratio": 0.25})
+    saved = quarter.to_dict("records")[0]
+    counts = verdicts["verdict"].value_counts(sort=False)
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    return [
+        f"perplexity, dense → 25 % of the atomic experts pruned: {changes}",
+        f"saved at 25 %: {saved['parameter_reduction']:.1%} of the parameters, "
+        f"{saved['flops_reduction']:.1%} of the FLOPs {at_context(saved['seq_len'])} "
+        f"({saved['routed_flops_reduction']:.1%} of the routed experts')",
+        f"claims of the paper here: {told} (0_claims_table.md)",
+    ]
 
 
 def _check_publish(
@@ -198,25 +156,9 @@ def _harvest_one(package: str, _bench: Workbench) -> None:
     pydocs.harvested(package)
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """Results of all experiments."""
-
-    results: pd.DataFrame
-    """Rows of the dense model and every setting, on every corpus."""
-    savings: pd.DataFrame
-    """What every setting saves."""
-    sizes: pd.DataFrame
-    """Rows of every calibration draw, at every size."""
-    tenths: pd.DataFrame
-    """Δloss of each tenth of the atoms."""
-    windows: pd.DataFrame
-    """From `paper.window_losses`."""
-
-
 def run_experiments(
     bench: Workbench, corpora: list[str], executor: Executor | None = None
-) -> Measurements:
+) -> claims.Evidence:
     """Everything that the figures need, measured or cached, with one progress bar.
 
     Args:
@@ -224,52 +166,49 @@ def run_experiments(
         corpora: where perplexity is measured.
         executor: from `workers.workers`; None runs everything in this process.
     """
-    draws: list[Step] = [
-        functools.partial(paper.calibration_results, draws=[draw])
-        for draw in paper.calibration_draws(bench)
-    ]
-    evaluations: list[Step] = [
-        operator.methodcaller("evaluate", setting, corpora)
-        for setting in (None, *paper.all_settings())
-    ]
-    # Long steps first, so that no process waits for them at the end; and what no other
-    # process measures meanwhile, so that none waits for it now.
-    ahead: list[Step] = [
-        *(
-            operator.methodcaller("importance", Calibration(seed=seed))
-            for seed in range(bench.profile.n_seeds)
-        ),
-        _mix,
-    ]
-    losses: list[Step] = [  # last, when most of their states are measured
-        functools.partial(paper.window_losses, corpora=[corpus]) for corpus in corpora
-    ]
-    steps = [*ahead, *draws, paper.bin_results, *evaluations, *losses]
+    groups: dict[str, list[Step]] = {
+        # Long steps first, so that no process waits for them at the end; and what no
+        # other process measures meanwhile, so that none waits for it now.
+        "ahead": [
+            *(
+                operator.methodcaller("importance", Calibration(seed=seed))
+                for seed in range(bench.profile.n_seeds)
+            ),
+            _mix,
+        ],
+        "draws": [
+            functools.partial(paper.calibration_results, draws=[draw])
+            for draw in paper.calibration_draws(bench)
+        ],
+        "bins": [paper.bin_results],
+        "results": [
+            operator.methodcaller("evaluate", setting, corpora)
+            for setting in (None, *paper.all_settings())
+        ],
+        "windows": [  # last, when most of their states are measured
+            functools.partial(paper.window_losses, corpora=[corpus])
+            for corpus in corpora
+        ],
+    }
+    steps = list(itertools.chain.from_iterable(groups.values()))
     with progress_bar("experiments", "step") as show:
-        frames = run_steps(steps, bench, executor, progress=show)[len(ahead) :]
-    frames, windows = frames[: -len(losses)], frames[-len(losses) :]
-    sizes, (tenths, *results) = frames[: len(draws)], frames[len(draws) :]
-    return Measurements(
-        results=pd.concat(results, ignore_index=True),
-        savings=paper.savings(bench, paper.all_settings()),
-        # Each draw includes the rows of the dense model.
-        sizes=pd.concat(sizes).drop_duplicates(ignore_index=True),
-        tenths=tenths,
-        windows=pd.concat(windows, ignore_index=True),
+        outcomes = iter(run_steps(steps, bench, executor, progress=show))
+    frames = {name: [next(outcomes) for _ in group] for name, group in groups.items()}
+    results, windows, draws = (
+        pd.concat(frames[name], ignore_index=True)
+        for name in ("results", "windows", "draws")
     )
-
-
-def evidence_of(bench: Workbench, measured: Measurements) -> claims.Evidence:
-    """What the claims are tested on, from the cache once all is measured."""
-    boundary = figures.boundary_data(measured.results, measured.savings)
+    savings = paper.savings(bench, paper.all_settings())
     return claims.Evidence(
         calibrated_on=DEFAULT_CORPUS,
-        windows=measured.windows,
-        kept=kept_of_boundary(boundary),
-        savings=measured.savings,
-        bins=figures.bins_data(measured.tenths),
+        results=results,
+        windows=windows,
+        kept=kept_of_boundary(figures.boundary_data(results, savings)),
+        savings=savings,
+        bins=figures.bins_data(*frames["bins"]),
         shares=paper.layer_shares(bench),
-        draws=measured.sizes,
+        # Each draw includes the rows of the dense model.
+        draws=draws.drop_duplicates(ignore_index=True),
     )
 
 
@@ -281,7 +220,7 @@ def _mix(bench: Workbench) -> None:
 
 def draw_all(
     bench: Workbench,
-    measured: Measurements,
+    evidence: claims.Evidence,
     verdicts: pd.DataFrame,
     folder: Path,
     executor: Executor | None = None,
@@ -290,7 +229,7 @@ def draw_all(
 
     Args:
         bench: the model.
-        measured: results of all experiments.
+        evidence: results of all experiments.
         verdicts: from `claims.claims`.
         folder: where the files are written.
         executor: draws figures in parallel; None draws them one by one here.
@@ -301,13 +240,13 @@ def draw_all(
     made_on = _made_on(bench)
     steps = [
         functools.partial(_draw, folder, made_on, *drawing)
-        for drawing in _drawings(bench, measured)
+        for drawing in _drawings(bench, evidence)
     ]
     with progress_bar("figures", "figure") as show:
         drawn = run_steps(steps, bench, executor, progress=show)
     written = [path for paths_of_one in drawn for path in paths_of_one]
     written += write_table(verdicts, folder / "0_claims_table")
-    summary = figures.summary_table(measured.results, measured.savings)
+    summary = figures.summary_table(evidence.results, evidence.savings)
     written += write_table(summary, folder / "0_summary_table")
     return sorted(written)
 
@@ -325,23 +264,23 @@ def _draw(
     return draw_files(data, figure, folder / name, table_of=table, provenance=made_on)
 
 
-def _drawings(bench: Workbench, measured: Measurements) -> list[tuple[Any, ...]]:
+def _drawings(bench: Workbench, evidence: claims.Evidence) -> list[tuple[Any, ...]]:
     """The paper's figures: name, what draws it, its data, and what makes its table."""
-    results, savings = measured.results, measured.savings
+    results, savings = evidence.results, evidence.savings
     compared = (0.0, *paper.METHOD_RATIOS)  # the same for every curve of a figure
     common, saved = (
         frame[frame["ratio"].isin(compared)] for frame in (results, savings)
     )
     layers = figures.layer_ratios_data(paper.layer_masks(bench))
-    tenths = figures.bins_data(measured.tenths)
-    sizes = figures.calibration_size_data(measured.sizes, ratio=paper.CALIBRATION_RATIO)
+    ratio = paper.CALIBRATION_RATIO
+    sizes = figures.calibration_size_data(evidence.draws, ratio=ratio)
     boundary = figures.boundary_data(results, savings)
     grain = figures.granularity_data(common, saved)
     scope, main = figures.scope_data(common), figures.main_data(common)
     table = figures.comparison_table
     return [
         ("1_layer_ratios", figures.figure_layer_ratios, layers, None),
-        ("2_bins", figures.figure_bins, tenths, None),
+        ("2_bins", figures.figure_bins, evidence.bins, None),
         ("3_calibration_size", figures.figure_calibration_size, sizes, None),
         ("4_boundary", figures.figure_boundary, boundary, None),
         ("5_granularity", figures.figure_granularity, grain, table),
@@ -405,19 +344,6 @@ def _execute_notebooks(
         )
     files.write_json(done, key)
     return executed
-
-
-def _perplexities(
-    bench: Workbench, corpora: list[str]
-) -> dict[str, tuple[float, float]]:
-    keep = bench.keep(Setting(0.25))
-    return {
-        corpus: (
-            bench.perplexity(None, bench.test_windows(corpus)).value,
-            bench.perplexity(keep, bench.test_windows(corpus)).value,
-        )
-        for corpus in corpora
-    }
 
 
 def _inputs(bench: Workbench, drawn: list[Path]) -> str:
