@@ -27,14 +27,12 @@ from heapr_lab.figures.comparisons import (
     summary_table,
 )
 from heapr_lab.figures.files import rows_text, save_figure, write_table
-from heapr_lab.figures.layers import (
+from heapr_lab.figures.masks import (
     figure_layer_ratios,
-    layer_ratios_data,
-    plot_layer_ratios,
-)
-from heapr_lab.figures.mask_diff import (
     figure_mask_diff,
+    layer_ratios_data,
     mask_diff_data,
+    plot_layer_ratios,
     plot_mask_diff,
 )
 from heapr_lab.figures.paper import paper_table

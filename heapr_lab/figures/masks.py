@@ -1,6 +1,10 @@
-"""Two masks compared: the overlap by layer beside chance, and the ranks of atoms."""
+"""What masks remove: figure 1, the share of each layer; and two masks compared.
+
+The comparison is the overlap by layer beside chance, and the ranks of the atoms.
+"""
 
 import math
+from collections.abc import Mapping
 
 import pandas as pd
 from matplotlib import pyplot as plt
@@ -9,8 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from heapr_lab.figures.style import (
+    COLORS,
     LABELS,
     REFERENCE_LINE,
+    add_legend,
+    figure_by,
     literal,
     own_axes,
     share_legend,
@@ -23,11 +30,82 @@ from heapr_lab.inspection.mask_diff import (
     rank_agreement_in_all,
     rank_points,
 )
+from heapr_lab.pruning.masks import KeepMask
 
 _MOST_POINTS = 5_000
 """Atoms that are drawn; more would hide each other."""
 _COLORS = {"neither": "#CCCCCC", "both": "#444444", "a": "#0072B2", "b": "#D55E00"}
 _N_SD = 2
+
+
+def layer_ratios_data(masks: Mapping[float, KeepMask]) -> pd.DataFrame:
+    """Share of the atomic experts removed in each layer, for each global ratio.
+
+    Args:
+        masks: the keep mask selected at each ratio.
+
+    Returns:
+        Columns ratio (requested), achieved_ratio, layer, layer_ratio.
+    """
+    frames = [
+        pd.DataFrame(
+            {
+                "ratio": ratio,
+                "achieved_ratio": keep.achieved_ratio,
+                "layer": keep.layer_ratios().index,
+                "layer_ratio": keep.layer_ratios().to_numpy(),
+            }
+        )
+        for ratio, keep in masks.items()
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
+@styled
+def plot_layer_ratios(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Bars of the removed share per layer, with a dashed line at the global ratio.
+
+    Args:
+        data: from `layer_ratios_data`, of one ratio.
+        ax: where to draw; None makes a new figure.
+
+    Returns:
+        The Axes.
+    """
+    ax = own_axes(ax)
+    ax.bar(data["layer"], data["layer_ratio"], width=0.8, color=COLORS[0])
+    ax.axhline(
+        data["achieved_ratio"].iloc[0],
+        color="#222222",
+        linestyle="--",
+        linewidth=1.2,
+        label="share removed from all layers together",
+    )
+    ax.grid(visible=False, axis="x")
+    _label_shares(ax)
+    add_legend(ax)
+    return ax
+
+
+def _label_shares(ax: Axes) -> None:
+    """Shares of the layers over their numbers."""
+    ax.set(xlabel="MoE layer [index]", ylabel=LABELS["layer_ratio"])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    show_percent(ax.yaxis)
+
+
+@styled
+def figure_layer_ratios(data: pd.DataFrame) -> Figure:
+    """One panel of bars per global ratio, all on the same scale."""
+    top = min(1.0, data["layer_ratio"].max() * 1.2)
+
+    def plot(rows: pd.DataFrame, *, ax: Axes) -> Axes:
+        plot_layer_ratios(rows, ax=ax).set_ylim(0, top)
+        return ax
+
+    return figure_by(
+        data, "ratio", plot, title=lambda ratio: f"{100 * ratio:g} % removed globally"
+    )
 
 
 def mask_diff_data(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
@@ -106,10 +184,8 @@ def _draw_overlap(ax: Axes, data: pd.DataFrame) -> None:
             data["layer"], data["expected"], yerr=_N_SD * data["sd"], fmt="_",
             ms=size, mew=width, **line,
         )  # fmt: skip
-    ax.set(xlabel="MoE layer [index]", ylabel=LABELS["layer_ratio"])
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(0, 1.05 * max(bottom.max(), 1e-3))
-    show_percent(ax.yaxis)
+    _label_shares(ax)
 
 
 def _draw_ranks(ax: Axes, data: pd.DataFrame) -> None:

@@ -1,11 +1,25 @@
-"""Two masks compared: bars are shares of layers, points are atoms at their ranks."""
+"""What masks remove: bars are shares of layers, points are atoms at their ranks."""
 
 import numpy as np
 import pytest
-from figure_rows import scored_masks
+from figure_rows import keep_of, scored_masks
 
 from heapr_lab import figures
 from heapr_lab.inspection.mask_diff import ScoredMask
+
+
+def test_layer_bars_are_the_removed_shares() -> None:
+    """Bars are the layers' shares in per cent, the line is the global ratio."""
+    data = figures.layer_ratios_data({0.25: keep_of(4, 1), 0.5: keep_of(7, 3)})
+    by_hand = data.groupby("ratio")["layer_ratio"].mean().to_dict()
+    assert by_hand == pytest.approx({0.25: 0.25, 0.5: 0.5})
+    ax = figures.plot_layer_ratios(data[data["ratio"].eq(0.25)])
+    assert [bar.get_height() for bar in ax.patches] == [0.4, 0.1]
+    assert [bar.get_center()[0] for bar in ax.patches] == pytest.approx([1, 2])
+    assert set(ax.get_lines()[0].get_ydata()) == {0.25}
+    assert ax.get_ylabel() == "removed [% of the layer]"
+    assert ax.yaxis.get_major_formatter()(0.4, 0) == "40"
+    assert len(figures.figure_layer_ratios(data).axes) == 2
 
 
 def test_bars_stack_up_to_what_either_removes() -> None:
@@ -48,7 +62,7 @@ def test_points_stand_at_their_ranks_in_the_colour_of_their_fate() -> None:
 
 def test_a_sample_says_of_how_many_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The title says it; ranks within layers are named as such."""
-    monkeypatch.setattr("heapr_lab.figures.mask_diff._MOST_POINTS", 4)
+    monkeypatch.setattr("heapr_lab.figures.masks._MOST_POINTS", 4)
     a, b = scored_masks()
     inside = ScoredMask("B", b.keep, b.scores, within_layer=True)
     data = figures.mask_diff_data(a, inside)
