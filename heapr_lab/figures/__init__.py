@@ -9,19 +9,17 @@ and a `..._table` function that formats the rows for readers. `save_figure` and
 
 from heapr_lab.figures.bins import bins_data, figure_bins, plot_bins
 from heapr_lab.figures.boundary import boundary_data, figure_boundary, plot_boundary
-from heapr_lab.figures.calibration_size import (
-    calibration_size_data,
-    figure_calibration_size,
-    plot_calibration_size,
-)
 from heapr_lab.figures.comparisons import (
+    calibration_size_data,
     comparison_table,
+    figure_calibration_size,
     figure_granularity,
     figure_main,
     figure_scope,
     granularity_data,
     main_data,
     main_table,
+    plot_calibration_size,
     plot_comparison,
     scope_data,
     summary_table,
