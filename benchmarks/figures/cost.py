@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from benchmarks.figures.looks import HATCHES, look
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments.answers import value_range
-from heapr_lab.figures.paper import paper_table
+from heapr_lab.figures.curves import paper_table
 from heapr_lab.figures.style import add_legend, figure_of, own_axes, styled
 
 MIB = 2**20

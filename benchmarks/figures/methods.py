@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from benchmarks.figures import real
 from benchmarks.figures.looks import look
 from heapr_lab.experiments.answers import value_range
-from heapr_lab.figures.paper import paper_table, plain_name
+from heapr_lab.figures.curves import paper_table, plain_name
 from heapr_lab.figures.style import (
     COLORS,
     PAPER_GREY,

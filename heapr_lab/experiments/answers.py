@@ -18,7 +18,7 @@ from heapr_lab.experiments.intervals import (
     UNTESTED,
 )
 from heapr_lab.figures.comparisons import DRAWN
-from heapr_lab.figures.paper import paper_table
+from heapr_lab.figures.curves import paper_table
 from heapr_lab.figures.style import look
 from heapr_lab.pruning.savings import at_context
 

@@ -35,7 +35,7 @@ from heapr_lab.experiments.intervals import (
     loss_differences,
     verdict_of,
 )
-from heapr_lab.figures.paper import paper_table
+from heapr_lab.figures.curves import paper_table
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 

@@ -16,7 +16,7 @@ import pandas as pd
 
 from heapr_lab import methods
 from heapr_lab.errors import CorpusError
-from heapr_lab.figures.paper import paper_table, plain_name
+from heapr_lab.figures.curves import paper_table, plain_name
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.mask_diff import ScoredMask

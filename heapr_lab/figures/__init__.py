@@ -24,6 +24,7 @@ from heapr_lab.figures.comparisons import (
     scope_data,
     summary_table,
 )
+from heapr_lab.figures.curves import paper_table
 from heapr_lab.figures.files import rows_text, save_figure, write_table
 from heapr_lab.figures.masks import (
     figure_layer_ratios,
@@ -33,6 +34,5 @@ from heapr_lab.figures.masks import (
     plot_layer_ratios,
     plot_mask_diff,
 )
-from heapr_lab.figures.paper import paper_table
 from heapr_lab.figures.scores import plot_score_histogram
 from heapr_lab.figures.style import STYLE_FILE, look, styled

@@ -14,10 +14,10 @@ from heapr_lab.figures.curves import (
     finish_panel,
     matching,
     name_models,
+    paper_table,
     savings_curves,
     sort_curves,
 )
-from heapr_lab.figures.paper import paper_table
 from heapr_lab.figures.style import (
     LABELS,
     PAPER_GREY,

@@ -21,10 +21,11 @@ from heapr_lab.figures.curves import (
     name_models,
     panel,
     panels_of,
+    paper_dense,
+    paper_table,
     savings_curves,
     sort_curves,
 )
-from heapr_lab.figures.paper import paper_dense, paper_table
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_LINE,

@@ -15,7 +15,7 @@ from heard import Heard
 from heapr_lab import methods
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.experiments.paper import TABLE1_BESIDE
-from heapr_lab.figures.paper import plain_name
+from heapr_lab.figures.curves import plain_name
 from heapr_lab.methods.comparison import Entry, compare_methods, entries
 from heapr_lab.methods.method import Method
 from heapr_lab.progress import Progress
