@@ -31,7 +31,7 @@ from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.healing import heal
 from heapr_lab.storage.files import replacing
-from heapr_lab.tasks.summary import task_summary
+from heapr_lab.tasks.paper_tasks import task_summary
 from heapr_lab.text.calibration import load_calibration
 
 ITEMS = "healing_items.parquet"

@@ -31,8 +31,7 @@ from heapr_lab.storage.files import read_json, write_json
 from heapr_lab.storage.hashing import digest
 from heapr_lab.tasks.harness import check_tasks
 from heapr_lab.tasks.items import task_items
-from heapr_lab.tasks.paper_tasks import PAPER_TASKS
-from heapr_lab.tasks.summary import MEAN, task_summary
+from heapr_lab.tasks.paper_tasks import MEAN, PAPER_TASKS, task_summary
 from heapr_lab.text.calibration import (
     CalibrationSet,
     load_calibration,

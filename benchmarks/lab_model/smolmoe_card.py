@@ -11,7 +11,7 @@ from heapr_lab.pretrained.carved import Layout
 from heapr_lab.pretrained.smollm2 import WHEEL
 from heapr_lab.storage import paths
 from heapr_lab.storage.files import read_json
-from heapr_lab.tasks.summary import MEAN, METRICS, task_difference, task_summary
+from heapr_lab.tasks.paper_tasks import MEAN, METRICS, task_difference, task_summary
 
 _CARD = """---
 license: apache-2.0

@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 import scipy  # its `stats` are imported when they are first used
 
-from heapr_lab.tasks.paper_tasks import CHOICES
-from heapr_lab.tasks.summary import MEAN, task_difference
+from heapr_lab.tasks.paper_tasks import CHOICES, MEAN, task_difference
 
 AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "undecided"
 UNTESTED = "cannot be tested here"

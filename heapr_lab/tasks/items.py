@@ -37,8 +37,7 @@ from heapr_lab.tasks.harness import (
     quiet,
     run_tasks,
 )
-from heapr_lab.tasks.paper_tasks import PAPER_TASKS
-from heapr_lab.tasks.summary import task_summary
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS, task_summary
 from heapr_lab.text.calibration import tokenizer_fingerprint
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
 from heapr_lab.text.corpora import load_corpus

@@ -15,7 +15,7 @@ from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks import items as module
 from heapr_lab.tasks.harness import continuation_task, run_tasks
 from heapr_lab.tasks.items import drawn_items, task_items
-from heapr_lab.tasks.summary import task_difference, task_summary
+from heapr_lab.tasks.paper_tasks import task_difference, task_summary
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -10,7 +10,7 @@ from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks.items import drawn_items, task_items
-from heapr_lab.tasks.summary import task_difference, task_summary
+from heapr_lab.tasks.paper_tasks import task_difference, task_summary
 from heapr_lab.workbench.settings import CONTINUATION, PROFILES
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
