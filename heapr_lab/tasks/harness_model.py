@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from lm_eval.api.model import CacheHook
 from lm_eval.models.huggingface import HFLM
 from torch import nn
 
@@ -35,7 +34,7 @@ from heapr_lab.models.likelihood import (
     states_of_all,
 )
 from heapr_lab.models.memory import halving_batches
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Progress, no_report
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +53,6 @@ _COARSE = 0.02
 """Relative tolerance of the first item in half precision."""
 
 
-class _Counter(CacheHook):
-    """Counts answered requests, through the callback that the harness provides."""
-
-    def __init__(self, n_requests: int, progress: Progress) -> None:
-        super().__init__(None)
-        self.done, self.n_requests, self.progress = 0, n_requests, progress
-
-    def add_partial(self, *_request: Any) -> None:
-        self.done += 1
-        self.progress(self.done, self.n_requests)
-
-
 class PackingHFLM(HFLM):
     """HFLM of a loaded model, without progress bars and with shared prefixes."""
 
@@ -79,7 +66,7 @@ class PackingHFLM(HFLM):
         )
         device = input_device(model).type
         self.tokens_at_once = _TOKENS_AT_ONCE.get(device, _TOKENS_AT_ONCE["cpu"])
-        self.progress = progress
+        self.progress = progress or no_report
         self.packs = backend_of(model).runs_whole and _attends_plainly(model)
         self._items: list[Any] = []
 
@@ -87,8 +74,6 @@ class PackingHFLM(HFLM):
         """(log-likelihood, is greedy) of each request, in order."""
         del disable_tqdm  # the harness would show its bars by default
         self._items = [(request.task_name, request.doc_id) for request in requests]
-        if self.progress is not None:
-            self.set_cache_hook(_Counter(len(requests), self.progress))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     @torch.no_grad()
@@ -99,24 +84,23 @@ class PackingHFLM(HFLM):
         override_bs: Any = None,
     ) -> list[Answer]:
         del disable_tqdm, override_bs
+        known = len(self._items) == len(requests)  # the windows of a text are others
+        rows = self._rows(requests, self._items if known else range(len(requests)))
+        report = self.progress if known else no_report
         answers: dict[int, Answer] = {}
-        rows = self._rows(requests)
 
         def run(size: int) -> None:
             left = [row for row in rows if row.requests[0] not in answers]
             for batch, states in self._states(_batches(left, size)):
                 for index, answer in _answers(self.model, batch, states):
                     answers[index] = answer
-                    key = requests[index][0]
-                    self.cache_hook.add_partial("loglikelihood", key, answer)
+                    report(len(answers), len(requests))
 
         halving_batches(run, self.tokens_at_once, model=self.model)
         return [answers[index] for index in range(len(requests))]
 
-    def _rows(self, requests: list[Request]) -> list["_Row"]:
+    def _rows(self, requests: list[Request], items: Sequence[Any]) -> list["_Row"]:
         """The rows of all requests: one for each item, or one for each request."""
-        known = len(self._items) == len(requests)
-        items = self._items if known else range(len(requests))
         runs = itertools.groupby(range(len(requests)), key=items.__getitem__)
         groups = [list(run) for _, run in runs]
         if not self._packs_well(requests, groups):
@@ -139,10 +123,7 @@ class PackingHFLM(HFLM):
         """Whether packing gives the same answers as the harness."""
         row = _row(some, range(len(some)), self.max_length)
         ours = [answer for _, answer in _answers(self.model, [row], self._run([row]))]
-        counter = self.cache_hook
-        self.set_cache_hook(CacheHook(None))  # these requests come again
         theirs = super()._loglikelihood_tokens(some, disable_tqdm=True)
-        self.set_cache_hook(counter)
         tolerance = _TOLERANCES.get(self.model.dtype, _COARSE)
         agree = all(
             abs(a - b) <= tolerance * max(1.0, abs(b))
@@ -276,14 +257,14 @@ def _answers(
     """The number of each request of a batch, and its answer from the final states."""
     length = states.shape[1]
     predicts = [
-        [number * length + place for place in places]
+        number * length + place
         for number, row in enumerate(batch)
         for places in row.predicts
+        for place in places
     ]
     targets = [target for row in batch for target in row.targets]
-    log_p, greedy = _score(
-        model, states.flatten(0, 1), torch.tensor(_flat(predicts)), _flat(targets)
-    )
+    wanted = torch.tensor(list(itertools.chain.from_iterable(targets)))
+    log_p, greedy = _score(model, states.flatten(0, 1), torch.tensor(predicts), wanted)
     sizes = [len(continuation) for continuation in targets]
     scores = zip(log_p.split(sizes), greedy.split(sizes), strict=True)
     indices = [index for row in batch for index in row.requests]
@@ -292,7 +273,10 @@ def _answers(
 
 
 def _score(
-    model: nn.Module, states: torch.Tensor, places: torch.Tensor, targets: list[int]
+    model: nn.Module,
+    states: torch.Tensor,
+    places: torch.Tensor,
+    targets: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target, and whether it is the most probable token.
 
@@ -300,18 +284,13 @@ def _score(
     targets may be predicted at one place.
     """
     unique, rows = torch.unique(places, return_inverse=True)
-    wanted = torch.tensor(targets)
     log_p = torch.empty(len(targets), dtype=torch.float64)
     greedy = torch.empty(len(targets), dtype=torch.bool)
     start = 0
     for chunk in iter_log_probs(model, states[unique.to(states.device)]):
         index = ((rows >= start) & (rows < start + len(chunk))).nonzero()[:, 0]
-        row, target = ((x[index]).to(chunk.device) for x in (rows - start, wanted))
+        row, target = ((x[index]).to(chunk.device) for x in (rows - start, targets))
         log_p[index] = chunk[row, target].double().cpu()
         greedy[index] = (chunk.argmax(-1)[row] == target).cpu()
         start += len(chunk)
     return log_p, greedy
-
-
-def _flat(lists: Sequence[list[int]]) -> list[int]:
-    return list(itertools.chain.from_iterable(lists))

@@ -16,7 +16,6 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -270,36 +269,29 @@ def cached_rows(
         compute: the rows with given numbers, which are their index, in any order.
         at_once: rows computed before the file is written; an interrupt loses so many.
         progress: called with (rows done, rows in all).
+
+    Raises:
+        CacheError: the file was made for another key.
     """
     path = cache_path(kind, key, extension="parquet")
     with writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     report = progress or no_report
     with lock(path):
-        rows = _read(path, key)
-        stored = set() if rows is None else set(rows.index)
-        missing = [number for number in numbers if number not in stored]
+        rows = pd.DataFrame()
+        if path.exists():
+            rows, stored = read_frame(path)
+            check_same_key(path, stored, key)
+        there = set(rows.index)
+        missing = [number for number in numbers if number not in there]
         done = len(numbers) - len(missing)
         report(done, len(numbers))
         for start in range(0, len(missing), at_once):
             batch = compute(missing[start : start + at_once])
-            rows = batch if rows is None else pd.concat([rows, batch])
+            rows = batch if rows.empty else pd.concat([rows, batch])
             write_frame(path, rows, dict(key))
             report(min(done + start + at_once, len(numbers)), len(numbers))
-    return pd.DataFrame() if rows is None else rows.loc[list(numbers)]
-
-
-def _read(path: Path, key: Mapping[str, Any]) -> pd.DataFrame | None:
-    """The rows stored for `key`; None if there are none.
-
-    Raises:
-        CacheError: the file was made for another key.
-    """
-    if not path.exists():
-        return None
-    rows, stored = read_frame(path)
-    check_same_key(path, stored, key)
-    return rows
+    return rows.loc[list(numbers)]
 
 
 # --- by name ----------------------------------------------------------------------
