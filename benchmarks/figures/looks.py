@@ -1,7 +1,14 @@
-"""The looks of the names that only benchmarks have: variants, structures, formats."""
+"""What only benchmarks draw: looks of variants, structures and formats, and panels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from heapr_lab.figures import style
-from heapr_lab.figures.style import Look
+from heapr_lab.figures.style import Look, figure_of
 
 _LOOKS = {
     "heapr + compensation": Look("#56B4E9", "h", "HEAPr, compensated"),
@@ -29,3 +36,25 @@ HATCHES = ("", "///", "...", "xxx", "\\\\\\")
 def look(name: str) -> Look:
     """Colour, marker and legend label of `name`, in the package's figures or here."""
     return _LOOKS.get(name) or style.look(name)
+
+
+def figure_by(
+    data: pd.DataFrame,
+    column: str,
+    plot: Callable[..., Axes],
+    *,
+    title: Callable[[Any], str] = str,
+) -> Figure:
+    """A figure with a panel for the rows of each value of a column.
+
+    Args:
+        data: rows with the column.
+        column: its name.
+        plot: draws some of the rows, on the Axes `ax`.
+        title: makes the title of a panel from its value.
+    """
+
+    def draw(value: Any, ax: Axes) -> None:
+        plot(data[data[column].eq(value)], ax=ax).set_title(title(value))
+
+    return figure_of(data[column].drop_duplicates(), draw)

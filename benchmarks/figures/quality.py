@@ -5,9 +5,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.figures.looks import look
+from benchmarks.figures.looks import figure_by, look
 from heapr_lab.experiments.answers import listed
-from heapr_lab.figures.style import REFERENCE_LINE, figure_by, own_axes, styled
+from heapr_lab.figures.style import REFERENCE_LINE, own_axes, styled
 
 PAPER = "heapr"
 DRAWN = (

@@ -4,10 +4,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.figures.looks import look
+from benchmarks.figures.looks import figure_by, look
 from heapr_lab.figures.style import (
     LABELS,
-    figure_by,
     own_axes,
     show_percent,
     styled,

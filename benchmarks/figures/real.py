@@ -23,8 +23,8 @@ from heapr_lab.figures import style
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_LINE,
+    Look,
     figure_of,
-    name_line,
     own_axes,
     show_percent,
     styled,
@@ -335,7 +335,7 @@ def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes
             yerr=1.96 * rows[error].fillna(0.0),
             **look(name).keywords() | {"label": None},
         )
-        name_line(ax, look(name), (rows["ratio"].iloc[-1], rows[value].iloc[-1]))
+        _name_line(ax, look(name), (rows["ratio"].iloc[-1], rows[value].iloc[-1]))
     ax.set_xlabel(LABELS["ratio"])
     loss = f"Δloss [{PER_TOKEN}] ↓"
     ax.set_ylabel("minus dense [points] ↑" if shown == "accuracy" else loss)
@@ -345,6 +345,19 @@ def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes
     if shown == "accuracy":
         show_percent(ax.yaxis)
     return ax
+
+
+def _name_line(ax: Axes, shown: Look, end: tuple[float, float]) -> None:
+    """Write the name of a curve right of its end, in its colour."""
+    ax.annotate(
+        shown.label,
+        end,
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        color=shown.color,
+    )
 
 
 @styled

@@ -5,10 +5,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from benchmarks.figures.looks import look
+from benchmarks.figures.looks import figure_by, look
 from heapr_lab.figures.style import (
     REFERENCE_LINE,
-    figure_by,
     own_axes,
     styled,
 )

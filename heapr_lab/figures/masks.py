@@ -17,7 +17,7 @@ from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_LINE,
     add_legend,
-    figure_by,
+    figure_of,
     literal,
     own_axes,
     share_legend,
@@ -99,13 +99,11 @@ def figure_layer_ratios(data: pd.DataFrame) -> Figure:
     """One panel of bars per global ratio, all on the same scale."""
     top = min(1.0, data["layer_ratio"].max() * 1.2)
 
-    def plot(rows: pd.DataFrame, *, ax: Axes) -> Axes:
-        plot_layer_ratios(rows, ax=ax).set_ylim(0, top)
-        return ax
+    def draw(ratio: float, ax: Axes) -> None:
+        plot_layer_ratios(data[data["ratio"].eq(ratio)], ax=ax)
+        ax.set(ylim=(0, top), title=f"{100 * ratio:g} % removed globally")
 
-    return figure_by(
-        data, "ratio", plot, title=lambda ratio: f"{100 * ratio:g} % removed globally"
-    )
+    return figure_of(data["ratio"].drop_duplicates(), draw)
 
 
 def mask_diff_data(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -205,28 +204,6 @@ def figure_of(
     return figure
 
 
-def figure_by(
-    data: pd.DataFrame,
-    column: str,
-    plot: Callable[..., Axes],
-    *,
-    title: Callable[[Any], str] = str,
-) -> Figure:
-    """A figure with a panel for the rows of each value of a column.
-
-    Args:
-        data: rows with the column.
-        column: its name.
-        plot: draws some of the rows, on the Axes `ax`.
-        title: makes the title of a panel from its value.
-    """
-
-    def draw(value: Any, ax: Axes) -> None:
-        plot(data[data[column].eq(value)], ax=ax).set_title(title(value))
-
-    return figure_of(data[column].drop_duplicates(), draw)
-
-
 def share_legend(figure: Figure) -> None:
     """One legend instead of one in each panel: where a panel is missing, or below."""
     for ax in figure.axes:
@@ -309,19 +286,6 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
         else:
             ax.add_artist(text)
         taken.append(box)
-
-
-def name_line(ax: Axes, shown: Look, end: tuple[float, float]) -> None:
-    """Write the name of a curve right of its end, in its colour."""
-    ax.annotate(
-        shown.label,
-        end,
-        xytext=(_BESIDE, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
-        color=shown.color,
-    )
 
 
 def add_legend(ax: Axes) -> None:
