@@ -16,9 +16,9 @@ Importing this module imports the harness.
 import copy
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,6 +37,8 @@ from heapr_lab.models.memory import halving_batches
 from heapr_lab.progress import Progress, no_report
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Request = tuple[Any, list[int], list[int]]
 """(key, token ids of the context, token ids of the continuation)."""
@@ -144,7 +146,7 @@ class PackingHFLM(HFLM):
             yield from ((batch, self._run(batch)) for batch in batches)
             return
         room = backend_of(self.model).at_once(self.model, 1)
-        for group in _within(room, batches):
+        for group in _grouped(batches, lambda g: sum(map(_n_padded, g)) <= room):
             outputs = states_of_all(self.model, [_padded(batch) for batch in group])
             for batch, states in zip(group, outputs, strict=True):
                 yield batch, states.to(input_device(self.model))
@@ -211,13 +213,24 @@ def _row(requests: list[Request], group: Sequence[int], max_length: int) -> _Row
 
 def _batches(rows: list[_Row], n_tokens: int) -> list[list[_Row]]:
     """Rows of similar length together, at most `n_tokens` padded ones in each batch."""
-    batches: list[list[_Row]] = []
     # Longest first, so that a lack of memory shows at once; equal ones are together.
-    for row in sorted(rows, key=lambda row: (-len(row.ids), row.ids)):
-        if not batches or (len(batches[-1]) + 1) * len(batches[-1][0].ids) > n_tokens:
-            batches.append([])
-        batches[-1].append(row)
-    return batches
+    longest_first = sorted(rows, key=lambda row: (-len(row.ids), row.ids))
+    return _grouped(longest_first, lambda batch: _n_padded(batch) <= n_tokens)
+
+
+def _n_padded(batch: Sequence[_Row]) -> int:
+    """Tokens of a batch whose first row is the longest, padding included."""
+    return len(batch) * len(batch[0].ids)
+
+
+def _grouped(parts: Sequence[T], fits: Callable[[list[T]], bool]) -> list[list[T]]:
+    """Consecutive parts in as few groups as fit; a part that does not is alone."""
+    groups: list[list[T]] = []
+    for part in parts:
+        if not groups or not fits([*groups[-1], part]):
+            groups.append([])
+        groups[-1].append(part)
+    return groups
 
 
 def _padded(batch: Sequence[_Row]) -> torch.Tensor:
@@ -234,21 +247,6 @@ def _seen(batch: Sequence[_Row], length: int) -> torch.Tensor:
             if parent >= 0:
                 mask[token] |= mask[parent]
     return torch.from_numpy(seen)
-
-
-def _within(n_tokens: int, batches: list[list[_Row]]) -> Iterator[list[list[_Row]]]:
-    """Groups of consecutive batches of at most `n_tokens` tokens, or of one batch."""
-    group: list[list[_Row]] = []
-    room = n_tokens
-    for batch in batches:
-        size = len(batch) * len(batch[0].ids)  # the longest
-        if group and size > room:
-            yield group
-            group, room = [], n_tokens
-        group.append(batch)
-        room -= size
-    if group:
-        yield group
 
 
 def _answers(
