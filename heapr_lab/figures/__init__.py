@@ -7,7 +7,6 @@ and a `..._table` function that formats the rows for readers. `save_figure` and
 `write_table` write files; the same input gives the same bytes.
 """
 
-from heapr_lab.figures.bins import bins_data, figure_bins, plot_bins
 from heapr_lab.figures.boundary import boundary_data, figure_boundary, plot_boundary
 from heapr_lab.figures.comparisons import (
     calibration_size_data,
@@ -34,5 +33,10 @@ from heapr_lab.figures.masks import (
     plot_layer_ratios,
     plot_mask_diff,
 )
-from heapr_lab.figures.scores import plot_score_histogram
+from heapr_lab.figures.scores import (
+    bins_data,
+    figure_bins,
+    plot_bins,
+    plot_score_histogram,
+)
 from heapr_lab.figures.style import STYLE_FILE, look, styled

@@ -6,7 +6,7 @@ import pytest
 from figure_rows import bins_frame
 
 from heapr_lab import figures
-from heapr_lab.figures.bins import spearman_interval
+from heapr_lab.figures.scores import spearman_interval
 
 
 def test_spearman_is_that_of_pandas_and_its_interval_is_seeded() -> None:
