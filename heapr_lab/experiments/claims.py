@@ -389,9 +389,8 @@ def _counted(gaps: Mapping[str, Interval], other: str) -> str:
 def _predicts(evidence: Evidence) -> Finding | None:
     if evidence.bins.empty:
         return None
-    spearman = evidence.bins.attrs["spearman"]["index"]
-    rho = Interval(spearman["rho"], spearman["rho_low"], spearman["rho_high"])
     rows = evidence.bins[evidence.bins["order"].eq("index")]
+    rho = Interval(*rows[["rho", "rho_low", "rho_high"]].iloc[0])
     times = rows["delta_nll"] / rows["score_sum"]
     worst = rows["delta_nll"].idxmax()
     return Finding(

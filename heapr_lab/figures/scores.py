@@ -44,22 +44,17 @@ def bins_data(bins: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         The rows sorted by order and bin, with rho, rho_low and rho_high (95 %
-        percentile interval) of their order; `attrs["spearman"]` maps each order to
-        those three.
+        percentile interval) of their order.
 
     Raises:
         SpecError: a bin has several rows, as of several data sets.
     """
     rows = require_one_row(bins, ["order", "bin"]).sort_values(["order", "bin"])
-    spearman = {
-        str(order): spearman_interval(group["score_sum"], group["delta_nll"])
-        for order, group in rows.groupby("order")
-    }
-    data = rows.reset_index(drop=True)
-    for field in ("rho", "rho_low", "rho_high"):
-        data[field] = data["order"].map({key: s[field] for key, s in spearman.items()})
-    data.attrs["spearman"] = spearman
-    return data
+    orders = [
+        group.assign(**spearman_interval(group["score_sum"], group["delta_nll"]))
+        for _, group in rows.groupby("order")
+    ]
+    return pd.concat(orders, ignore_index=True)
 
 
 def spearman_interval(x: pd.Series, y: pd.Series) -> dict[str, float]:
