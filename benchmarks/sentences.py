@@ -115,7 +115,7 @@ def methods(
         f"{_best_of_kinds(at, 'other')}. {_on_pretrained(at)}{_only_zeroes(at)}"
     )
     more = [_order(rankings), _where_merging_wins(measured, ratio)]
-    return answer(short, more, [claim])
+    return answer(" ".join(filter(None, [claim, short])), more)
 
 
 def _best_of_kinds(at: pd.DataFrame, text: str) -> str:

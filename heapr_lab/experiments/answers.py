@@ -6,8 +6,7 @@ Notebooks about the paper's claims begin with `claims.answer_of`.
 """
 
 import html
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
 
 import pandas as pd
 
@@ -42,6 +41,20 @@ class Prose(str):
         return str(self)
 
 
+class Answer(Prose):
+    """The answer to the question of a notebook."""
+
+    short: Prose
+    """Its beginning: what was found against the paper, if anything, and little more."""
+
+
+def answer(short: str, more: Iterable[str] = ()) -> Answer:
+    """An `Answer`, of the sentences that are not empty."""
+    whole = Answer(" ".join(filter(None, [short, *more])))
+    whole.short = Prose(short)
+    return whole
+
+
 class Folded:
     """A table that a notebook shows below a line that is clicked."""
 
@@ -54,27 +67,6 @@ class Folded:
 
     def __repr__(self) -> str:
         return f"{self._title} ({len(self._frame)} rows)"
-
-
-@dataclass(frozen=True, repr=False)
-class Answer:
-    """The answer to the question of a notebook."""
-
-    short: Prose
-    """What was found against the paper, if anything, and one or two sentences more."""
-    more: tuple[str, ...] = ()
-
-    def _repr_markdown_(self) -> str:
-        return " ".join([self.short, *self.more])
-
-    def __repr__(self) -> str:
-        return self._repr_markdown_()
-
-
-def answer(short: str, more: Sequence[str] = (), against: Sequence[str] = ()) -> Answer:
-    """An `Answer`, of the sentences that are not empty."""
-    first = " ".join(filter(None, [*against, short]))
-    return Answer(Prose(first), tuple(filter(None, more)))
 
 
 def value_range(values: "pd.Series[float]", form: str = ".3f") -> str:

@@ -6,10 +6,10 @@ from heapr_lab.experiments import answers
 from heapr_lab.experiments.answers import Folded, Prose, answer
 
 
-def test_what_is_against_the_paper_comes_first() -> None:
+def test_an_answer_begins_with_the_short_one() -> None:
     """The whole answer is text for notebooks, and empty sentences are left out."""
-    reply = answer("Short.", ["More.", ""], ["Against."])
-    assert reply._repr_markdown_() == "Against. Short. More."
+    reply = answer("Against. Short.", ["More.", ""])
+    assert reply._repr_markdown_() == repr(reply) == "Against. Short. More."
     assert repr(reply.short) == "Against. Short."
     assert Prose("a")._repr_markdown_() == "a"
 
