@@ -42,13 +42,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.latency import in_turns, seconds_of
 from benchmarks.machine import RESULTS, machine, write_results
-from benchmarks.shapes import random_ids, random_model
+from benchmarks.shapes import Shape, random_ids, random_model
 from heapr_lab import KeepMask, masking, prune
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.models.experts import describe, find_experts
@@ -135,20 +134,10 @@ def build_model(
 ) -> Any:
     """A model of random weights in eval mode: float32 on a CPU, bfloat16 elsewhere."""
     c = configuration
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=c.d_vocab,
-        hidden_size=c.d_model,
-        intermediate_size=c.d_inter,
-        moe_intermediate_size=c.d_inter,
-        num_hidden_layers=c.n_layers,
-        num_experts=c.n_experts,
-        num_experts_per_tok=c.top_k,
-        num_attention_heads=c.d_model // 64,
-        num_key_value_heads=c.d_model // 64,
-        head_dim=64,
-    )
+    heads, sizes = c.d_model // 64, (c.n_experts, c.top_k, c.d_inter, c.d_vocab)
+    shape = Shape("qwen3_moe", c.n_layers, c.d_model, heads, heads, *sizes, head_dim=64)
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    config = shape.config(c.n_layers)
     return random_model(config, dtype=dtype, device="cpu").to(device)
 
 
