@@ -29,7 +29,7 @@ from heapr_lab.progress import progress_bar
 from heapr_lab.storage import cache
 from heapr_lab.storage.files import read_json, write_json
 from heapr_lab.storage.hashing import digest
-from heapr_lab.tasks.harness import check_tasks
+from heapr_lab.tasks.harness import load_tasks
 from heapr_lab.tasks.items import task_items
 from heapr_lab.tasks.paper_tasks import MEAN, PAPER_TASKS, task_summary
 from heapr_lab.text.calibration import (
@@ -203,7 +203,7 @@ def build_smolmoe(out: Path, work: Path, spec: SmolmoeSpec | None = None) -> Pat
     """
     spec = spec or SmolmoeSpec()
     _check_out(out, spec)
-    check_tasks(tuple(PAPER_TASKS))
+    load_tasks(list(PAPER_TASKS))
     work.mkdir(parents=True, exist_ok=True)
     with cache.writing(work):
         dense, tokenizer = dense_model()

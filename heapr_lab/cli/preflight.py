@@ -124,9 +124,9 @@ def check_tasks(names: Iterable[str]) -> None:
     check_corpora(corpora, split="test")
     if of_harness:
         check_defined(of_harness)
-        from heapr_lab.tasks.harness import check_tasks as check_harness
+        from heapr_lab.tasks.harness import load_tasks
 
-        check_harness(of_harness)
+        load_tasks(of_harness)
 
 
 # --- options of prune -------------------------------------------------------------

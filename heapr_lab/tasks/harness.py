@@ -61,6 +61,32 @@ N_CHOICES = CHOICES["continuation"]
 _WORD = re.compile(r"\S+")
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide the harness's log and progress bars; its errors are still shown.
+
+    It also decorates a function, which is quiet then.
+    """
+    import datasets
+    import lm_eval.api.task
+    from tqdm import tqdm
+
+    log = logging.getLogger("lm_eval")
+    level, had_bars = log.level, datasets.is_progress_bar_enabled()
+    bar = lm_eval.api.task.tqdm
+    log.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    # "Building contexts" has no switch of its own.
+    lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True)
+    try:
+        yield
+    finally:
+        lm_eval.api.task.tqdm = bar
+        log.setLevel(level)
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
 def run_tasks(
     model: nn.Module,
     tokenizer: Any,
@@ -111,17 +137,6 @@ def run_tasks(
     return _tidy(output, loaded["tasks"])
 
 
-def check_tasks(tasks: Sequence[str]) -> None:
-    """Check that the harness knows these tasks and that their items are available.
-
-    Raises:
-        CorpusError: the items of a task are not available here.
-        SpecError: a task is unknown.
-    """
-    with quiet():
-        load_tasks(list(tasks))
-
-
 def items_fingerprint(
     task: "str | ConfigurableTask", *, limit: int | None = None
 ) -> dict[str, str]:
@@ -141,8 +156,7 @@ def items_fingerprint(
     """
     path = local_items(task) if isinstance(task, str) else None
     if path is None:
-        with quiet():
-            loaded = load_tasks([task])["tasks"]
+        loaded = load_tasks([task])["tasks"]
         items = digest({name: _asked(member, limit) for name, member in loaded.items()})
     else:
         items = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -161,6 +175,7 @@ def _asked(task: "ConfigurableTask", limit: int | None) -> list[str]:
 # --- sources of the items --------------------------------------------------------
 
 
+@quiet()
 def load_tasks(tasks: "list[str | ConfigurableTask]") -> Any:
     """The `tasks`, loaded by the harness's task manager.
 
@@ -168,6 +183,7 @@ def load_tasks(tasks: "list[str | ConfigurableTask]") -> Any:
     need not read thousands of its own.
 
     Raises:
+        CorpusError: the items of a task are not available here.
         SpecError: a task is unknown.
     """
     from lm_eval.tasks import TaskManager
@@ -235,6 +251,7 @@ def _definition(name: str) -> dict[str, Any]:
 # --- continuations --------------------------------------------------------------
 
 
+@quiet()
 def continuation_task(corpus: Corpus, *, n_items: int) -> "ConfigurableTask":
     """A four-way continuation task of `corpus`, as an ordinary task of the harness.
 
@@ -267,8 +284,7 @@ def continuation_task(corpus: Corpus, *, n_items: int) -> "ConfigurableTask":
             "source": f"{corpus.name} {corpus.split}: {corpus.source}",
         },
     }
-    with quiet():
-        return ConfigurableTask(config=config)
+    return ConfigurableTask(config=config)
 
 
 def _as_dataset(items: pd.DataFrame, **_metadata: Any) -> dict[str, Any]:
@@ -344,28 +360,6 @@ def _item(
 
 
 # --- running ----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hide the harness's log and progress bars; its errors are still shown."""
-    import datasets
-    import lm_eval.api.task
-    from tqdm import tqdm
-
-    log = logging.getLogger("lm_eval")
-    level, had_bars = log.level, datasets.is_progress_bar_enabled()
-    log.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    # "Building contexts" has no switch of its own.
-    lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True)
-    try:
-        yield
-    finally:
-        lm_eval.api.task.tqdm = tqdm
-        log.setLevel(level)
-        if had_bars:
-            datasets.enable_progress_bars()
 
 
 def _number(value: Any) -> float:

@@ -94,7 +94,7 @@ def check_defined(names: Iterable[str]) -> None:
     """Check that the text of the harness's definitions has these names.
 
     That takes half a second; importing the harness and reading the definitions, which
-    `tasks.harness.check_tasks` does for certainty, takes several.
+    `tasks.harness.load_tasks` does for certainty, takes several.
 
     Raises:
         SpecError: it does not have one, so that there is no such task.

@@ -21,6 +21,7 @@ from heapr_lab.tasks.harness import (
     continuation_items,
     continuation_task,
     load_tasks,
+    quiet,
     run_tasks,
 )
 from heapr_lab.tasks.harness_model import PackingHFLM, _row
@@ -244,6 +245,18 @@ def test_prompts_are_the_stock_ones(tmp_path, monkeypatch):
     assert len(task.eval_docs) == 2376
     assert task.doc_to_text(doc) == f"Question: {doc['question']}\nAnswer:"
     assert task.doc_to_choice(doc) == doc["choices"]["text"]
+
+
+def test_what_is_loaded_meanwhile_is_quiet_too():
+    """Loading within a quiet run does not bring its bars back."""
+    from lm_eval.api import task
+
+    shown = task.tqdm
+    with quiet():
+        hidden = task.tqdm
+        continuation_task(corpus_of(9), n_items=4)
+        assert task.tqdm is hidden
+    assert task.tqdm is shown
 
 
 def test_a_task_that_cannot_be_had(tokenizer, tmp_path, monkeypatch):

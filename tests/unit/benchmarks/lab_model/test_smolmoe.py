@@ -44,7 +44,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smolmoe, "training_windows", _windows)
     judged = {"a": _windows(None, 4, seed=7)}
     monkeypatch.setattr(smolmoe, "judged_windows", lambda _tokenizer: judged)
-    monkeypatch.setattr(smolmoe, "check_tasks", lambda _tasks: None)
+    monkeypatch.setattr(smolmoe, "load_tasks", lambda _tasks: None)
     answers = {"value": 0.345, "stderr": 0.017}
     monkeypatch.setattr(smolmoe, "accuracy", lambda _model, _tokenizer: answers)
 
