@@ -67,7 +67,7 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605 (a computed list of names)
 
 
 _MODELS = "transformers.models.auto.modeling_auto"
-_FAMILIES = ("pretrained.deepseek_config", "pretrained.puzzle_config")
+_FAMILIES = ("pretrained.configs",)
 _REGISTRIES = {
     "transformers.models.auto.configuration_auto": _FAMILIES,
     _MODELS: _FAMILIES,

@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import load_model
-from heapr_lab.pretrained.deepseek import DeepseekForCausalLM
+from heapr_lab.pretrained.architectures import DeepseekForCausalLM
 
 PUBLISHED = Path(__file__).parents[1] / "data/shapes/DeepSeekMoE-16B-Base"
 SIZES: dict[str, Any] = {
@@ -211,7 +211,7 @@ LOADED = """
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 assert {{"heapr", "heapr_composed"}} <= AUTO_QUANTIZER_MAPPING.keys()
 model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=False)
-assert type(model).__module__ == "heapr_lab.pretrained.deepseek", type(model)
+assert type(model).__module__ == "heapr_lab.pretrained.architectures", type(model)
 """
 ORDERS = (
     """
@@ -237,9 +237,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 class Theirs(LlamaConfig):
     model_type = "deepseek"
 AutoConfig.register("deepseek", Theirs)
-import heapr_lab.pretrained.deepseek
+import heapr_lab.pretrained.architectures
 assert type(AutoConfig.for_model("deepseek")) is Theirs
-assert heapr_lab.pretrained.deepseek.DeepseekConfig not in (
+assert heapr_lab.pretrained.architectures.DeepseekConfig not in (
     AutoModelForCausalLM._model_mapping
 )
 """,

@@ -1,19 +1,75 @@
-"""The configuration of NemotronHPuzzle, for which transformers has no class.
+"""Configurations of the families for which transformers has no class.
 
-It is a Nemotron-H whose blocks have numbers of their own, such as the width of their
-experts. As in `deepseek_config`, the model follows with the first configuration.
+They are apart from the models because they are registered as soon as transformers' list
+of configurations is imported, when models cannot be imported yet; the models,
+`heapr_lab.pretrained.architectures`, follow with the first configuration.
 """
 
 import copy
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 
-MODEL_TYPE = "nemotron_h_puzzle"
+_MODELS = "heapr_lab.pretrained.architectures"
+
+
+@strict
+class DeepseekConfig(LlamaConfig):
+    """The configuration in config.json of `model_type` deepseek.
+
+    Dai et al., DeepSeekMoE, ACL 2024. Names and defaults are the published ones. What
+    only training uses (`seq_aux`, `aux_loss_alpha`) is kept, and has no effect.
+    """
+
+    model_type = "deepseek"
+    attribute_map: ClassVar[dict[str, str]] = {"num_experts": "n_routed_experts"}
+    # Llama's has no experts.
+    base_model_tp_plan: ClassVar[dict[str, Any]] = {}
+
+    vocab_size: int = 102400
+    moe_intermediate_size: int = 1407
+    n_shared_experts: int | None = None
+    n_routed_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_layer_freq: int = 1
+    first_k_dense_replace: int = 0
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    scoring_func: str = "softmax"
+    bos_token_id: int | None = 100000
+    eos_token_id: int | list[int] | None = 100001
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Forget the code that comes with published checkpoints: it is never run.
+
+        Raises:
+            ValueError: routing is by another function than softmax.
+        """
+        kwargs.pop("auto_map", None)
+        if self.scoring_func != "softmax":
+            raise ValueError(
+                f"scoring_func is {self.scoring_func!r}: models of type 'deepseek' "
+                "route by 'softmax'; is it a deepseek_v2 or deepseek_v3?"
+            )
+        super().__post_init__(**kwargs)
+        importlib.import_module(_MODELS)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a decoder layer has experts, rather than one dense MLP."""
+        return (
+            self.n_routed_experts is not None
+            and layer >= self.first_k_dense_replace
+            and layer % self.moe_layer_freq == 0
+        )
+
+
+# --- NemotronHPuzzle ------------------------------------------------------------------
+
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """What transformers calls kinds of blocks that it names otherwise."""
 _WIDTH = "moe_intermediate_size"
@@ -33,9 +89,13 @@ _KNOWN = {
 
 @strict
 class NemotronHPuzzleConfig(NemotronHConfig):
-    """The configuration in config.json of `model_type` nemotron_h_puzzle."""
+    """The configuration in config.json of `model_type` nemotron_h_puzzle.
 
-    model_type = MODEL_TYPE
+    It is a Nemotron-H whose blocks have numbers of their own, such as the width of
+    their experts.
+    """
+
+    model_type = "nemotron_h_puzzle"
 
     n_routed_experts: Any = None
     moe_intermediate_size: Any = None
@@ -54,7 +114,7 @@ class NemotronHPuzzleConfig(NemotronHConfig):
         if self.num_nextn_predict_layers or self.mtp_block_configs:
             self._take_kinds("mtp_block_configs", "mtp_layers_block_type")
         super().__post_init__(**kwargs)
-        importlib.import_module("heapr_lab.pretrained.puzzle")
+        importlib.import_module(_MODELS)
 
     def _take_kinds(self, blocks: str, kinds: str) -> None:
         """Set the list `kinds` to those of the list `blocks`.
@@ -113,5 +173,6 @@ class NemotronHPuzzleConfig(NemotronHConfig):
         return plain
 
 
-if MODEL_TYPE not in CONFIG_MAPPING:  # a later transformers may have its own
-    AutoConfig.register(MODEL_TYPE, NemotronHPuzzleConfig)
+for _config in (DeepseekConfig, NemotronHPuzzleConfig):
+    if _config.model_type not in CONFIG_MAPPING:  # a later transformers may have it
+        AutoConfig.register(_config.model_type, _config)

@@ -1,13 +1,15 @@
-"""DeepSeekMoE, for which transformers has no class, from parts of other models of it.
+"""Families for which transformers has no class, from parts of other models of it.
 
-Attention, norms and rotary embedding are Llama's, MLPs and experts are those of
-Qwen2-MoE, which are the same functions. The router and how layers are put together are
-here. Experts go through transformers' experts interface, so everything in this package
-works as for any other family. Tensors in files have the published names.
+Experts go through transformers' experts interface, so everything in this package works
+as for any other family. Tensors in files have the published names.
 
-Dai et al., DeepSeekMoE, ACL 2024. In evaluation it is the published model; in bfloat16
-the router computes in float32, where the published code rounds. The auxiliary losses of
-its training are left out.
+DeepSeekMoE (Dai et al., ACL 2024): attention, norms and rotary embedding are Llama's,
+MLPs and experts are those of Qwen2-MoE, which are the same functions. The router and
+how layers are put together are here. In evaluation it is the published model; in
+bfloat16 the router computes in float32, where the published code rounds. The auxiliary
+losses of its training are left out.
+
+NemotronHPuzzle: blocks of Nemotron-H, each built with numbers of its own.
 
 Shapes: B windows, L tokens in each, T = B · L; D d_model, E n_routed_experts, K
 num_experts_per_tok.
@@ -23,6 +25,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import (
@@ -35,12 +38,19 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
+from transformers.models.nemotron_h.modeling_nemotron_h import (
+    NemotronHBlock,
+    NemotronHForCausalLM,
+    NemotronHModel,
+    NemotronHPreTrainedModel,
+    NemotronHRMSNorm,
+)
 from transformers.models.qwen2_moe.modeling_qwen2_moe import (
     Qwen2MoeExperts,
     Qwen2MoeMLP,
 )
 
-from heapr_lab.pretrained.deepseek_config import MODEL_TYPE, DeepseekConfig
+from heapr_lab.pretrained.configs import DeepseekConfig, NemotronHPuzzleConfig
 
 
 class DeepseekTopKRouter(nn.Module):
@@ -152,16 +162,73 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
         self.post_init()
 
 
-def _register() -> None:
-    """Have transformers find the model, and convert the tensors in its files."""
-    if CONFIG_MAPPING[MODEL_TYPE] is not DeepseekConfig:
+# --- NemotronHPuzzle ------------------------------------------------------------------
+
+
+class NemotronHPuzzleBlock(NemotronHBlock):
+    """A block of Nemotron-H with the numbers that the configuration has for it."""
+
+    def __init__(self, config: NemotronHPuzzleConfig, layer_idx: int) -> None:
+        super().__init__(config.of_block(layer_idx), layer_idx)
+        # In that of the model it is set how attention and experts are computed.
+        mixer: Any = self.mixer
+        getattr(mixer, "experts", mixer).config = config
+
+
+class NemotronHPuzzlePreTrainedModel(NemotronHPreTrainedModel):
+    """How models of this family are placed and run."""
+
+    config: NemotronHPuzzleConfig
+    _no_split_modules = ["NemotronHPuzzleBlock"]  # noqa: RUF012 (as in the base class)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for the decorator in the source of this file
+
+
+class NemotronHPuzzleModel(NemotronHPuzzlePreTrainedModel, NemotronHModel):
+    """Embedding, blocks and last norm."""
+
+    def __init__(self, config: NemotronHPuzzleConfig) -> None:
+        super(NemotronHModel, self).__init__(config)  # its own would allocate blocks
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        numbers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(NemotronHPuzzleBlock(config, n) for n in numbers)
+        self.norm_f = NemotronHRMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.post_init()
+
+
+class NemotronHPuzzleForCausalLM(NemotronHPuzzlePreTrainedModel, NemotronHForCausalLM):
+    """The language model of NemotronHPuzzle."""
+
+    def __init__(self, config: NemotronHPuzzleConfig) -> None:
+        super(NemotronHForCausalLM, self).__init__(config)
+        self.model = NemotronHPuzzleModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+# --- registration -----------------------------------------------------------------
+
+
+def _register(config: Any, model: Any, language_model: Any, files: list[Any]) -> None:
+    """Have transformers find the models, and convert the tensors in their `files`."""
+    if CONFIG_MAPPING[config.model_type] is not config:
         return  # it has its own
-    AutoModel.register(DeepseekConfig, DeepseekModel)
-    AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
-    # Tensors of each expert, as in the files of Qwen2-MoE and DeepSeek-V2.
-    register_checkpoint_conversion_mapping(
-        MODEL_TYPE, get_checkpoint_conversion_mapping("qwen2_moe")
-    )
+    AutoModel.register(config, model)
+    AutoModelForCausalLM.register(config, language_model)
+    register_checkpoint_conversion_mapping(config.model_type, files)
 
 
-_register()
+# Tensors of each expert, as in the files of Qwen2-MoE and DeepSeek-V2.
+_EXPERTS: Any = get_checkpoint_conversion_mapping("qwen2_moe")
+_register(DeepseekConfig, DeepseekModel, DeepseekForCausalLM, _EXPERTS)
+# Nemotron-H's, but for the name of the trunk, which is published as `model`.
+_BLOCKS: Any = get_checkpoint_conversion_mapping("nemotron_h")
+_register(
+    NemotronHPuzzleConfig,
+    NemotronHPuzzleModel,
+    NemotronHPuzzleForCausalLM,
+    [conversion for conversion in _BLOCKS if isinstance(conversion, WeightConverter)],
+)
