@@ -49,7 +49,7 @@ from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.loading import load_model
-from heapr_lab.pretrained import smollm2, smolmoe
+from heapr_lab.pretrained import carved, smollm2
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -192,7 +192,7 @@ def made_of(model: str) -> str:
     """
     if model == ONE_EXPERT:
         return smollm2.WHEEL.sha256
-    return checksum(paths.project_dir() / "data" / model / smolmoe.DELTA)
+    return checksum(paths.project_dir() / "data" / model / carved.DELTA)
 
 
 def rivals() -> list[str]:

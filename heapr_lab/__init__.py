@@ -156,7 +156,7 @@ for _part, _place in PARTS.items():
 
 NAMED = {
     "smollm2": ("pretrained.smollm2", "smollm2_folder"),
-    "smolmoe": ("pretrained.smolmoe", "smolmoe_folder"),
+    "smolmoe": ("pretrained.carved", "smolmoe_folder"),
 }
 """Models by a name of their own: the module and function that make their folder."""
 

@@ -2,7 +2,7 @@
 
 Layouts are tried at equal healing and judged on validation text; the chosen one is
 healed for longer. What is written is the small change of the weights, which
-`pretrained.smolmoe` adds to the published ones.
+`pretrained.carved` adds to the published ones.
 """
 
 import copy

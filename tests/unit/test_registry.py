@@ -71,13 +71,13 @@ def test_what_registers_with_transformers_may_be_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that is there, and imports what is not, is an error."""
-    name, module = "transformers.some", "heapr_lab.pretrained.smolmoe"
-    monkeypatch.setitem(heapr_lab._REGISTRIES, name, ("pretrained.smolmoe",))
+    name, module = "transformers.some", "heapr_lab.pretrained.carved"
+    monkeypatch.setitem(heapr_lab._REGISTRIES, name, ("pretrained.carved",))
     monkeypatch.setitem(sys.modules, module, None)
     heapr_lab._register_with(name)
     monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "heapr_lab.pretrained.carved", None)
-    with pytest.raises(ModuleNotFoundError, match="carved"):
+    monkeypatch.setitem(sys.modules, "heapr_lab.pretrained.one_expert", None)
+    with pytest.raises(ModuleNotFoundError, match="one_expert"):
         heapr_lab._register_with(name)
 
 

@@ -14,7 +14,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.safetensors_headers import SINGLE
-from heapr_lab.pretrained import one_expert, smollm2, smolmoe
+from heapr_lab.pretrained import carved, one_expert, smollm2
 from heapr_lab.pretrained.carved import Carved, Layout, as_glm4_moe
 from heapr_lab.pretrained.smollm2 import WHEEL
 from heapr_lab.storage import paths
@@ -28,7 +28,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with a change of tiny weights, which stand for the published ones."""
     published = tmp_path / "published"
     write_folder(published, one_expert_model(dtype=torch.float32))
-    monkeypatch.setattr(smolmoe, "smollm2_folder", lambda: published)
+    monkeypatch.setattr(carved, "smollm2_folder", lambda: published)
     monkeypatch.setattr(paths, "project_dir", lambda: tmp_path)
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     data = tmp_path / "data" / "smolmoe"
@@ -38,44 +38,44 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _write(folder: Path, base: str) -> Carved:
-    _, carved = described(dense_model(), _LAYOUT)
-    change = Carved(carved.layout, base, carved.layers, carved.norm)
-    change.write(folder / smolmoe.DELTA)
-    return Carved.read(folder / smolmoe.DELTA)
+    _, made = described(dense_model(), _LAYOUT)
+    change = Carved(made.layout, base, made.layers, made.norm)
+    change.write(folder / carved.DELTA)
+    return Carved.read(folder / carved.DELTA)
 
 
 def test_the_name_is_a_model_with_the_experts_of_its_layout(project: Path) -> None:
     """Made once, in bfloat16, with its card; correction biases are in float32."""
-    carved = _write(project, WHEEL.sha256)
+    change = _write(project, WHEEL.sha256)
     model, _ = load_model("smolmoe", device="cpu", stream=False)
     layers = find_experts(model)
     assert {(layer.n_experts, layer.d_inter) for layer in layers} == {(5, 4)}
     dense = dense_model()
-    stock = as_glm4_moe(carved, one_expert_state(dense), dense.config, torch.bfloat16)
+    stock = as_glm4_moe(change, one_expert_state(dense), dense.config, torch.bfloat16)
     state = model.state_dict()
     for name, tensor in stock.state_dict().items():
         torch.testing.assert_close(state[name], tensor.float(), rtol=0, atol=0)
     biases = [bias for name, bias in state.items() if "correction_bias" in name]
-    for bias, layer in zip(biases, carved.layers, strict=True):
+    for bias, layer in zip(biases, change.layers, strict=True):
         assert torch.equal(bias, layer["bias"])
-    folder = smolmoe.smolmoe_folder()
+    folder = carved.smolmoe_folder()
     assert (folder / "README.md").read_text() == "# The card\n"
     written = (folder / "config.json").stat().st_mtime_ns
     load_model("smolmoe", device="cpu", stream=False)
-    assert (smolmoe.smolmoe_folder() / "config.json").stat().st_mtime_ns == written
+    assert (carved.smolmoe_folder() / "config.json").stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize("changed", [smollm2, one_expert, smolmoe])
+@pytest.mark.parametrize("changed", [smollm2, one_expert, carved])
 def test_it_is_made_anew_when_its_base_is(
     changed: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another version of the code that makes either, and with another card."""
     _write(project, WHEEL.sha256)
-    first = smolmoe.smolmoe_folder()
+    first = carved.smolmoe_folder()
     monkeypatch.setattr(changed, "VERSION", changed.VERSION + 1)
-    second = smolmoe.smolmoe_folder()
+    second = carved.smolmoe_folder()
     (project / "README.md").write_text("# Another card\n")
-    third = smolmoe.smolmoe_folder()
+    third = carved.smolmoe_folder()
     assert len({first, second, third}) == 3
     assert (third / "README.md").read_text() == "# Another card\n"
 
@@ -106,7 +106,7 @@ def test_the_published_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(p.numel() for p in model.parameters()) == record["parameters"]
     rows = pd.read_csv(project / "benchmarks" / "results" / "real.csv")
     measured = set(rows["weights"][rows["model"].eq("smolmoe")])
-    assert measured == {checksum(smolmoe.smolmoe_folder() / SINGLE)[:12]}
+    assert measured == {checksum(carved.smolmoe_folder() / SINGLE)[:12]}
 
 
 def test_without_the_change_it_says_where_it_comes_from(project: Path) -> None:
