@@ -26,10 +26,10 @@ from heapr_lab.models.folders import (
     read_tokenizer,
     skeleton_of,
 )
-from heapr_lab.models.safetensors_headers import INDEX, Stored, read_headers
+from heapr_lab.models.safetensors_headers import Stored, read_headers
 from heapr_lab.storage.cache import cached_folder
-from heapr_lab.storage.files import write_json
 from heapr_lab.streaming.file_reader import check_whole, find_tensors
+from heapr_lab.streaming.shards import write_index
 
 VERSION = 1
 """Increased whenever the files of a converted model change."""
@@ -163,17 +163,11 @@ def _convert(source: Path, config: Any, folder: Path, name: str) -> None:
     stored, index = read_headers(source)
     parameters = _parameters(config, stored)
     one_expert_config(config).save_pretrained(folder)
-    weight_map: dict[str, str] = {}
-    n_bytes = 0
     for path in stored:
-        dense = _read(path, parameters[path])
-        tensors = one_expert_tensors(dense)
+        tensors = one_expert_tensors(_read(path, parameters[path]))
         save_file(tensors, folder / path.name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, path.name)
-        n_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if index is not None:
-        whole = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
-        write_json(folder / INDEX, whole)
+        write_index(folder)
     _copy_rest(source, folder)
     text = _CARD.format(name=name, family=config.model_type)
     (folder / "README.md").write_text(text, encoding="utf-8")
