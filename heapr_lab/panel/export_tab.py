@@ -18,8 +18,11 @@ from heapr_lab.panel.looks import (
 )
 from heapr_lab.panel.session import JobSettings, PruningSession
 from heapr_lab.panel.session_file import is_as_measured, path_of
-from heapr_lab.recipes.as_python import python_of_model, python_of_table
-from heapr_lab.recipes.calibrated_on import describe_calibration
+from heapr_lab.recipes.describing import (
+    describe_calibration,
+    python_of_model,
+    python_of_table,
+)
 from heapr_lab.recipes.weights import WEIGHTS
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from heapr_lab.models.sources import Source
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.options import Selection
-from heapr_lab.recipes.calibrated_on import calibration_of
+from heapr_lab.recipes.describing import calibration_of
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
 from heapr_lab.storage.paths import cached_folders

@@ -27,7 +27,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.recipes.calibrated_on import calibration_of, describe_calibration
+from heapr_lab.recipes.describing import calibration_of, describe_calibration
 from heapr_lab.recipes.making import (
     PruningResult,
     healing_of,

@@ -14,7 +14,7 @@ from tiny_folder import D_VOCAB
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.recipes.calibrated_on import calibration_of, describe_calibration
+from heapr_lab.recipes.describing import calibration_of, describe_calibration
 from heapr_lab.refinement.own_text import own_text
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import Calibration

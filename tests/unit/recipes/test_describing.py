@@ -13,7 +13,7 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
-from heapr_lab.recipes.as_python import python_of_model, python_of_table
+from heapr_lab.recipes.describing import python_of_model, python_of_table
 from heapr_lab.recipes.export import facts_of, write_checkpoint
 from heapr_lab.recipes.making import make
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
