@@ -152,15 +152,14 @@ class Request:
             bench = self.open_bench()
             check_trainable(bench.model)
             bench.calibration_set(self.recipe.healed_on(self.setting.calibration))
-        table = self._table(source)
-        outcome = self._choose(table)
+        outcome = self._choose(self._table(source))
         if self.out is not None and not self.to_folder:
             outcome.keep.write(self.out)
         elif self.out is not None:
-            self._write(self.out, outcome, table, source=source, corpora=measured)
+            self._write(self.out, outcome, source, corpora=measured)
         saved = savings(
             outcome.keep,
-            table,
+            outcome.table,
             source=read_source(source),
             written=self.out if self.to_folder else None,
         )
@@ -240,7 +239,8 @@ class Request:
             selection = replace(setting.selection, multiple=default_multiple(table))
             setting = replace(setting, selection=selection)
         if self.importance is not None:
-            return PruningResult(with_model(select(table, setting.selection), table))
+            keep = select(table, setting.selection)
+            return PruningResult(with_model(keep, table), table)
         with progress_bars() as part:
             return make(self.open_bench(), table, setting, self.recipe, part=part)
 
@@ -248,9 +248,8 @@ class Request:
         self,
         out: Path,
         outcome: "PruningResult",
-        table: "ImportanceTable",
-        *,
         source: Path,
+        *,
         corpora: list[str],
     ) -> None:
         """Write the checkpoint; without compensation the model need not be loaded."""
@@ -263,19 +262,14 @@ class Request:
         named = self.model == LAB or not Path(self.model).is_dir()
         base = self.model if named else str(source)
         files = read_source(source)
-        facts = export.facts_of(table, outcome, source=files)
-        options: dict[str, Any] = {"base": base, "facts": facts, "corpora": corpora}
-        if self.importance is None:
-            options["calibration"] = export.text_of_heads(
-                self.open_bench(), outcome.keep, self.setting.calibration
-            )
+        options: dict[str, Any] = {"base": base, "corpora": corpora}
         with progress_bars() as part:
             if files.dequantised_from or outcome.differs:
                 bench = self.open_bench()
                 export.write_checkpoint(out, outcome, bench, part=part, **options)
             else:
                 options["bench"] = self.open_bench() if corpora else None
-                export.slice_checkpoint(out, source, outcome.keep, part=part, **options)
+                export.slice_checkpoint(out, files, outcome, part=part, **options)
         if not has_tokenizer(source):
             say(
                 f"there is no tokenizer in {source}, and so none in {out}: copy the "

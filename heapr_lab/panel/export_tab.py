@@ -136,22 +136,9 @@ class ExportTab(ipw.VBox):
         folder, bench = path_of(name), self.session.workbench
         assert bench is not None  # without one the button is off
         check_new(folder)
-        table, part = self.session.table, parts_of(report)
+        part = parts_of(report)
         made = self.session.made(*chosen, part=part)
-        if chosen.recipe.chooses:  # which has measured on its own windows
-            calibration = chosen.recipe.calibration(self.session.calibration)
-            table = bench.fitted(calibration).table()
-        facts = export.facts_of(table, made, source=bench.source)
-        text = export.text_of_heads(bench, made.keep, self.session.calibration)
-        export.write_checkpoint(
-            folder,
-            made,
-            bench,
-            facts=facts,
-            corpora=self._corpora(),
-            calibration=text,
-            part=part,
-        )
+        export.write_checkpoint(folder, made, bench, corpora=self._corpora(), part=part)
         return _written_text(folder, bench)
 
     def _corpora(self) -> list[str]:

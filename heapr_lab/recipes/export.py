@@ -36,7 +36,6 @@ from heapr_lab.recipes.making import (
 )
 from heapr_lab.streaming.opening import load_like, why_no_copy
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import Workbench
 
 _MOST_APART, _MOST_IN_HALF = 5e-5, 0.01
@@ -75,24 +74,19 @@ def savings(
     return {**numbers, "bytes_after_is": origin}
 
 
-def facts_of(
-    table: ImportanceTable,
-    made: PruningResult,
-    *,
-    source: Source | None,
-) -> dict[str, Any]:
+def facts_of(made: PruningResult, source: Source | None) -> dict[str, Any]:
     """The facts on importance and savings, for manifest and card.
 
     The manifest itself records the sizes of the new files, as `files`.
     """
-    saved = savings(made.keep, table, source=source)
+    saved = savings(made.keep, made.table, source=source)
     # The table of `compress` is of a part of its windows.
     windows = None if made.report is None else made.windows
-    calibration = calibration_of(table, windows)
+    calibration = calibration_of(made.table, windows)
     facts = {
-        "calibration": describe_calibration(table, windows),
+        "calibration": describe_calibration(made.table, windows),
         "calibrated_on": calibration.to_dict() if calibration else None,
-        "importance": table.metadata.get("spec_hash"),
+        "importance": made.table.metadata.get("spec_hash"),
         "savings": {k: v for k, v in saved.items() if not k.startswith("bytes_")},
     }
     if made.report is not None:
@@ -100,17 +94,14 @@ def facts_of(
     return facts if source is None else facts | {"bytes_before": source.n_bytes}
 
 
-def text_of_heads(
-    bench: Workbench, keep: KeepMask, calibration: Calibration
-) -> CalibrationSet | None:
+def _text_of_heads(bench: Workbench, made: PruningResult) -> CalibrationSet | None:
     """What `save_pruned` scores a layer on that predicts a further token.
 
-    None where no such layer is pruned, or the text is not on this machine.
+    None where no such layer is pruned, or the text is not known or not on this machine.
     """
-    if structure_of(keep) != "uniform":
-        return None
-    with contextlib.suppress(CorpusError):
-        return bench.calibration_set(calibration)
+    if made.calibration is not None and structure_of(made.keep) == "uniform":
+        with contextlib.suppress(CorpusError):
+            return bench.calibration_set(made.calibration)
     return None
 
 
@@ -155,32 +146,29 @@ def check_widths(config: Any, selection: Selection) -> nn.Module:
 
 def slice_checkpoint(
     out: Path,
-    source: Path,
-    keep: KeepMask,
+    source: Source,
+    made: PruningResult,
     *,
     base: str,
-    facts: dict[str, Any],
     bench: Workbench | None = None,
     corpora: Sequence[str] = (),
-    calibration: CalibrationSet | None = None,
     part: StartPart = no_parts,
 ) -> None:
-    """Write the sliced model in `source` to `out`, a layer at a time.
+    """Write the sliced model of `source` to `out`, a layer at a time.
 
     Args:
         out: a new folder.
-        source: the folder of the dense model, which is streamed.
-        keep: the kept atoms.
+        source: the files of the dense model, which is streamed.
+        made: the kept atoms, whose weights are unchanged.
         base: name of the dense model.
-        facts: the result of `facts_of`.
         bench: the same model, opened; needed if there are `corpora`.
         corpora: as `write_checkpoint`; the model with the mask stands for the files.
-        calibration: as `save_pruned`.
         part: takes the progress of each part.
 
     Raises:
         CacheError: the files, loaded again, have another loss; nothing is left.
     """
+    facts, keep = facts_of(made, source), made.keep
     check = None
     if bench is not None and corpora:
         texts = {name: bench.test_windows(name) for name in corpora}
@@ -188,16 +176,16 @@ def slice_checkpoint(
             name: [bench.perplexity(mask, text).value for mask in (None, keep)]
             for name, text in texts.items()
         }
-        facts = facts | {"perplexity": change}
+        facts |= {"perplexity": change}
         with masking(bench.model, keep):
             check = _check(bench, bench.model, corpora, part)
     prune_folder(
-        source,
+        source.folder,
         keep,
         out,
         base=base,
         facts=facts,
-        calibration=calibration,
+        calibration=None if bench is None else _text_of_heads(bench, made),
         progress=part("slicing", "layer"),
         check=check,
     )
@@ -208,9 +196,7 @@ def write_checkpoint(
     made: PruningResult,
     bench: Workbench,
     *,
-    facts: dict[str, Any],
     corpora: Sequence[str],
-    calibration: CalibrationSet | None = None,
     base: str | None = None,
     part: StartPart = no_parts,
 ) -> None:
@@ -220,11 +206,9 @@ def write_checkpoint(
         out: a new folder.
         made: the kept atoms, and how their weights are made.
         bench: the dense model, which is not changed.
-        facts: the result of `facts_of`.
         corpora: corpora on whose test splits the card's perplexities are measured, with
             the weights that are written. On the first, the files are compared with the
             model in memory.
-        calibration: as `save_pruned`.
         base: name of the dense model; by default where it was loaded from.
         part: takes the progress of each part.
 
@@ -234,13 +218,13 @@ def write_checkpoint(
     """
     with healing_of(bench, made) as healing:
         pruned, weight_facts = pruned_model(bench, made, healing, part)
-        facts = facts | weight_facts
         source, stored = bench.source, stored_dtype(bench.model)
+        facts = facts_of(made, source) | weight_facts
         packing = packing_of(pruned)
         round_changed(pruned, stored, packing)
         change = {name: _perplexities(bench, pruned, name, part) for name in corpora}
         if change:
-            facts = facts | {"perplexity": change}
+            facts |= {"perplexity": change}
         check = _check(bench, pruned, corpora, part)
         kind = dtype_name(stored) if packing is None else "FP8"
         part(f"writing {out} in {kind}", "step")(0, 1)
@@ -251,7 +235,7 @@ def write_checkpoint(
             base=base,
             source=None if source is None else source.folder,
             facts=facts,
-            calibration=calibration,
+            calibration=_text_of_heads(bench, made),
             check=check,
         )
 

@@ -39,6 +39,9 @@ class PruningResult:
     """The kept atoms, and the compensation of the pruned ones, if any."""
 
     keep: KeepMask
+    table: ImportanceTable
+    """The statistics that they were selected by; with `compress`, of a part of its
+    windows."""
     recipe: WeightRecipe = MASKED
     calibration: Calibration | None = None
     """What the atoms were measured on, if the model is at hand."""
@@ -88,7 +91,7 @@ def make(
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
         uniform_width(keep, stored_dtype(bench.model))
-    made = PruningResult(with_model(keep, table), recipe, setting.calibration)
+    made = PruningResult(with_model(keep, table), table, recipe, setting.calibration)
     if not recipe.fits:
         return made
     calibration = recipe.calibration(setting.calibration)
@@ -96,20 +99,25 @@ def make(
     windows = bench.calibration_set(calibration, progress=writing)
     made = replace(made, windows=windows)
     if recipe.chooses:
+        fitted = bench.fitted(calibration)
         best = fit_compression(
             bench.model,
             windows,
             selection,
-            fitted=bench.fitted(calibration),
+            fitted=fitted,
             progress=part(f"compression on {windows.label}", "window"),
         )
-        keep = with_model(best.keep, table)
-        chosen = {"compensation": best.compensation, "report": best.report}
-        return replace(made, keep=keep, **chosen)
+        return replace(
+            made,
+            keep=with_model(best.keep, table),
+            table=fitted.table(),
+            compensation=best.compensation,
+            report=best.report,
+        )
     if recipe.weights == "compensated":
         step = part(f"compensation on {windows.label}", "window")
-        fitted = fit_compensation(bench.model, made.keep, windows, progress=step)
-        return replace(made, compensation=fitted)
+        new = fit_compensation(bench.model, made.keep, windows, progress=step)
+        return replace(made, compensation=new)
     return made
 
 

@@ -14,7 +14,7 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes.describing import python_of_model, python_of_table
-from heapr_lab.recipes.export import facts_of, write_checkpoint
+from heapr_lab.recipes.export import write_checkpoint
 from heapr_lab.recipes.making import make
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
@@ -171,10 +171,7 @@ def test_checkpoints_have_the_same_weights(
     table = bench.table_of(setting)
     made = make(bench, table, setting, recipe)
     assert made.keep.fingerprint == keep.fingerprint
-    facts = facts_of(table, made, source=bench.source)
-    write_checkpoint(
-        inside / "exported", made, bench, facts=facts, corpora=(),
-    )  # fmt: skip
+    write_checkpoint(inside / "exported", made, bench, corpora=())
     saved, exported = (
         load_file(inside / name / "model.safetensors")
         for name in ("a folder", "exported")

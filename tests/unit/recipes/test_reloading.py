@@ -15,10 +15,11 @@ from heapr_lab.checkpoints import save
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.loading import load_model
+from heapr_lab.models.sources import read_source
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes import export
-from heapr_lab.recipes.making import healing_of, make
+from heapr_lab.recipes.making import PruningResult, healing_of, make
 from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.streaming import opening
 from heapr_lab.streaming.opening import load_like
@@ -49,8 +50,7 @@ def write(
     setting = Setting(Selection(0.5, structure=structure), Calibration(text))
     table = bench.importance(setting.calibration)
     made = make(bench, table, setting, WeightRecipe(weights))
-    facts = export.facts_of(table, made, source=bench.source)
-    export.write_checkpoint(out, made, bench, facts=facts, corpora=corpora)
+    export.write_checkpoint(out, made, bench, corpora=corpora)
     return manifest_of(out)
 
 
@@ -150,13 +150,12 @@ def test_sliced_files_are_compared_with_the_mask(
     """A wrong tensor leaves nothing, not even a folder to resume from."""
     text = str(root / "text.txt")
     setting = Setting(Selection(0.5, structure=structure), Calibration(text))
-    keep = select(bench.importance(setting.calibration), setting.selection)
+    table = bench.importance(setting.calibration)
+    made = PruningResult(select(table, setting.selection), table)
 
     def write_slices(out: Path) -> dict[str, Any]:
-        options: Any = {"base": "moe", "facts": {}}
-        export.slice_checkpoint(
-            out, root / "moe", keep, bench=bench, corpora=[text], **options
-        )
+        options: Any = {"base": "moe", "bench": bench, "corpora": [text]}
+        export.slice_checkpoint(out, read_source(root / "moe"), made, **options)
         return manifest_of(out)
 
     told = write_slices(tmp_path / "out")
