@@ -1,23 +1,23 @@
 """`heapr-lab prune`: select atoms, report the savings, write the smaller model."""
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from heapr_lab.checkpoints.engines import check_computed, widths_for
 from heapr_lab.cli import options, preflight
 from heapr_lab.cli.console import print_facts, say
 from heapr_lab.cli.preflight import check_model_runs, check_out, is_folder
+from heapr_lab.models.sources import Source, read_source
+from heapr_lab.progress import progress_bars
+from heapr_lab.text.calibration_spec import Calibration, corpora_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from heapr_lab.importance.table import ImportanceTable
     from heapr_lab.recipes.making import PruningResult
     from heapr_lab.recipes.weights import Method, WeightRecipe
-    from heapr_lab.refinement.calibrated import CalibratedModel
     from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
 
@@ -56,10 +56,8 @@ def prune(
     unless held-out calibration windows are not in favour of it: then it is HEAPr as
     published.
     """
-    from heapr_lab.checkpoints.engines import widths_for
     from heapr_lab.pruning.options import Selection, read_ratio
     from heapr_lab.recipes.weights import MASKED, find_method
-    from heapr_lab.text.calibration_spec import Calibration
     from heapr_lab.workbench.settings import Setting
 
     check_model_runs(importance, out, own_text=own_text, heal=heal)
@@ -80,7 +78,6 @@ def prune(
     generated = recipe.own_text if own_text is None else own_text
     recipe = replace(recipe, own_text=generated, heal=heal)
     calibration = Calibration(corpus, n_sequences, own_text=generated)
-    opening = model, profile, seq_len, device, dtype, stream, None
     request = Request(
         model=model,
         method=preset,
@@ -91,12 +88,12 @@ def prune(
         importance=importance,
         out=out,
         engine=engine,
-        open_bench=functools.cache(lambda: options.open_bench(*opening)),
+        opening=(model, profile, seq_len, device, dtype, stream, None),
     )
     print_facts(request.run(in_words=not as_json), as_json=as_json)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """One call of `prune`: its settings, and the steps from a table to files."""
 
@@ -111,58 +108,31 @@ class Request:
     importance: Path | None
     out: Path | None
     engine: str | None
-    open_bench: "Callable[[], Workbench]"
+    opening: tuple[Any, ...]
+    """The arguments of `options.open_bench`."""
 
-    @property
-    def to_folder(self) -> bool:
-        """Whether a checkpoint is written."""
-        return is_folder(self.out)
-
-    def _cannot_write_text(self) -> bool:
-        """Whether self-generated text is wanted of a model that is streamed."""
-        from heapr_lab.refinement.own_text import can_write
-
-        wanted = self.setting.calibration.own_text
-        return bool(wanted) and not can_write(self.open_bench().model)
-
-    def _without_own_text(self) -> "Request":
-        say("a streamed model writes no text of its own: fitted to the corpus alone")
-        plain = dataclasses.replace(self.setting.calibration, own_text=0.0)
-        setting = dataclasses.replace(self.setting, calibration=plain)
-        recipe = dataclasses.replace(self.recipe, own_text=0.0)
-        return dataclasses.replace(
-            self, setting=setting, recipe=recipe, default_own_text=False
-        )
+    @functools.cached_property
+    def bench(self) -> "Workbench":
+        """The dense model, opened when it is needed."""
+        return options.open_bench(*self.opening)
 
     def run(self, *, in_words: bool) -> dict[str, Any]:
         """Check, select and write; returns the facts to print."""
         check_out(self.out)
-        measured = self._check_text()
+        corpora = self._check_text()
         from heapr_lab.models.loading import model_folder
-        from heapr_lab.models.sources import read_source
         from heapr_lab.recipes.export import savings
 
-        source = model_folder(self.model)
-        self._check(source)
-        if self.default_own_text and self._cannot_write_text():
-            return self._without_own_text().run(in_words=in_words)
-        if self.importance is None and self.recipe.heal:
-            from heapr_lab.refinement.healing import check_trainable
-
-            bench = self.open_bench()
-            check_trainable(bench.model)
-            bench.calibration_set(self.recipe.healed_on(self.setting.calibration))
-        outcome = self._choose(self._table(source))
-        if self.out is not None and not self.to_folder:
-            outcome.keep.write(self.out)
+        source = read_source(model_folder(self.model))
+        self._check(source.folder)
+        self._settle_text()
+        outcome = self._choose(source.folder)
+        written = self.out if is_folder(self.out) else None
+        if written is not None:
+            self._write(written, outcome, source, corpora)
         elif self.out is not None:
-            self._write(self.out, outcome, source, corpora=measured)
-        saved = savings(
-            outcome.keep,
-            outcome.table,
-            source=read_source(source),
-            written=self.out if self.to_folder else None,
-        )
+            outcome.keep.write(self.out)
+        saved = savings(outcome.keep, outcome.table, source=source, written=written)
         fitted = outcome.compensation
         return {
             "model": self.model,
@@ -170,7 +140,7 @@ class Request:
             "estimator": outcome.keep.settings.get(
                 "estimator", self.setting.selection.estimator
             ),
-            "compensated": self.to_folder and bool(fitted and fitted.down_projs),
+            "compensated": written is not None and bool(fitted and fitted.down_projs),
             "healed_on": self.recipe.heal,
             **_held_out(outcome.report, in_words=in_words),
             "atoms": outcome.keep.n_atoms,
@@ -180,6 +150,23 @@ class Request:
             "out": None if self.out is None else str(self.out),
         }
 
+    def _check_text(self) -> tuple[str, ...]:
+        """Check the text, or the table, without torch; returns the corpora of the card.
+
+        Raises:
+            CacheError: the table is damaged or of another kind.
+            SpecError: a corpus cannot be used.
+        """
+        if self.importance is not None:
+            from heapr_lab.importance.table import ImportanceTable
+
+            ImportanceTable.read(self.importance, [])  # before anything slow
+            return ()
+        corpora = corpora_of(self.setting.calibration.corpus)
+        for split in ("train", "test"):
+            preflight.check_corpora(corpora, split=split)
+        return corpora
+
     def _check(self, source: Path) -> None:
         """Check what needs no weights.
 
@@ -188,53 +175,50 @@ class Request:
                 the multiple, or no checkpoint has this structure.
             LayoutError: a part of a layer that predicts further tokens is missing.
         """
-        from heapr_lab.checkpoints.engines import check_computed
         from heapr_lab.models.folders import read_config
         from heapr_lab.recipes.export import check_checkpoint, check_widths
 
         config, selection = read_config(source), self.setting.selection
         check_computed(self.engine, config)
-        if self.to_folder:
+        if is_folder(self.out):
             check_checkpoint(source, selection)
         elif selection.multiple is not None:
             check_widths(config, selection)
 
-    def _check_text(self) -> list[str]:
-        """Check the text, or the table, without torch; returns the corpora of the card.
+    def _settle_text(self) -> None:
+        """Leave out self-generated text that the model cannot write; check the rest.
 
         Raises:
-            CacheError: the table is damaged or of another kind.
-            SpecError: a corpus cannot be used.
+            SpecError: the model cannot be healed, or there is too little text for it.
         """
-        from heapr_lab.text.calibration_spec import corpora_of
+        from heapr_lab.refinement.healing import check_trainable
+        from heapr_lab.refinement.own_text import can_write
 
-        corpus = self.setting.calibration.corpus
-        corpora = corpora_of(corpus)
-        if self.importance is not None:
-            from heapr_lab.importance.table import ImportanceTable
+        calibration = self.setting.calibration
+        wanted = self.default_own_text and calibration.own_text
+        if wanted and not can_write(self.bench.model):
+            say(
+                "a streamed model writes no text of its own: fitted to the corpus alone"
+            )
+            calibration = replace(calibration, own_text=0.0)
+            self.setting = replace(self.setting, calibration=calibration)
+            self.recipe = replace(self.recipe, own_text=0.0)
+        if self.recipe.heal:
+            check_trainable(self.bench.model)
+            self.bench.calibration_set(self.recipe.healed_on(calibration))
 
-            ImportanceTable.read(self.importance, [])  # before anything slow
-            return []
-        preflight.check_corpora([corpus], split="train")
-        preflight.check_corpora(corpora, split="test")  # a mixture has none
-        return list(corpora)
-
-    def _table(self, source: Path) -> "ImportanceTable":
+    def _choose(self, source: Path) -> "PruningResult":
         from heapr_lab.checkpoints.same_model import own_table
-
-        if self.recipe.chooses:
-            fitted: CalibratedModel = self.open_bench().fitted(self.setting.calibration)
-            return fitted.table()
-        if self.importance is None:
-            return self.open_bench().table_of(self.setting)
-        return own_table(self.importance, source, name=self.model)
-
-    def _choose(self, table: "ImportanceTable") -> "PruningResult":
-        from heapr_lab.progress import progress_bars
         from heapr_lab.pruning.selection import default_multiple, select
         from heapr_lab.recipes.making import PruningResult, make, with_model
 
         setting = self.setting
+        if self.importance is not None:
+            table = own_table(self.importance, source, name=self.model)
+        elif self.recipe.chooses:
+            table = self.bench.fitted(setting.calibration).table()
+        else:
+            table = self.bench.table_of(setting)
         if self.default_multiple:
             selection = replace(setting.selection, multiple=default_multiple(table))
             setting = replace(setting, selection=selection)
@@ -242,38 +226,30 @@ class Request:
             keep = select(table, setting.selection)
             return PruningResult(with_model(keep, table), table)
         with progress_bars() as part:
-            return make(self.open_bench(), table, setting, self.recipe, part=part)
+            return make(self.bench, table, setting, self.recipe, part=part)
 
     def _write(
         self,
         out: Path,
         outcome: "PruningResult",
-        source: Path,
-        *,
-        corpora: list[str],
+        source: Source,
+        corpora: tuple[str, ...],
     ) -> None:
         """Write the checkpoint; without compensation the model need not be loaded."""
         from heapr_lab.models.folders import has_tokenizer
-        from heapr_lab.models.named import LAB
-        from heapr_lab.models.sources import read_source
-        from heapr_lab.progress import progress_bars
-        from heapr_lab.recipes import export
+        from heapr_lab.recipes.export import slice_checkpoint, write_checkpoint
 
-        named = self.model == LAB or not Path(self.model).is_dir()
-        base = self.model if named else str(source)
-        files = read_source(source)
-        options: dict[str, Any] = {"base": base, "corpora": corpora}
         with progress_bars() as part:
-            if files.dequantised_from or outcome.differs:
-                bench = self.open_bench()
-                export.write_checkpoint(out, outcome, bench, part=part, **options)
+            common: Any = {"base": self.model, "corpora": corpora, "part": part}
+            if source.dequantised_from or outcome.differs:
+                write_checkpoint(out, outcome, self.bench, **common)
             else:
-                options["bench"] = self.open_bench() if corpora else None
-                export.slice_checkpoint(out, files, outcome, part=part, **options)
-        if not has_tokenizer(source):
+                bench = self.bench if corpora else None
+                slice_checkpoint(out, source, outcome, bench=bench, **common)
+        if not has_tokenizer(source.folder):
             say(
-                f"there is no tokenizer in {source}, and so none in {out}: copy the "
-                "tokenizer of the base model there before evaluating it"
+                f"there is no tokenizer in {source.folder}, and so none in {out}: copy "
+                "the tokenizer of the base model there before evaluating it"
             )
 
 
