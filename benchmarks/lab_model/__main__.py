@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 from benchmarks.lab_model import card, smolmoe, train
 from benchmarks.lab_model.recipes import RECIPES
-from heapr_lab.cli import options, preflight
+from heapr_lab.cli import options
 from heapr_lab.cli.console import SAVED, in_one_line, print_facts
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import check_device
@@ -76,7 +76,7 @@ def lab_model(
     """
     for folder in (out, work):
         if folder is not None:
-            preflight.check_folder(folder)
+            options.check_folder(folder)
     work = work or paths.cache_dir() / f"lab_training-{recipe}"
     if recipe == SMOLMOE:
         _check_smolmoe(steps, start_from, device)

@@ -16,12 +16,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from heapr_lab.cli import options, preflight
+from heapr_lab.cli import options
 from heapr_lab.cli.compare import compare
 from heapr_lab.cli.console import in_one_line, line_of_interrupt, print_facts
-from heapr_lab.cli.evaluate import evaluate
+from heapr_lab.cli.measure import evaluate, score
 from heapr_lab.cli.prune import prune
-from heapr_lab.cli.score import score
 from heapr_lab.models.safetensors_headers import check_there
 
 
@@ -222,7 +221,7 @@ def reproduce(
     It scores the model, prunes it at 10 to 90 %, evaluates and draws.
     """
     if out is not None:
-        preflight.check_folder(out)
+        options.check_folder(out)
     from heapr_lab.experiments.reproduce import reproduce as make
 
     lines = make(

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heapr_lab.cli import options, preflight
+from heapr_lab.cli import options
 from heapr_lab.cli.console import names_in, print_facts, say
 from heapr_lab.errors import SpecError
 from heapr_lab.methods import DESCRIBED, OPTIONS, check_name, check_options
+from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -115,13 +116,11 @@ def compare(
         _defaults(name, preset), methods=names, ratios=ratios, corpora=corpora,
         tasks=tasks, corpus=corpus,
     )  # fmt: skip
-    from heapr_lab.text.calibration_spec import Calibration
-
     given = _settings(settings or [])
     calibration = Calibration(asked["corpus"], n_sequences, seed=seed)
-    preflight.check_corpora([asked["corpus"]], split="train")
-    preflight.check_corpora(asked["corpora"], split="test")
-    preflight.check_tasks(asked["tasks"])
+    options.check_corpora([asked["corpus"]], split="train")
+    options.check_corpora(asked["corpora"], split="test")
+    options.check_tasks(asked["tasks"])
     from heapr_lab.methods.comparison import compare_methods, entries
 
     wanted = entries(asked["methods"], asked["ratios"], given)
@@ -164,13 +163,15 @@ def _asked(defaults: Mapping[str, str], **given: str | None) -> dict[str, Any]:
     """What is compared, on what text, with what is given in place of the defaults.
 
     Raises:
-        SpecError: there is nothing to measure.
+        SpecError: a ratio is no share, or there is nothing to measure.
     """
+    from heapr_lab.pruning.options import read_ratio
+
     texts = {**defaults, **{k: v for k, v in given.items() if v is not None}}
     lists = {name: names_in(texts[name]) for name in ("methods", "corpora", "tasks")}
     for name in lists["methods"]:
         check_name(name)
-    ratios = _ratios(texts["ratios"])
+    ratios = [read_ratio(part) for part in names_in(texts["ratios"])]
     if not (lists["methods"] and ratios and (lists["corpora"] or lists["tasks"])):
         raise SpecError("nothing to measure: give --methods, --ratios and --corpora")
     return {**lists, "ratios": ratios, "corpus": texts["corpus"]}
@@ -270,17 +271,6 @@ def _list(*, as_json: bool) -> None:
             typer.echo(f"  option {name} [default: {json.dumps(default)}]")
         for text in method.deviations:
             typer.echo(f"  * {text}")
-
-
-def _ratios(text: str) -> list[float]:
-    """The ratios in a comma-separated list.
-
-    Raises:
-        SpecError: one is no share.
-    """
-    from heapr_lab.pruning.options import read_ratio
-
-    return [read_ratio(part) for part in names_in(text)]
 
 
 def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:

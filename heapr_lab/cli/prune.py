@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heapr_lab.checkpoints.engines import check_computed, widths_for
-from heapr_lab.cli import options, preflight
+from heapr_lab.cli import options
 from heapr_lab.cli.console import print_facts, say
-from heapr_lab.cli.preflight import check_model_runs, check_out, is_folder
+from heapr_lab.cli.options import check_model_runs, check_out, is_folder
 from heapr_lab.models.sources import Source, read_source
 from heapr_lab.progress import progress_bars
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
@@ -164,7 +164,7 @@ class Request:
             return ()
         corpora = corpora_of(self.setting.calibration.corpus)
         for split in ("train", "test"):
-            preflight.check_corpora(corpora, split=split)
+            options.check_corpora(corpora, split=split)
         return corpora
 
     def _check(self, source: Path) -> None:
