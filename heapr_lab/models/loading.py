@@ -23,6 +23,7 @@ from heapr_lab.models.folders import (
 )
 from heapr_lab.models.memory import return_freed
 from heapr_lab.models.named import AS_MOE, dense_of, folder_of, hub_id, what_is_expected
+from heapr_lab.models.safetensors_headers import refuse_path
 from heapr_lab.progress import silent
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,7 @@ def _resolve(name_or_path: str | Path) -> str:
     if named is not None:
         return str(named)
     if not Path(name).is_dir():
+        refuse_path(name)
         hub.is_reachable()  # if it does not, only local files are used
     return hub_id(name)
 

@@ -57,10 +57,20 @@ def check_there(name: str) -> None:
         return
     if Path(name).is_dir():
         read_settings(Path(name))
-    elif name.startswith((".", "~", os.sep)):
-        raise SpecError(f"no such folder: {name}; expected {what_is_expected()}")
-    elif local_folder(name) is None:
+        return
+    refuse_path(name)
+    if local_folder(name) is None:
         _ask_the_hub(name)
+
+
+def refuse_path(name: str) -> None:
+    """Check that a name that is no folder's can be one on the hub.
+
+    Raises:
+        SpecError: it is a path.
+    """
+    if name.startswith((".", "~", os.sep)):
+        raise SpecError(f"no such folder: {name!r}; expected {what_is_expected()}")
 
 
 def _ask_the_hub(name: str) -> None:

@@ -64,11 +64,13 @@ def test_the_type_can_be_chosen(source: Path, dtype: str | torch.dtype) -> None:
 
 def test_a_wrong_name_is_an_error_that_says_what_is_expected(tmp_path: Path) -> None:
     """A missing folder, a name that is not on the hub, a folder without a model."""
-    for name in ("nobody/no-such-model", str(tmp_path / "absent"), str(tmp_path)):
+    absent = {"./absent", str(tmp_path / "absent")}
+    for name in ("nobody/no-such-model", *absent, str(tmp_path)):
         with pytest.raises(SpecError) as caught:
             load_model(name)
         message = str(caught.value)
         assert repr(name) in message
+        assert message.startswith("no such folder: ") == (name in absent)
         assert "local folder in the hub's layout, or one of lab" in message
 
 

@@ -8,7 +8,7 @@ from processes import says
 
 Asked = dict[str, Any]
 WRONG: tuple[tuple[str, Asked, str], ...] = (
-    ("./nosuch", {}, "no such folder: ./nosuch; expected "),
+    ("./nosuch", {}, "no such folder: './nosuch'; expected "),
     ("no/such-model", {}, "cannot get the files of the model 'no/such-model'"),
     (".", {}, "has no config.json: expected "),
     ("bad", {}, "cannot be read as JSON"),
