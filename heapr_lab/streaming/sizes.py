@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.dtypes import DEQUANTISED
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def sizes_of(model: Any) -> Sizes:
     """The sizes of a model, which may be on the meta device.
 
     Raises:
-        LayoutError: its experts cannot be measured, or its decoder layers are not in
-            one list.
+        LayoutError: its experts cannot be measured, are fewer than a token is routed
+            to, or its decoder layers are not in one list.
     """
     from heapr_lab.models.experts import describe
     from heapr_lab.streaming.stream import decoder_layers
@@ -106,8 +106,15 @@ def sizes_of(model: Any) -> Sizes:
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     weights = {end.weight for end in ends if end is not None}  # tied ones once
     blocks = decoder_layers(model)
+    whole = describe(model)
+    for number, shape in whole.layers.items():
+        if shape.top_k > shape.n_experts:
+            raise LayoutError(
+                f"layer {number} routes a token to {shape.top_k} experts and has "
+                f"{shape.n_experts}: correct num_experts_per_tok in config.json"
+            )
     return Sizes(
-        model=describe(model),
+        model=whole,
         layers=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         ends=tuple(weight.numel() for weight in weights),
         state=state_of(model.config),

@@ -192,10 +192,19 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
         plan(tmp_path / "empty")
 
 
-def test_experts_without_atoms_are_refused(folder: Path, tmp_path: Path) -> None:
-    """They have no atom that could be changed to see what it changes."""
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_intermediate_size": 0}, "experts of 0 atoms"),
+        ({"num_experts_per_tok": 99}, r"a token to 99 experts and has \d+: correct"),
+    ],
+)
+def test_experts_without_atoms_or_too_few_are_refused(
+    change: dict[str, int], message: str, folder: Path, tmp_path: Path
+) -> None:
+    """They have no atom that could be changed, or there is nothing to route to."""
     config = json.loads((folder / "config.json").read_text())
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config | {"moe_intermediate_size": 0}))
-    with pytest.raises(LayoutError, match="experts of 0 atoms"):
+    path.write_text(json.dumps(config | change))
+    with pytest.raises(LayoutError, match=message):
         plan(path)
