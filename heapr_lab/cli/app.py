@@ -118,9 +118,7 @@ def plan(
             help="A hub id, a folder, a config.json, `lab`, `smollm2` or `smolmoe`.",
         ),
     ],
-    n_sequences: Annotated[
-        int, typer.Option("--sequences", min=1, help="Calibration windows.")
-    ] = 128,
+    n_sequences: Annotated[int, typer.Option(min=1, help="Calibration windows.")] = 128,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
     memory: Annotated[
         str | None,
