@@ -7,6 +7,7 @@ progress and errors go to standard error.
 
 import os
 import threading
+import tomllib
 import webbrowser
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -22,6 +23,8 @@ from heapr_lab.cli.console import in_one_line, line_of_interrupt, print_facts
 from heapr_lab.cli.measure import evaluate, score
 from heapr_lab.cli.prune import prune
 from heapr_lab.models.safetensors_headers import check_there
+
+_EXAMPLES = tomllib.loads(Path(__file__).with_name("examples.toml").read_text("utf-8"))
 
 
 class _Commands(TyperGroup):
@@ -49,21 +52,16 @@ class _InGroups(TyperCommand):
                 formatter.write_dl(records)
 
 
-def _examples(*commands: str) -> str:
-    """The end of a `--help`."""
-    return "\n".join(["\b\nExamples:", *(f"  heapr-lab {line}" for line in commands)])
+def _examples(command: str) -> str:
+    """The end of the `--help` of a command, or of them all."""
+    lines = [f"  heapr-lab {line}" for line in _EXAMPLES[command]]
+    return "\n".join(["\b\nExamples:", *lines])
 
 
 app = typer.Typer(
     cls=_Commands,
     help="Score, prune and study the atomic experts of Mixture-of-Experts models.",
-    epilog=_examples(
-        "score lab",
-        "prune lab --ratio 0.25 --out mask.parquet",
-        "prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned",
-        "evaluate lab --mask mask.parquet --corpora pydocs,ptb --kl",
-        "reproduce",
-    ),
+    epilog=_examples("heapr-lab"),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -103,13 +101,7 @@ def _common(
     pass
 
 
-@app.command(
-    epilog=_examples(
-        "plan lab",
-        "plan Qwen/Qwen3-30B-A3B --memory 80GB --dtype bfloat16",
-        "plan ./config.json --memory 24GB --json",
-    )
-)
+@app.command(epilog=_examples("plan"))
 def plan(
     model: Annotated[
         str,
@@ -145,49 +137,13 @@ def plan(
         typer.echo(str(needs))
 
 
-app.command(
-    epilog=_examples(
-        "score lab --out importance.parquet",
-        "score Qwen/Qwen1.5-MoE-A2.7B --corpus wikitext2 --seq-len 2048",
-        'score ./my_moe --corpus "0.7*pydocs + 0.3*ptb" --seed 1 --json',
-    )
-)(score)
-app.command(
-    cls=_InGroups,
-    epilog=_examples(
-        "prune lab --ratio 0.25 --out mask.parquet",
-        "prune lab --ratio 0.4 --structure uniform --multiple 8 --out pruned",
-        "prune lab --importance importance.parquet --ratio 40%",
-        "prune lab --ratio 0.3 --structure aligned --multiple 16 --of model",
-        "prune lab --ratio 0.4 --method paper --out as_published",
-        "prune lab --ratio 0.4 --heal 128 --out healed",
-    ),
-)(prune)
-app.command(
-    epilog=_examples(
-        "evaluate lab --corpora pydocs,ptb",
-        "evaluate lab --mask mask.parquet --kl --tasks continuation",
-        "evaluate ./my_moe --tasks arc_easy,piqa --limit 200 --json",
-    )
-)(evaluate)
-app.command(
-    epilog=_examples(
-        "compare --list",
-        "compare lab --methods heapr,reap,naee --ratios 0.2,0.4",
-        "compare ./my_moe --methods camera-p --set camera-p.alpha=0.95 --json",
-        "compare ./my_moe --methods heapr,reap --tasks arc_easy,piqa --limit 200",
-        "compare qwen1.5-moe-a2.7b-chat --preset paper-table1",
-    )
-)(compare)
+app.command(epilog=_examples("score"))(score)
+app.command(cls=_InGroups, epilog=_examples("prune"))(prune)
+app.command(epilog=_examples("evaluate"))(evaluate)
+app.command(epilog=_examples("compare"))(compare)
 
 
-@app.command(
-    epilog=_examples(
-        "reproduce",
-        "reproduce --model ./my_moe --profile lab",
-        "reproduce --no-notebooks --out my_figures",
-    )
-)
+@app.command(epilog=_examples("reproduce"))
 def reproduce(
     model: Annotated[
         str, typer.Option(help=options.NAME_HELP, callback=options.model_name)
@@ -235,13 +191,7 @@ def reproduce(
     typer.echo("\n".join(lines))
 
 
-@app.command(
-    epilog=_examples(
-        "provenance figures/4_boundary.png",
-        "provenance mask.parquet --json",
-        "provenance pruned",
-    )
-)
+@app.command(epilog=_examples("provenance"))
 def provenance(
     file: Annotated[
         Path,
@@ -267,11 +217,7 @@ def _flat(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 @app.command(
     "app",
-    epilog=_examples(
-        "app",
-        "app ./my_moe --profile lab",
-        "app importance.parquet --port 8866 --no-browser",
-    ),
+    epilog=_examples("app"),
 )
 def panel(
     source: Annotated[
