@@ -29,14 +29,10 @@ from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
     LlamaDecoderLayer,
     LlamaForCausalLM,
-    LlamaMLP,
     LlamaModel,
     LlamaPreTrainedModel,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
 )
 from transformers.models.nemotron_h.modeling_nemotron_h import (
     NemotronHBlock,
@@ -104,15 +100,9 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):
     """A layer of Llama, whose MLP may be experts."""
 
     def __init__(self, config: DeepseekConfig, layer_idx: int) -> None:
-        super(LlamaDecoderLayer, self).__init__()  # Llama's would allocate its MLP
-        self.hidden_size = config.hidden_size
-        self.self_attn = LlamaAttention(config, layer_idx)
-        has_experts = config.has_experts(layer_idx)
-        self.mlp: Any = DeepseekMoE(config) if has_experts else LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(
-            config.hidden_size, config.rms_norm_eps
-        )
+        super().__init__(config, layer_idx)
+        if config.has_experts(layer_idx):
+            self.mlp: Any = DeepseekMoE(config)
 
 
 class DeepseekPreTrainedModel(LlamaPreTrainedModel):
@@ -137,17 +127,9 @@ class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
     """Embedding, decoder layers and last norm."""
 
     def __init__(self, config: DeepseekConfig) -> None:
-        super(LlamaModel, self).__init__(config)  # Llama's would allocate its layers
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, self.padding_idx
-        )
+        super().__init__(config)
         numbers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DeepseekDecoderLayer(config, n) for n in numbers)
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.gradient_checkpointing = False
         self.post_init()
 
 
