@@ -8,6 +8,7 @@ means a more important atom; none is negative. Equations are numbered as in the 
 (HEAPr, ICLR 2026); `heapr_lab.importance` derives that `heapr` is its Algorithm 1.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -47,23 +48,8 @@ class Inputs:
         return np.maximum(self["tokens"], 1)
 
 
-@dataclass(frozen=True)
-class Option:
-    """A number from 0 that changes an estimator's formula."""
-
-    default: float
-    most: float | None = None
-    """The largest valid value; None for a whole number without a limit."""
-
-    def checked(self, value: Any, *, name: str) -> float:
-        """`value` as the formula expects it: an int or a float.
-
-        Raises:
-            SpecError: it is not a number, or is out of range.
-        """
-        if self.most is None:
-            return whole_number(value, name=name, least=0)
-        return number_to(self.most, value, name=name)
+_Option = tuple[float, Callable[..., float]]
+"""The default of a number from 0 that changes a formula, and what checks a value."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +66,7 @@ class Estimator:
     """Columns it reads."""
     needs_of_gated: tuple[str, ...] = ()
     """Columns it also reads if the experts have gates."""
-    options: Mapping[str, Option] = field(default_factory=dict)
+    options: Mapping[str, _Option] = field(default_factory=dict)
     """Its options by name."""
     within_layer: bool = False
     """Whether only scores of the same layer can be compared."""
@@ -221,7 +207,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "CAMERA-P: energy and peak of p · h times ‖w_down‖², within a layer",
                 _camera,
                 needs=("w_down_sq", "sum_ph2", "max_abs_ph"),
-                options={"alpha": Option(0.9, most=1)},
+                options={"alpha": (0.9, functools.partial(number_to, 1))},
                 within_layer=True,
             ),
             Estimator(
@@ -242,7 +228,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
                 "random",
                 "control: uniform numbers from a seed",
                 _random,
-                options={"seed": Option(0)},
+                options={"seed": (0, functools.partial(whole_number, least=0))},
             ),
         )
     }
@@ -278,8 +264,8 @@ def complete_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             f"it has {', '.join(known) or 'none'}"
         )
     return {
-        key: option.checked(options.get(key, option.default), name=key)
-        for key, option in known.items()
+        key: check(options.get(key, default), name=key)
+        for key, (default, check) in known.items()
     }
 
 
