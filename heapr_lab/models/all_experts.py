@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.likelihood import input_device
-from heapr_lab.models.ragged_experts import activate, normalises
+from heapr_lab.models.ragged_experts import activate, fused_experts, normalises
 
 ON_CPU = "heapr_lab_on_cpu"
 """The implementation of models that are loaded on a CPU."""
@@ -113,8 +113,7 @@ def _fit_grouped_kernels(model: Any) -> bool:
     """Whether rows of all experts' matrices, and of their transposes, fill 16 bytes."""
     return all(
         size * weight.element_size() % _ROW_BYTES == 0
-        for module in model.modules()
-        if hasattr(module, "is_concatenated")  # set by transformers' decorator
+        for module in fused_experts(model.named_modules()).values()
         for weight in module.parameters(recurse=False)
         if weight.ndim == 3
         for size in weight.shape[1:]

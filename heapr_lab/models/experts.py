@@ -14,7 +14,7 @@ Letters: W_gate, W_up (E, I, D); W_down (E, D, I).
 """
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,10 @@ from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.families import refuse_by_name
 from heapr_lab.models.modes import unexchanged
-from heapr_lab.models.ragged_experts import RaggedExperts, activate
+from heapr_lab.models.ragged_experts import RaggedExperts, activate, fused_experts
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)(?=\.|$)")
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-NORMS = ("w_down_sq", "w_up_sq", "w_gate_sq")
-"""The columns of `ExpertsLayer.squared_norms`, in order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +126,8 @@ class ExpertsLayer:
 
         Shapes: atoms (n,) ascending; result (2n,) with a gate, else (n,).
         """
-        if not self.gated:
-            return atoms
-        if self.module.is_concatenated:
-            return torch.cat([atoms, atoms + self.d_inter])
-        return torch.stack([2 * atoms, 2 * atoms + 1], dim=1).flatten()
+        rows = torch.arange(self.d_inter * (1 + self.gated), device=atoms.device)
+        return self.by_atom(rows)[atoms].flatten().sort().values
 
     def expert(self, expert: int) -> dict[str, torch.Tensor]:
         """The matrices and biases of one expert, each apart; views.
@@ -206,11 +200,11 @@ def find_experts(model: nn.Module) -> list[ExpertsLayer]:
     with unexchanged(model):
         _refuse_offloaded(model)
         _refuse_unfused(model)
-        modules = list(_decorated(text_modules(model)))
-        _refuse_outside(model, {name for name, _ in modules})
+        modules = fused_experts(text_modules(model))
+        _refuse_outside(model, modules)
     layers = [
         ExpertsLayer(_layer_number(name, index), name, module)
-        for index, (name, module) in enumerate(modules)
+        for index, (name, module) in enumerate(modules.items())
     ]
     if not layers:
         raise LayoutError(
@@ -253,21 +247,13 @@ def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     yield from inside.named_modules(prefix=name)
 
 
-def _decorated(
-    modules: Iterable[tuple[str, nn.Module]],
-) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in modules:
-        if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
-            yield name, module
-
-
 def _refuse_outside(model: nn.Module, inside: Container[str]) -> None:
     """Check that all experts are in the language model.
 
     Raises:
         LayoutError: there are others, whose tensors have the same names in files.
     """
-    for name, _ in _decorated(model.named_modules()):
+    for name in fused_experts(model.named_modules()):
         if name not in inside:
             raise LayoutError(
                 f"{type(model).__name__} has experts outside its language model, in "

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,15 @@ def normalises(module: Any) -> bool:
     Versions of transformers that know no such family do not say so.
     """
     return getattr(module, "has_post_expert_norm", False)
+
+
+def fused_experts(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
+    """Those of named modules that have transformers' experts interface, by name."""
+    return {
+        name: module
+        for name, module in modules
+        if hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+    }
 
 
 def without_weights(module: nn.Module) -> Any:
@@ -462,11 +471,7 @@ class HeaprQuantizer(HfQuantizer):
             ValueError: the widths do not match this model's experts.
         """
         every = self.quantization_config.widths
-        modules = {
-            name: module
-            for name, module in model.named_modules()
-            if hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
-        }
+        modules = fused_experts(model.named_modules())
         check_widths(every, {n: len(m.down_proj) for n, m in modules.items()}, model)
         for path, widths in every.items():
             parent, _, name = path.rpartition(".")
