@@ -43,11 +43,7 @@ TOKENS_AT_LEAST = 128
 
 
 def token_nll(
-    model: nn.Module,
-    ids: torch.Tensor,
-    *,
-    states: torch.Tensor | None = None,
-    chunk_tokens: int | None = None,
+    model: nn.Module, ids: torch.Tensor, *, states: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Negative log-likelihood of each token given those before it, in nats.
 
@@ -60,8 +56,6 @@ def token_nll(
         model: a causal language model of transformers.
         ids: token ids.
         states: their final states, (B, L, d_model); by default they are computed.
-        chunk_tokens: tokens whose logits are in memory together; by default as many as
-            fit into 4 MiB on a CPU and 128 MiB on a GPU, and at least 128.
 
     Raises:
         HeaprLabError: the log-likelihood of a token is not finite.
@@ -69,7 +63,7 @@ def token_nll(
     states = (final_states(model, ids) if states is None else states)[:, :-1]
     targets = ids[:, 1:].to(states.device)
     n_tokens = targets.numel()
-    chunk = chunk_tokens or _chunk_tokens(model)
+    chunk = _chunk_tokens(model)
     head = _head(model)
     parts: list[torch.Tensor] = []
     for rows, labels in zip(
@@ -182,9 +176,7 @@ def input_device(model: Any) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def iter_log_probs(
-    model: nn.Module, states: torch.Tensor, *, chunk_tokens: int | None = None
-) -> Iterator[torch.Tensor]:
+def iter_log_probs(model: nn.Module, states: torch.Tensor) -> Iterator[torch.Tensor]:
     """Log-probabilities of the next token, one chunk of positions after the other.
 
     Two calls with the same number of states give chunks of the same positions.
@@ -194,7 +186,7 @@ def iter_log_probs(
     """
     head = _head(model)
     rows = states.flatten(0, -2)
-    for part in rows.split(chunk_tokens or _chunk_tokens(model)):
+    for part in rows.split(_chunk_tokens(model)):
         logits = head(part)
         yield logits.to(accumulating_dtype(logits)).log_softmax(-1)
 
@@ -224,6 +216,7 @@ def _check_finite(nll: torch.Tensor) -> None:
 
 
 def _chunk_tokens(model: Any) -> int:
+    """Tokens whose logits are in memory together."""
     weight = model.get_output_embeddings().weight
     device = backend_of(model).device(weight)
     elements = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cuda"])

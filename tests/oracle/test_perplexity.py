@@ -11,6 +11,7 @@ from heapr_lab.evaluation.perplexity import (
     evaluate_divergence,
     evaluate_perplexity,
 )
+from heapr_lab.models import likelihood
 from heapr_lab.models.likelihood import token_nll
 
 ROUNDING = 1e-12
@@ -32,7 +33,7 @@ def model():
 
 
 @pytest.mark.parametrize("family", [*REPRESENTATIVES, *AFTER_THE_HEAD])
-def test_nll_is_the_family_s_own_loss(family):
+def test_nll_is_the_family_s_own_loss(family, monkeypatch):
     """The mean of token_nll is the loss that transformers computes of whole logits."""
     model, ids = tiny_model(family, **AFTER_THE_HEAD.get(family, {})), tiny_ids()
     with torch.no_grad():
@@ -41,7 +42,8 @@ def test_nll_is_the_family_s_own_loss(family):
         whole = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), targets, reduction="none"
         )
-        nll = token_nll(model, ids, chunk_tokens=7)
+        monkeypatch.setattr(likelihood, "_chunk_tokens", lambda _model: 7)
+        nll = token_nll(model, ids)
         loss = model(ids, labels=ids, use_cache=False).loss
     rounding = 1e-5 if family in FLOAT32_HEADS else ROUNDING
     torch.testing.assert_close(nll.flatten(), whole, rtol=rounding, atol=rounding)

@@ -5,6 +5,7 @@ import torch
 from families import tiny_ids, tiny_model
 
 from heapr_lab.errors import HeaprLabError, LayoutError
+from heapr_lab.models import likelihood
 from heapr_lab.models.likelihood import (
     final_states,
     iter_log_probs,
@@ -15,7 +16,12 @@ ROUNDING = 1e-12
 """float64, sums of a few dozen terms."""
 
 
-def input_gradient(model, ids, **options):
+def in_chunks_of(n_tokens, monkeypatch):
+    """Let the logits of so many tokens be in memory together."""
+    monkeypatch.setattr(likelihood, "_chunk_tokens", lambda _model: n_tokens)
+
+
+def input_gradient(model, ids):
     """Gradient of the summed nll at the embedding's output."""
     kept = []
 
@@ -24,7 +30,7 @@ def input_gradient(model, ids, **options):
         return kept[0]
 
     with model.get_input_embeddings().register_forward_hook(keep):
-        token_nll(model, ids, **options).sum().backward()
+        token_nll(model, ids).sum().backward()
     return kept[0].grad
 
 
@@ -42,23 +48,25 @@ def test_shape_and_type(model):
     assert token_nll(model.bfloat16(), ids).dtype == torch.float32
 
 
-def test_chunked_gradient(model):
+def test_chunked_gradient(model, monkeypatch):
     """The gradient at the embedding is the same with the head run again in chunks."""
     ids = tiny_ids()
     whole = input_gradient(model, ids)
-    parts = input_gradient(model, ids, chunk_tokens=5)
+    in_chunks_of(5, monkeypatch)
+    parts = input_gradient(model, ids)
     assert whole[:, :-1].abs().min() > 0  # the last token predicts nothing
     torch.testing.assert_close(parts, whole, rtol=1e-9, atol=ROUNDING)
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_logits_never_exist_whole(model):
-    """The head sees at most `chunk_tokens` tokens at once, in both directions."""
+def test_logits_never_exist_whole(model, monkeypatch):
+    """The head sees at most so many tokens at once, in both directions."""
     seen = []
     model.lm_head.register_forward_hook(
         lambda _module, _args, output: seen.append(output.shape[:-1].numel())
     )
-    input_gradient(model, tiny_ids(n_sequences=3, seq_len=9), chunk_tokens=5)
+    in_chunks_of(5, monkeypatch)
+    input_gradient(model, tiny_ids(n_sequences=3, seq_len=9))
     assert max(seen) == 5
     assert sum(seen) == 3 + 2 * 24  # one position a window, then twice all tokens
 
@@ -70,13 +78,14 @@ def test_the_model_is_left_alone(model):
     assert before == (model.__dict__, dict(model.named_modules()))
 
 
-def test_log_probs_come_in_chunks(model):
+def test_log_probs_come_in_chunks(model, monkeypatch):
     """They are normalised, and the chunks cover the positions in order."""
     ids = tiny_ids(n_sequences=2, seq_len=6)
     with torch.no_grad():
         states = final_states(model, ids)[:, :-1]
-        chunks = list(iter_log_probs(model, states, chunk_tokens=4))
         nll = token_nll(model, ids)
+        in_chunks_of(4, monkeypatch)
+        chunks = list(iter_log_probs(model, states))
     assert [len(chunk) for chunk in chunks] == [4, 4, 2]
     log_p = torch.cat(chunks)
     torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(10).double())
