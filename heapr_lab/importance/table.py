@@ -25,10 +25,11 @@ from heapr_lab.importance.columns import (
     check_spec,
     check_values,
     is_outdated,
+    merge_frames,
+    merge_metadata,
     sorted_rows,
     typed_rows,
 )
-from heapr_lab.importance.merging import merge_frames, merge_metadata
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.repr_html import card_html
 from heapr_lab.storage import files

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.importance.columns import merge_frames
 from heapr_lab.importance.estimators import find_estimator
-from heapr_lab.importance.merging import merge_frames
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Parts, Progress

@@ -7,8 +7,13 @@ import pandas as pd
 import pytest
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.columns import MAXIMA, NORMS, SUMS
-from heapr_lab.importance.merging import merge_frames, merge_metadata
+from heapr_lab.importance.columns import (
+    MAXIMA,
+    NORMS,
+    SUMS,
+    merge_frames,
+    merge_metadata,
+)
 from heapr_lab.storage.hashing import digest
 
 
