@@ -6,7 +6,7 @@ import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.dtypes import NAMES
+from heapr_lab.models.formats import NAMES
 from heapr_lab.models.identity import (
     WEIGHTS_VERSION,
     architecture_identity,

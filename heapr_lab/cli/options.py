@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heapr_lab.errors import SpecError, one_of
-from heapr_lab.models.dtypes import DTYPES, device_name
+from heapr_lab.models.formats import DTYPES, device_name
 from heapr_lab.models.named import dense_of, hub_id
 from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.streaming.sizes import size_of

@@ -24,7 +24,7 @@ from torch import nn
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.backend import backend_of
-from heapr_lab.models.families import refuse_by_name
+from heapr_lab.models.formats import refuse_by_name
 from heapr_lab.models.modes import unexchanged
 from heapr_lab.models.ragged_experts import RaggedExperts, activate, fused_experts
 

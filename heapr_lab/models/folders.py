@@ -26,13 +26,13 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from heapr_lab import registry
 from heapr_lab.errors import SpecError
-from heapr_lab.models.dtypes import (
+from heapr_lab.models.formats import (
     DEQUANTISED,
     check_format,
     format_of,
     stays_float32,
 )
-from heapr_lab.models.families import refuse_by_name
+from heapr_lab.models.formats import refuse_by_name
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import EARLIER, check_no_missing_weights
 from heapr_lab.models.safetensors_headers import names_in, read_object, read_settings

@@ -13,8 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 from heapr_lab import hub, registry
 from heapr_lab.errors import SpecError, one_of, whole_number
 from heapr_lab.models.all_experts import ready
-from heapr_lab.models.dtypes import DTYPES
-from heapr_lab.models.families import refuse_by_name
+from heapr_lab.models.formats import DTYPES
+from heapr_lab.models.formats import refuse_by_name
 from heapr_lab.models.folders import (
     read_config,
     read_tokenizer,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heapr_lab.models.dtypes import DEQUANTISED, FP8, block_of, blocks_fit
+from heapr_lab.models.formats import DEQUANTISED, FP8, block_of, blocks_fit
 from heapr_lab.models.named import local_folder
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizatio
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.all_experts import ready
-from heapr_lab.models.dtypes import DEQUANTISED
+from heapr_lab.models.formats import DEQUANTISED
 from heapr_lab.models.folders import (
     build,
     quantisation,

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 
 from heapr_lab import hub, registry
 from heapr_lab.errors import SpecError, one_of, whole_number
-from heapr_lab.models.dtypes import DTYPES, check_format
+from heapr_lab.models.formats import DTYPES, check_format
 from heapr_lab.models.named import dense_of, folder_of, hub_id, what_is_expected
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_headers
 from heapr_lab.models.sources import dtype_name

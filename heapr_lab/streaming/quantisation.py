@@ -33,7 +33,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from heapr_lab.models.dtypes import FP4_LAYOUTS, FP8, MXFP4, format_of
+from heapr_lab.models.formats import FP4_LAYOUTS, FP8, MXFP4, format_of
 
 SCALES = "_scale_inv"
 """What is added to the name of a weight in that of its scales."""

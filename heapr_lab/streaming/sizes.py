@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.dtypes import DEQUANTISED
+from heapr_lab.models.formats import DEQUANTISED
 
 if TYPE_CHECKING:
     from heapr_lab.models.architecture import Architecture, LayerShape

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from heapr_lab.errors import one_of, whole_number
-from heapr_lab.models.dtypes import DTYPES, device_name
+from heapr_lab.models.formats import DTYPES, device_name
 from heapr_lab.models.named import LAB, dense_of, hub_id
 from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.pruning.options import Selection, selection_of

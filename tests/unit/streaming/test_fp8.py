@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heapr_lab.models.dtypes import block_of
+from heapr_lab.models.formats import block_of
 from heapr_lab.streaming.quantisation import dequantised, quantised
 
 BLOCK = 4, 3
