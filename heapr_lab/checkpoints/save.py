@@ -38,9 +38,9 @@ from heapr_lab.checkpoints.stored_type import (
 from heapr_lab.checkpoints.uniform import layer_widths, stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import backend_of
-from heapr_lab.models.formats import blocks_fit
 from heapr_lab.models.experts import is_wrapper, sliced_experts
 from heapr_lab.models.folders import has_tokenizer, is_native, read_tokenizer
+from heapr_lab.models.formats import blocks_fit
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer, finish
 from heapr_lab.models.sources import dtype_name, source_of
 from heapr_lab.progress import Progress, no_report

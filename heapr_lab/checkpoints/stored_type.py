@@ -18,9 +18,9 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from heapr_lab.models.formats import blocks_fit, stays_float32
 from heapr_lab.models.experts import is_wrapper, sliced_experts
 from heapr_lab.models.folders import read_config, skeleton_of, unquantised
+from heapr_lab.models.formats import blocks_fit, stays_float32
 from heapr_lab.models.safetensors_headers import INDEX, read_headers
 from heapr_lab.models.sources import source_of
 from heapr_lab.storage import files

@@ -12,8 +12,8 @@ from typing import Any
 import typer
 
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.storage.disk import disk_error
 from heapr_lab.storage.hashing import without_nan
+from heapr_lab.storage.paths import disk_error
 
 
 def say(message: str) -> None:

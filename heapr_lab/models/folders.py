@@ -30,9 +30,9 @@ from heapr_lab.models.formats import (
     DEQUANTISED,
     check_format,
     format_of,
+    refuse_by_name,
     stays_float32,
 )
-from heapr_lab.models.formats import refuse_by_name
 from heapr_lab.models.named import what_is_expected
 from heapr_lab.models.ragged_experts import EARLIER, check_no_missing_weights
 from heapr_lab.models.safetensors_headers import names_in, read_object, read_settings

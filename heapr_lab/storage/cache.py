@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import filelock
 
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.storage.disk import writable
 from heapr_lab.storage.files import (
     read_json,
     remedy,
@@ -24,7 +23,7 @@ from heapr_lab.storage.files import (
     write_json,
 )
 from heapr_lab.storage.hashing import canonical_json, digest
-from heapr_lab.storage.paths import cache_dir
+from heapr_lab.storage.paths import cache_dir, writable
 
 _Value = TypeVar("_Value")
 

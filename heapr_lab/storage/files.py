@@ -24,9 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from heapr_lab.errors import CacheError
-from heapr_lab.storage.disk import writable
 from heapr_lab.storage.hashing import canonical_json
-from heapr_lab.storage.paths import cache_dir
+from heapr_lab.storage.paths import cache_dir, writable
 
 SCHEMA_VERSION = 1
 """Increased whenever files of an older version can no longer be read."""

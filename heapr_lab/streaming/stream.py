@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.experts import text_modules
+from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.memory import return_freed
 
 _STREAM, _PART = "heapr_stream", "heapr_part"

@@ -25,8 +25,7 @@ from torch import nn
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.storage import files
 from heapr_lab.storage.cache import lock
-from heapr_lab.storage.disk import writable
-from heapr_lab.storage.paths import cache_dir
+from heapr_lab.storage.paths import cache_dir, writable
 from heapr_lab.streaming.stream import Stream, stream_of
 
 logger = logging.getLogger(__name__)

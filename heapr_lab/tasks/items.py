@@ -27,8 +27,8 @@ from heapr_lab.models.identity import check_unchanged, identity_in_force, weight
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Parts, Progress, no_report
 from heapr_lab.storage.cache import cache_path, check_same_key, lock
-from heapr_lab.storage.disk import writable
 from heapr_lab.storage.files import read_frame, write_frame
+from heapr_lab.storage.paths import writable
 from heapr_lab.tasks.harness import (
     continuation_task,
     items_fingerprint,

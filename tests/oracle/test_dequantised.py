@@ -31,8 +31,8 @@ from wrappers import tiny_wrapper
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.folders import read_config, skeleton_of
+from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.loading import load_model
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection

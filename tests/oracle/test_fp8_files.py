@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.checkpoints.stored_type import packing_of, round_changed
-from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.experts import sliced_experts
+from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.loading import load_model
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune

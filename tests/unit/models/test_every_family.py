@@ -19,8 +19,8 @@ from benchmarks.readme import fill_blocks
 from heapr_lab.errors import LayoutError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.formats import REFUSED
 from heapr_lab.models.folders import build
+from heapr_lab.models.formats import REFUSED
 from heapr_lab.models.loading import load_model
 from heapr_lab.storage import paths
 from heapr_lab.text.calibration import CalibrationSet

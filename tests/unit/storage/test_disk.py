@@ -19,7 +19,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.figures.files import write_files
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
-from heapr_lab.storage import cache, disk, files
+from heapr_lab.storage import cache, files, paths
 from heapr_lab.tasks import items
 
 MASK = KeepMask.from_arrays({0: [[True, False]]})
@@ -86,6 +86,6 @@ def test_a_cache_below_a_file_is_one_line(
 
 def test_other_errors_are_left_as_they_are(tmp_path: Path) -> None:
     """A mistake in what is written is not one of the disk."""
-    with pytest.raises(ZeroDivisionError), disk.writable(tmp_path):
+    with pytest.raises(ZeroDivisionError), paths.writable(tmp_path):
         _ = 1 / 0
-    assert disk.disk_error(ZeroDivisionError()) is None
+    assert paths.disk_error(ZeroDivisionError()) is None
