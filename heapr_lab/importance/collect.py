@@ -8,22 +8,22 @@ embedding's output does. Source: HEAPr, Algorithm 1, in the form that is derived
 
 import contextlib
 import logging
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
+import transformers
 from torch import nn
 
-from heapr_lab.errors import whole_number
-from heapr_lab.importance.measured import (
-    check_coverage,
-    provenance_of,
-    rows_of,
-    warn_of_underflow,
-)
+from heapr_lab.errors import CoverageError, whole_number
+from heapr_lab.importance.columns import atom_keys
 from heapr_lab.importance.resuming import Ranks, SavedSums
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import Steps, backend_of
@@ -137,33 +137,6 @@ def _tokens(model: Any) -> dict[str, int]:
     n_layers = model.config.get_text_config().num_hidden_layers
     few = min(TOKENS_PER_BATCH["cpu"], _TOKENS_AND_LAYERS // n_layers)
     return TOKENS_PER_BATCH | {"cpu": few}
-
-
-def _table(
-    run: "_Pass", calibration: CalibrationSet, spec: dict[str, Any], *, seconds: float
-) -> ImportanceTable:
-    """The table of a finished pass, which has every atom and every token."""
-    moments = {number: probe.moments for number, probe in run.probes.items()}
-    norms = {layer.layer: run.weighed(layer.layer) for layer in run.layers}
-    table = ImportanceTable.from_frame(
-        rows_of(run.model, run.layers, moments, norms),
-        N=calibration.n_predicted,
-        windows=calibration.window_fingerprints(),
-        spec=spec,
-        spec_hash=run.key,
-        architecture=describe(run.model).to_dict(),
-        provenance=provenance_of(
-            run.model,
-            calibration,
-            device=str(run.layers[0].device),
-            batch_size=run.batch_size,
-            resumed_at=run.resumed_at,
-            seconds=round(seconds, 2),
-        ),
-    )
-    check_coverage(table)
-    warn_of_underflow(table)
-    return table
 
 
 @dataclass(kw_only=True, eq=False)
@@ -280,3 +253,100 @@ def _warn_of_repeats(windows: list[str]) -> None:
             "%d of %d calibration windows repeat another, and count as often",
             n_repeats, len(windows),
         )  # fmt: skip
+
+
+# --- the table of a finished pass -------------------------------------------------
+
+
+def _table(
+    run: _Pass, calibration: CalibrationSet, spec: dict[str, Any], *, seconds: float
+) -> ImportanceTable:
+    """The table of a finished pass, which has every atom and every token."""
+    table = ImportanceTable.from_frame(
+        _rows(run),
+        N=calibration.n_predicted,
+        windows=calibration.window_fingerprints(),
+        spec=spec,
+        spec_hash=run.key,
+        architecture=describe(run.model).to_dict(),
+        provenance=_provenance(run, calibration, seconds=seconds),
+    )
+    check_coverage(table)
+    _warn_of_underflow(table)
+    return table
+
+
+def _rows(run: _Pass) -> pd.DataFrame:
+    """One row per atom, sorted by (layer, expert, atom).
+
+    Columns are in float64 if the model is, else in float32.
+    """
+    exact = next(run.model.parameters()).dtype == torch.float64
+    real = np.float64 if exact else np.float32
+    parts = []
+    for layer in run.layers:
+        columns = atom_keys(layer.layer, layer.n_experts, layer.d_inter)
+        sums = run.probes[layer.layer].moments
+        tokens = np.repeat(sums.tokens.cpu().numpy(), layer.d_inter)
+        columns["tokens"] = tokens.astype(np.int64)
+        for name, tensor in (sums.atoms | run.weighed(layer.layer)).items():
+            columns[name] = tensor.cpu().numpy().reshape(-1).astype(real)
+        parts.append(pd.DataFrame(columns))
+    return pd.concat(parts, ignore_index=True)
+
+
+def check_coverage(table: ImportanceTable) -> None:
+    """Check that all tokens were measured, before anything is written.
+
+    Raises:
+        CoverageError: tokens are missing.
+    """
+    tokens = table.expert_tokens().groupby("layer")["tokens"].sum()
+    top_k = {layer: shape.top_k for layer, shape in table.architecture.layers.items()}
+    if (tokens / pd.Series(top_k)).nunique() > 1 or tokens.iloc[0] == 0:
+        raise CoverageError(
+            f"routed tokens differ from layer to layer: {tokens.to_dict()}"
+        )
+    unrouted = table.unrouted()
+    if len(unrouted):
+        named = [f"{row.layer}/{row.expert}" for row in unrouted.itertuples()]
+        logger.warning(
+            "%d experts saw no token (layer/expert): %s", len(named), ", ".join(named)
+        )
+
+
+def _warn_of_underflow(table: ImportanceTable) -> None:
+    """Say of how many atoms a square is too small for the type that it is summed in."""
+    frame = table.frame
+    lost = frame["max_abs_h"].gt(0) & frame["sum_h2"].eq(0)
+    lost |= frame["sum_hg"].ne(0) & frame["sum_hg2"].eq(0)
+    if lost.any():
+        logger.warning(
+            "%d of %d atoms have activations or gradients whose squares are 0 in "
+            "float32, so that their scores cannot be told apart: load the model with "
+            "dtype='float64'",
+            lost.sum(), len(frame),
+        )  # fmt: skip
+
+
+def _provenance(
+    run: _Pass, calibration: CalibrationSet, *, seconds: float
+) -> dict[str, Any]:
+    """What the table says of how it was measured."""
+    config = run.model.config
+    return {
+        "model": getattr(config, "_name_or_path", ""),
+        "revision": getattr(config, "_commit_hash", None),
+        "calibration": calibration.provenance
+        | {"n_sequences": calibration.n_sequences, "seq_len": calibration.seq_len},
+        "device": str(run.layers[0].device),
+        "batch_size": run.batch_size,
+        "resumed_at": run.resumed_at,
+        "seconds": round(seconds, 2),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }

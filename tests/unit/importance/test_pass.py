@@ -14,7 +14,7 @@ from families import tiny_ids, tiny_model
 from torch import nn
 
 from heapr_lab.errors import CoverageError, LayoutError
-from heapr_lab.importance import collect, measured, resuming
+from heapr_lab.importance import collect, resuming
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.hooks import Routed, edits_of, masked, observed, probed
@@ -94,7 +94,7 @@ def test_what_is_refused_before_anything_is_run(
 def test_tokens_that_differ_from_layer_to_layer(model: nn.Module) -> None:
     """One layer of two experts per token, one of a single expert: a wrong count."""
     table = collect_statistics(model, WINDOWS)
-    measured.check_coverage(table)
+    collect.check_coverage(table)
     frame = table.frame
     for tokens in (
         np.where(frame["layer"] == 1, 1, frame["tokens"]),
@@ -103,7 +103,7 @@ def test_tokens_that_differ_from_layer_to_layer(model: nn.Module) -> None:
         changed = frame.assign(tokens=tokens)
         wrong = type(table).from_frame(changed, **table.metadata)
         with pytest.raises(CoverageError, match="routed tokens differ from layer to"):
-            measured.check_coverage(wrong)
+            collect.check_coverage(wrong)
 
 
 @pytest.mark.parametrize(
