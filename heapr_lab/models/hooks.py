@@ -10,7 +10,7 @@ Within `masked` a layer computes something else; `observed` shows its activation
 `counting` its routes, and `probed` sums what flows through it forward and back.
 
 Shapes: T tokens, K slots per token, n = T·K routed rows sorted by expert,
-I d_inter, D d_expert.
+E n_experts, I d_inter, D d_expert.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from heapr_lab.errors import CoverageError, HeaprLabError
-from heapr_lab.models.all_experts import all_experts, most_are_active
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import (
     gathered_linear,
@@ -35,10 +35,17 @@ from heapr_lab.models.grouped_linear import (
     rows_of_experts,
     scattered_linear,
 )
+from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.moments import LayerMoments
-from heapr_lab.models.ragged_experts import activate, normalises
+from heapr_lab.models.ragged_experts import activate, fused_experts, normalises
 
 IMPLEMENTATION = "heapr_lab"
+ON_CPU = "heapr_lab_on_cpu"
+"""The implementation of models that are loaded on a CPU."""
+_MOST = 2 / 3
+"""Share of the experts from which on running all of them is faster."""
+_ROW_BYTES = 16
+"""Grouped kernels take matrices whose rows are a multiple of it."""
 _T = TypeVar("_T")
 _NONE: Mapping[int, Any] = MappingProxyType({})
 
@@ -321,8 +328,7 @@ def _experts_forward(
     if edit is None and probe is None and observer is None:
         forward = _plain_implementation(module)
     elif probe is None and observer is None and most_are_active(module, top_k_index):
-        assert edit is not None
-        forward = functools.partial(all_experts, keep=edit.keep, down=edit.new_down)
+        forward = functools.partial(all_experts, edit=edit)
     else:
         forward = functools.partial(
             _routed_forward, edit=edit, probe=probe, observer=observer
@@ -401,3 +407,104 @@ def _combined(
     unsorted = torch.empty_like(weighted).index_copy(0, order, weighted)
     total: torch.Tensor = unsorted.unflatten(0, (-1, n_slots)).sum(1)
     return total
+
+
+# --- every expert on every token: two products of whole matrices --------------------
+
+# Where a token goes to most of the experts anyway, a CPU multiplies by all of them
+# faster than it sorts, gathers and scatters tokens: with 20 of 24 experts of 64 neurons
+# it runs 3.9 times as many tokens as transformers' `grouped_mm`, the default, 1.7 times
+# as many as `eager`, and 1.4 times as many as `_routed_forward`.
+
+
+def all_experts(
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    edit: Edit | None = None,
+) -> torch.Tensor:
+    """The routed experts' weighted sum, (T, D), as every implementation has it.
+
+    Activations of experts that a token is not routed to are multiplied by 0.
+
+    Args:
+        module: transformers' experts, whose outputs are not normalised.
+        hidden_states: (T, D).
+        top_k_index: (T, K); E for none.
+        top_k_weights: (T, K).
+        edit: the change to how they run, if there is one.
+    """
+    layer = ExpertsLayer(-1, "", module)
+    gates = _gates(top_k_index, top_k_weights, layer.n_experts)
+    bias = None if layer.up_bias is None else layer.up_bias.flatten()
+    rows = F.linear(hidden_states, layer.up_rows.flatten(0, 1), bias)
+    h = activate(module, rows.view(len(rows) * layer.n_experts, -1))
+    h = h.view(len(rows), layer.n_experts, -1) * gates[..., None]
+    if edit is not None:
+        h = h * edit.keep
+    new, dtype = None if edit is None else edit.new_down, hidden_states.dtype
+    weight = (layer.down if new is None else new).transpose(0, 1).flatten(1)
+    total = F.linear(h.flatten(1).to(dtype), weight.to(dtype))
+    if layer.down_bias is not None:
+        total = total + gates.to(dtype) @ layer.down_bias
+    return total
+
+
+def _gates(
+    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, n_experts: int
+) -> torch.Tensor:
+    """The routing weight of each expert for each token, (T, E): 0 for most or a few."""
+    none = top_k_weights.new_zeros(len(top_k_index), n_experts + 1)
+    return none.scatter_add(1, top_k_index, top_k_weights)[:, :n_experts]
+
+
+def most_are_active(module: Any, top_k_index: torch.Tensor) -> bool:
+    """Whether `all_experts` is the fast way here, and can be used."""
+    n_experts = len(module.down_proj)
+    return (
+        top_k_index.device.type == "cpu"
+        and top_k_index.shape[-1] >= _MOST * n_experts
+        and not normalises(module)
+    )
+
+
+def _experts_on_cpu(
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    most = most_are_active(module, top_k_index)
+    forward = all_experts if most else ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    total: torch.Tensor = forward(module, hidden_states, top_k_index, top_k_weights)
+    return total
+
+
+ALL_EXPERTS_FUNCTIONS.register(ON_CPU, _experts_on_cpu)
+
+
+def ready(model: Any) -> Any:
+    """A model that was just loaded, in eval mode, with experts functions for its type.
+
+    The default, grouped kernels do not support float64, nor experts of every width, and
+    are slower on a CPU.
+    """
+    kind, now = input_device(model).type, model.config._experts_implementation
+    if model.dtype == torch.float64 or not _fit_grouped_kernels(model):
+        model.set_experts_implementation("eager")
+    elif kind == "cpu" and now == "grouped_mm":
+        model.set_experts_implementation(ON_CPU)
+    return model.eval()
+
+
+def _fit_grouped_kernels(model: Any) -> bool:
+    """Whether rows of all experts' matrices, and of their transposes, fill 16 bytes."""
+    return all(
+        size * weight.element_size() % _ROW_BYTES == 0
+        for module in fused_experts(model.named_modules()).values()
+        for weight in module.parameters(recurse=False)
+        if weight.ndim == 3
+        for size in weight.shape[1:]
+    )

@@ -12,7 +12,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from heapr_lab import hub, registry
 from heapr_lab.errors import SpecError, one_of, whole_number
-from heapr_lab.models.all_experts import ready
 from heapr_lab.models.folders import (
     read_config,
     read_tokenizer,
@@ -20,6 +19,7 @@ from heapr_lab.models.folders import (
     refuse_format,
 )
 from heapr_lab.models.formats import DTYPES, refuse_by_name
+from heapr_lab.models.hooks import ready
 from heapr_lab.models.memory import return_freed
 from heapr_lab.models.named import AS_MOE, dense_of, folder_of, hub_id, what_is_expected
 from heapr_lab.models.safetensors_headers import refuse_path

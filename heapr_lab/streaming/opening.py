@@ -11,7 +11,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.all_experts import ready
 from heapr_lab.models.folders import (
     build,
     quantisation,
@@ -22,6 +21,7 @@ from heapr_lab.models.folders import (
     skeleton_of,
 )
 from heapr_lab.models.formats import DEQUANTISED
+from heapr_lab.models.hooks import ready
 from heapr_lab.models.loading import model_folder
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer

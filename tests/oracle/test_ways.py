@@ -11,8 +11,7 @@ from tiny_folder import write_model
 from torch import nn
 
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.models import all_experts as fast
-from heapr_lab.models import ragged_experts
+from heapr_lab.models import hooks, ragged_experts
 from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.hooks import Edit, _routed_forward
 from heapr_lab.models.loading import load_model
@@ -126,15 +125,15 @@ def test_every_family(family: str) -> None:
     """Within 1e-12 of the family's own loop and of the masked experts function."""
     layer = find_experts(tiny_model(family))[-1]
     if normalises(layer.module):
-        assert not fast.most_are_active(layer.module, torch.zeros(1, 9))
+        assert not hooks.most_are_active(layer.module, torch.zeros(1, 9))
         return
     states, index, weights = inputs = routed(layer)
-    output = fast.all_experts(layer.module, *inputs)
+    output = hooks.all_experts(layer.module, *inputs)
     torch.testing.assert_close(output, layer.module(*inputs), rtol=1e-12, atol=1e-12)
     noise = torch.Generator().manual_seed(1)
     keep = torch.rand(layer.n_experts, layer.d_inter, generator=noise) < 0.5
     edit = Edit(keep.to(layer.dtype), torch.randn_like(layer.down))
-    output = fast.all_experts(layer.module, *inputs, keep=edit.keep, down=edit.new_down)
+    output = hooks.all_experts(layer.module, *inputs, edit=edit)
     expected = _routed_forward(
         layer.module, states, index, weights, edit=edit, probe=None, observer=None
     )
@@ -148,7 +147,7 @@ def test_slots_without_an_expert_and_repeated_ones() -> None:
     states, index, weights = routed(layer)
     index[0, 1] = layer.n_experts
     index[1, 2] = index[1, 0]
-    output = fast.all_experts(layer.module, states, index, weights)
+    output = hooks.all_experts(layer.module, states, index, weights)
     weights = weights.clone()
     weights[0, 1] = 0
     index[0, 1] = 0
@@ -161,12 +160,11 @@ def test_where_it_is_used(
     n_active: int, used: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models loaded on a CPU use it, masked or not, if most experts are active."""
-    spy = Mock(wraps=fast.all_experts)
-    for module in ("heapr_lab.models.all_experts", "heapr_lab.models.hooks"):
-        monkeypatch.setattr(f"{module}.all_experts", spy)
+    spy = Mock(wraps=hooks.all_experts)
+    monkeypatch.setattr(hooks, "all_experts", spy)
     folder = write_model(tmp_path, num_experts_per_tok=n_active)
     model, _ = load_model(folder, device="cpu")
-    assert model.config._experts_implementation == fast.ON_CPU
+    assert model.config._experts_implementation == hooks.ON_CPU
     keep, ids = random_keep(model), tiny_ids()
     dense = logits_of(model, ids)
     masked = masked_logits(model, ids, keep)
