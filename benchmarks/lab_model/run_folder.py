@@ -19,8 +19,8 @@ from heapr_lab.models.folders import read_weights
 from heapr_lab.refinement.healing import restore_training, save_training
 from heapr_lab.storage.files import share_mode
 from heapr_lab.storage.hashing import canonical_json, digest
+from heapr_lab.text.calibration import tokenise
 from heapr_lab.text.corpora import Corpus
-from heapr_lab.text.tokenization import tokenise
 
 END_OF_TEXT = "<|endoftext|>"
 UPCYCLED_NOISE = 0.02

@@ -24,7 +24,7 @@ from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
 from heapr_lab.refinement.own_text import Steps
-from heapr_lab.text.tokenization import tokenise
+from heapr_lab.text.calibration import tokenise
 
 _UNFINISHED = "\ufffd"
 """What a decoder returns for an incomplete character."""

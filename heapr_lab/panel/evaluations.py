@@ -102,7 +102,7 @@ def windows_of_task(task: str, bench: "Workbench") -> int:
 
     What an item has beside question and choices is counted, too.
     """
-    from heapr_lab.text.tokenization import tokenise
+    from heapr_lab.text.calibration import tokenise
 
     n_items = bench.profile.items_of(task)
     items = _items(task, n_items)

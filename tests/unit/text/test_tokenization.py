@@ -15,8 +15,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from heapr_lab.text import tokenization
-from heapr_lab.text.tokenization import tokenise
+from heapr_lab.text import calibration
+from heapr_lab.text.calibration import tokenise
 
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -83,8 +83,8 @@ def test_pieces_have_the_ids_of_the_whole(
     """The text is cut where that changes nothing, and left whole where it would."""
     tokenizer = fitted(make)
     expected = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr(tokenization, "PIECE_CHARS", 100)
-    pieces = list(tokenization._pieces(TEXT, tokenizer))
+    monkeypatch.setattr(calibration, "PIECE_CHARS", 100)
+    pieces = list(calibration._pieces(TEXT, tokenizer))
     assert "".join(pieces) == TEXT
     assert (len(pieces) == 1) if n_pieces == 1 else (len(pieces) >= n_pieces)
     ids = tokenise(TEXT, tokenizer)
