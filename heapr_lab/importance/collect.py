@@ -28,11 +28,12 @@ from heapr_lab.importance.resuming import Ranks, SavedSums
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import Steps, backend_of
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, describe, find_experts
-from heapr_lab.models.hooks import Probe, check_gradients, probed
+from heapr_lab.models.hooks import check_gradients, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
 from heapr_lab.models.memory import halving_batches, starting_batch_size
 from heapr_lab.models.modes import differentiating
+from heapr_lab.models.moments import LayerMoments
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
@@ -125,7 +126,7 @@ def collect_statistics(
     else:
         run.measure(batch_size)
     if ranks is not None:
-        ranks.combine([probe.moments for probe in run.probes.values()])
+        ranks.combine([*run.probes.values()])
     table = _table(run, calibration, spec, seconds=time.perf_counter() - started)
     if state is not None:
         state.unlink(missing_ok=True)
@@ -162,7 +163,8 @@ class _Pass:
     done: int = 0
     norms: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Squared norms of the weights of each layer's atoms."""
-    probes: dict[int, Probe] = field(default_factory=dict)
+    probes: dict[int, LayerMoments] = field(default_factory=dict)
+    """The sums of each layer."""
 
     def __post_init__(self) -> None:
         self._weights = weights_state(self.model)
@@ -171,9 +173,8 @@ class _Pass:
         """Measure all windows not measured before; the probes then have the sums."""
         self.batch_size = batch_size
         with differentiating(self.model), probed(self.layers) as self.probes:
-            moments = {number: probe.moments for number, probe in self.probes.items()}
             self._saved = SavedSums(
-                self.state, self.key, moments, check=self._check_weights
+                self.state, self.key, self.probes, check=self._check_weights
             )
             self.done = self.resumed_at = self._saved.resume()
             steps = backend_of(self.model).backward(self.model, self)
@@ -225,10 +226,10 @@ class _Pass:
         """
         probe = self.probes[number]
         start, stop = self.first + windows.start, self.first + windows.stop
-        finite = torch.isfinite(probe.moments.atoms["sum_hg2"]).all()
+        finite = torch.isfinite(probe.atoms["sum_hg2"]).all()
         where = f"windows {start} to {stop - 1}"
-        check_gradients(number, probe.backwards, finite=bool(finite), where=where)
-        probe.backwards = 0
+        check_gradients(number, probe.times, finite=bool(finite), where=where)
+        probe.times = 0
 
     def _check_weights(self) -> None:
         check_unchanged(self.model, self._weights)
@@ -286,7 +287,7 @@ def _rows(run: _Pass) -> pd.DataFrame:
     parts = []
     for layer in run.layers:
         columns = atom_keys(layer.layer, layer.n_experts, layer.d_inter)
-        sums = run.probes[layer.layer].moments
+        sums = run.probes[layer.layer]
         tokens = np.repeat(sums.tokens.cpu().numpy(), layer.d_inter)
         columns["tokens"] = tokens.astype(np.int64)
         for name, tensor in (sums.atoms | run.weighed(layer.layer)).items():

@@ -228,16 +228,6 @@ def counting(
 # --- what sees gradients ------------------------------------------------------------
 
 
-class Probe:
-    """Collects the moments of one layer while gradients flow back through it."""
-
-    def __init__(self, layer: ExpertsLayer) -> None:
-        device = layer.device
-        self.moments = LayerMoments(layer.n_experts, layer.d_inter, device)
-        self.backwards = 0
-        """Backward passes since this was last set to 0."""
-
-
 class _Accounting(torch.autograd.Function):
     """The identity on h, whose backward adds h and dl/dh to the moments.
 
@@ -251,30 +241,28 @@ class _Accounting(torch.autograd.Function):
         h: torch.Tensor,
         p: torch.Tensor,
         tokens: torch.Tensor,
-        probe: Probe,
+        moments: LayerMoments,
     ) -> torch.Tensor:
         ctx.save_for_backward(h, p, tokens)
-        ctx.probe = probe
+        ctx.moments = moments
         return h.view_as(h)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         h, p, tokens = ctx.saved_tensors
-        probe: Probe = ctx.probe
         with torch.no_grad():
-            probe.moments.add(h, g, p, tokens)
-        probe.backwards += 1
+            ctx.moments.add(h, g, p, tokens)
         return g, None, None, None
 
 
 @contextlib.contextmanager
-def probed(layers: list[ExpertsLayer]) -> Iterator[dict[int, Probe]]:
-    """Measure the layers in every backward pass until the context ends.
+def probed(layers: list[ExpertsLayer]) -> Iterator[dict[int, LayerMoments]]:
+    """Sum up each layer in every backward pass until the context ends.
 
-    A probe is attached to the module, not to the thread, because autograd may run a
+    The sums are attached to the module, not to the thread, because autograd may run a
     checkpointed forward again in a thread of its own.
     """
-    probes = {layer.layer: Probe(layer) for layer in layers}
+    probes = {e.layer: LayerMoments(e.n_experts, e.d_inter, e.device) for e in layers}
     for layer in layers:
         layer.module.__dict__["_heapr_probe"] = probes[layer.layer]
     try:
@@ -355,7 +343,7 @@ def _routed_forward(
     top_k_weights: torch.Tensor,
     *,
     edit: Edit | None,
-    probe: Probe | None,
+    probe: LayerMoments | None,
     observer: Observer | None,
 ) -> torch.Tensor:
     """The result of every implementation, with h masked and observed in between."""

@@ -39,6 +39,8 @@ class LayerMoments:
         self.atoms = dict(zip(SUMS, self._sums, strict=True))
         self.atoms |= dict(zip(MAXIMA, self._maxima, strict=True))
         self.tokens = zeros(n_experts)
+        self.times = 0
+        """Batches that were added since this was last set to 0."""
 
     def add(
         self, h: torch.Tensor, g: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor
@@ -51,6 +53,7 @@ class LayerMoments:
         self._sums += sums
         torch.maximum(self._maxima, maxima.to(self._maxima.dtype), out=self._maxima)
         self.tokens += tokens
+        self.times += 1
 
     @property
     def named(self) -> dict[str, torch.Tensor]:

@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 from heapr_lab.errors import CoverageError
 from heapr_lab.models.backend import GradientPass, Steps
 from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.models.hooks import Probe, counting
+from heapr_lab.models.hooks import counting
 from heapr_lab.models.likelihood import input_device
+from heapr_lab.models.moments import LayerMoments
 from heapr_lab.progress import noted
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.sizes import EXTRA_STATES, state_bytes, state_of
@@ -231,7 +232,7 @@ class TwoSweeps:
         """Take over what an earlier process measured in a layer."""
         if number in self._pass.probes:
             moments = self._store.get(f"back-{number}")
-            self._pass.probes[number].moments.load_state(dict(moments))
+            self._pass.probes[number].load_state(dict(moments))
         for _ in self._batches:
             self._step(2, number)
 
@@ -249,7 +250,7 @@ class TwoSweeps:
                 yield number, self.windows[index]
         if probe is not None and counted is not None:
             counted.check(probe)
-        state = {} if probe is None else probe.moments.state()
+        state = {} if probe is None else probe.state()
         self._store.put(f"back-{number}", state)
         self._store.drop(f"grad-{number + 1}-")  # after what makes it needless
         self._store.drop(f"out-{number}-")
@@ -329,17 +330,17 @@ class _Tokens:
         chosen = top_k_index.flatten().cpu()
         self.seen += torch.bincount(chosen, minlength=self._layer.n_experts)
 
-    def begin(self, probe: Probe) -> None:
+    def begin(self, probe: LayerMoments) -> None:
         """Begin the second sweep."""
-        self._before = probe.moments.tokens.long().cpu()
+        self._before = probe.tokens.long().cpu()
 
-    def check(self, probe: Probe) -> None:
+    def check(self, probe: LayerMoments) -> None:
         """Check that the probe of the layer has seen as many tokens since `begin`.
 
         Raises:
             CoverageError: it has not.
         """
-        again = probe.moments.tokens.long().cpu() - self._before
+        again = probe.tokens.long().cpu() - self._before
         if not torch.equal(self.seen, again):
             raise CoverageError(
                 f"{self._layer.name} routed other tokens in the second sweep than in "

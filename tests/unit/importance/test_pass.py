@@ -41,7 +41,7 @@ def test_a_layer_that_takes_part_twice_is_an_error() -> None:
         )
         token_nll(model, WINDOWS.ids).sum().backward()
         hook.remove()
-    assert [probe.backwards for probe in probes.values()] == [1, 2]
+    assert [probe.times for probe in probes.values()] == [1, 2]
     message = "layer 1 took part 2 times in the pass over windows 0 to 1, expected once"
     with pytest.raises(CoverageError, match=message):
         collect_statistics(model, WINDOWS, batch_size=2)

@@ -198,7 +198,7 @@ def sums(model: nn.Module) -> dict[str, np.ndarray]:
     return {
         f"{number}.{name}": tensor.numpy()
         for number, probe in probes.items()
-        for name, tensor in probe.moments.state().items()
+        for name, tensor in probe.state().items()
     }
 
 
@@ -230,7 +230,7 @@ def test_only_passes_with_gradients_are_probed() -> None:
     with probed(find_experts(model)) as probes:
         logits_of(model, IDS)
         token_nll(other, IDS).sum().backward()
-    assert all(probe.moments.tokens.sum() == 0 for probe in probes.values())
+    assert all(probe.tokens.sum() == 0 for probe in probes.values())
 
 
 def test_a_probe_inside_a_mask_sees_the_masked_model() -> None:
