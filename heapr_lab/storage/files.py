@@ -99,8 +99,8 @@ def write_frame(
 ) -> None:
     """Write `frame` as parquet (zstd), with `metadata` as JSON in the schema.
 
-    Integers and values that repeat from row to row are dictionary-encoded, other
-    floats are split into byte streams, and every page carries a checksum.
+    Floats are split into byte streams, all else is dictionary-encoded, and every page
+    carries a checksum.
 
     Args:
         path: the file; an existing one is replaced atomically.
@@ -112,25 +112,16 @@ def write_frame(
     table = table.replace_schema_metadata(
         {**(table.schema.metadata or {}), _KEY.encode(): canonical_json(header)}
     )
-    repeated = [name for name in table.column_names if _repeats(table.column(name))]
-    split = [name for name in table.column_names if name not in repeated]
+    floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
     with replacing(path) as temporary:
         pq.write_table(
             table,
             temporary,
             compression="zstd",
-            use_dictionary=repeated,
-            use_byte_stream_split=split,
+            use_dictionary=[name for name in table.column_names if name not in floats],
+            use_byte_stream_split=floats,
             write_page_checksum=True,
         )
-
-
-def _repeats(column: pa.ChunkedArray) -> bool:
-    """Whether a dictionary will hold the values of this column."""
-    if not pa.types.is_floating(column.type):
-        return True
-    values = column.slice(0, 2**20).to_numpy()
-    return bool(len(values) > 1 and np.mean(values[1:] == values[:-1]) > 0.75)
 
 
 def read_frame(
