@@ -438,14 +438,13 @@ def _on_text(model: Any) -> Iterator[nn.Parameter]:
 
 
 def _layer_shape(model: Any, layer: ExpertsLayer) -> LayerShape:
-    name = f"{layer.up_name}_bias"
-    bias = getattr(layer.module, name) if layer.biased else None
+    n_up = 1 + layer.gated
     return LayerShape(
         n_experts=layer.n_experts,
         d_inter=layer.d_inter,
         d_expert=layer.d_expert,
-        n_matrices=3 if layer.gated else 2,
-        atom_biases=0 if bias is None else bias.shape[1] // layer.d_inter,
+        n_matrices=1 + n_up,
+        atom_biases=n_up if layer.biased else 0,
         top_k=_experts_per_token(model, layer),
     )
 
@@ -472,7 +471,7 @@ def _experts_per_token(model: Any, layer: ExpertsLayer) -> int:
 
 def _attention_width(model: Any) -> int:
     """Sum over softmax-attention layers of n_heads · (qk width + v width)."""
-    width = 0
+    width, config = 0, model.config.get_text_config()
     for _, module in text_modules(model):
         if not type(module).__name__.endswith("Attention"):
             continue
@@ -480,13 +479,7 @@ def _attention_width(model: Any) -> int:
         key_dim = getattr(module, "qk_head_dim", head_dim)
         value_dim = getattr(module, "v_head_dim", head_dim)
         if key_dim is not None and value_dim is not None:
-            width += _n_heads(model, module) * (key_dim + value_dim)
+            n_heads = getattr(module, "num_heads", 0)  # can differ between layers
+            n_heads = n_heads or getattr(config, "num_attention_heads", 0)
+            width += n_heads * (key_dim + value_dim)
     return width
-
-
-def _n_heads(model: Any, attention: Any) -> int:
-    """Heads of an attention module, which can differ between layers."""
-    n_heads: int = getattr(attention, "num_heads", 0)
-    if n_heads:
-        return n_heads
-    return getattr(model.config.get_text_config(), "num_attention_heads", 0)
