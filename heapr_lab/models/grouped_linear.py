@@ -43,7 +43,7 @@ def routed_linear(
         ends = tokens.cumsum(0).to(torch.int32)
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     else:
-        out = _RoutedLinear.apply(x, weight, tokens.tolist())
+        out = _RoutedLinear.apply(x, weight, None, tokens.tolist())
     return out if bias is None else out + bias[experts]
 
 
@@ -66,7 +66,7 @@ def gathered_linear(
     """
     if x.is_cuda:
         return routed_linear(x[rows], weight, bias, experts, tokens)
-    out: torch.Tensor = _GatheredLinear.apply(x, weight, rows, tokens.tolist())
+    out: torch.Tensor = _RoutedLinear.apply(x, weight, rows, tokens.tolist())
     return out if bias is None else out + bias[experts]
 
 
@@ -92,22 +92,26 @@ def scattered_linear(
     return total
 
 
-class _GatheredLinear(torch.autograd.Function):
-    """Row k of the result is W x[rows[k]], with the W of its expert."""
+class _RoutedLinear(torch.autograd.Function):
+    """Row k of the result is W x[rows[k]], without `rows` W x[k], W that of its expert.
+
+    Products are written directly into the result: unlike autograd's own, it
+    concatenates nothing, forward or backward.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        rows: torch.Tensor,
+        rows: torch.Tensor | None,
         tokens: list[int],
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, rows)
         ctx.tokens, ctx.n_tokens, ctx.dtype = tokens, len(x), x.dtype
-        out = x.new_empty(len(rows), weight.shape[1], dtype=weight.dtype)
-        for w, index, y in _by_expert(tokens, weight, rows, out):
-            torch.mm(x.index_select(0, index).to(w.dtype), w.T, out=y)
+        out = x.new_empty(sum(tokens), weight.shape[1], dtype=weight.dtype)
+        for w, part, y in _by_expert(tokens, weight, x if rows is None else rows, out):
+            torch.mm(_taken(x, rows, part).to(w.dtype), w.T, out=y)
         return out
 
     @staticmethod
@@ -117,17 +121,29 @@ class _GatheredLinear(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight, rows = ctx.saved_tensors
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            shape = ctx.n_tokens, weight.shape[2]
+        shape = ctx.n_tokens, weight.shape[2]
+        if ctx.needs_input_grad[0] and rows is None:
+            grad_x = grad.new_empty(shape)
+            for w, g, back in _by_expert(ctx.tokens, weight, grad, grad_x):
+                torch.mm(g, w, out=back)
+        elif ctx.needs_input_grad[0]:
             total = grad.new_zeros(shape, dtype=accumulating_dtype(grad))
             for w, index, g in _by_expert(ctx.tokens, weight, rows, grad):
                 total.index_add_(0, index, (g @ w).to(total.dtype))
             grad_x = total.to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
-            for w, index, g in _by_expert(ctx.tokens, grad_weight, rows, grad):
-                torch.mm(g.T, x.index_select(0, index).to(w.dtype), out=w)
+            places = x if rows is None else rows
+            for w, part, g in _by_expert(ctx.tokens, grad_weight, places, grad):
+                torch.mm(g.T, _taken(x, rows, part).to(w.dtype), out=w)
         return grad_x, grad_weight, None, None
+
+
+def _taken(
+    x: torch.Tensor, rows: torch.Tensor | None, part: torch.Tensor
+) -> torch.Tensor:
+    """The rows of x that a part of `rows` names; without `rows`, a part of x itself."""
+    return part if rows is None else x.index_select(0, part)
 
 
 class _ScatteredLinear(torch.autograd.Function):
@@ -169,41 +185,6 @@ class _ScatteredLinear(torch.autograd.Function):
                 g = grad.index_select(0, index) * q[:, None]
                 torch.mm(g.T.to(w.dtype), x.to(w.dtype), out=w)
         return grad_h, grad_weight, grad_p, None, None, None
-
-
-class _RoutedLinear(torch.autograd.Function):
-    """One product per expert, written directly into its rows of the result.
-
-    Unlike autograd's own, it concatenates nothing, forward or backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tokens: list[int]
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.tokens = tokens
-        out = x.new_empty(len(x), weight.shape[1])
-        for w, rows, y in _by_expert(tokens, weight, x, out):
-            torch.mm(rows, w.T, out=y)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad.new_empty(len(grad), weight.shape[2])
-            for w, rows, y in _by_expert(ctx.tokens, weight, grad, grad_x):
-                torch.mm(rows, w, out=y)
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight)
-            for w, rows, y in _by_expert(ctx.tokens, grad_weight, x, grad):
-                torch.mm(y.T, rows, out=w)
-        return grad_x, grad_weight, None
 
 
 def _by_expert(
