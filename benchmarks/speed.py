@@ -248,7 +248,8 @@ def decode_bytes(shape: Architecture, keep: KeepMask, routed: pd.DataFrame) -> f
     n_read = 0.0
     for (layer, expert), rows in routed.groupby(["layer", "expert"]):
         width = int(keep.by_layer(layer)[expert].sum())
-        n_read += int((rows["tokens"] > 0).sum()) * width * shape.atom_parameters(layer)
+        of_atom = shape.layers[layer].atom_parameters
+        n_read += int((rows["tokens"] > 0).sum()) * width * of_atom
     per_step: float = shape.other_weights_per_token + n_read / n_steps
     return per_step * shape.bytes_per_parameter
 

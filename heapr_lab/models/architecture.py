@@ -66,7 +66,7 @@ class Architecture:
         One layer, 2 experts of 3 atoms, gated, d_model 4: an atom has 12 parameters.
 
         >>> shape = LayerShape(n_experts=2, d_inter=3, d_expert=4)
-        >>> Architecture(100, 2, 4, {0: shape}, 10, 8).atom_parameters(0)
+        >>> Architecture(100, 2, 4, {0: shape}, 10, 8).layers[0].atom_parameters
         12
     """
 
@@ -82,18 +82,14 @@ class Architecture:
 
     # --- parameters -------------------------------------------------------------
 
-    def atom_parameters(self, layer: int) -> int:
-        """Parameters of one atom of `layer`."""
-        return self._shape(layer).atom_parameters
-
     def parameters(self, keep: Keep | None = None) -> int:
         """Parameters of the whole model after pruning (before, without `keep`)."""
         if keep is None:
             return self.n_parameters
         self._check(keep)
         removed = sum(
-            int(np.count_nonzero(~keep.by_layer(layer))) * self.atom_parameters(layer)
-            for layer in keep.layers
+            int(np.count_nonzero(~keep.by_layer(layer))) * shape.atom_parameters
+            for layer, shape in self.layers.items()
         )
         return self.n_parameters - removed
 
@@ -173,14 +169,6 @@ class Architecture:
             ) from error
 
     # --- checks -----------------------------------------------------------------
-
-    def _shape(self, layer: int) -> LayerShape:
-        if layer not in self.layers:
-            raise SpecError(
-                f"layer {layer} has no routed experts; layers with routed experts: "
-                f"{', '.join(map(str, self.layers))}"
-            )
-        return self.layers[layer]
 
     def _check(self, keep: Keep) -> None:
         """Check that `keep` has the layers and shapes of this model.

@@ -251,8 +251,8 @@ def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
             f"(experts, atoms) by layer {shapes}, got {measured}"
         )
     return {
-        layer: np.full(n, model.atom_parameters(layer), np.int64)
-        for layer, (n, _) in shapes.items()
+        layer: np.full(shape.n_experts, shape.atom_parameters, np.int64)
+        for layer, shape in model.layers.items()
     }
 
 
