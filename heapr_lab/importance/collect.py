@@ -212,10 +212,7 @@ class _Pass:
         """All windows before `stop` are measured."""
         self.done = stop
         self.progress(stop, len(self.ids))
-        if save:
-            self._saved.save(stop)
-        else:
-            self._saved.save_if_due(stop)
+        self._saved.save(stop, now=save)
 
     def _check(self, number: int, windows: slice) -> None:
         """Check what the probe of a layer has seen of a batch.

@@ -69,20 +69,15 @@ class SavedSums:
         logger.info("resumed %s at window %d", self.path, meta["done"])
         return int(meta["done"])
 
-    def save_if_due(self, done: int) -> None:
-        """Save the moments of the first `done` windows, if they were not just now."""
-        waited = time.perf_counter() - self._saved_at
-        due = waited >= _SAVE_SECONDS and self._cost <= _SAVE_SHARE * waited
-        if self.path is None or not due:
-            return
-        begun = time.perf_counter()
-        self.save(done)
-        self._saved_at = time.perf_counter()
-        self._cost = self._saved_at - begun
+    def save(self, done: int, *, now: bool) -> None:
+        """Save the moments of the first `done` windows, if it is due or has to be now.
 
-    def save(self, done: int) -> None:
-        """Save the moments of the first `done` windows, if there is a file for them."""
-        if self.path is None:
+        Without a file for them nothing is saved.
+        """
+        begun = time.perf_counter()
+        waited = begun - self._saved_at
+        due = waited >= _SAVE_SECONDS and self._cost <= _SAVE_SHARE * waited
+        if self.path is None or not (now or due):
             return
         self._check()
         arrays = {
@@ -91,6 +86,8 @@ class SavedSums:
             for name, tensor in moments.state().items()
         }
         files.save_state(self.path, arrays, {"key": self._key, "done": done})
+        self._saved_at = time.perf_counter()
+        self._cost = self._saved_at - begun
 
 
 class Ranks(Protocol):

@@ -191,20 +191,20 @@ def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
     """The test has its own clock: each window takes 30 s, each saving 1.5 s."""
     now = [0.0]
     saved: list[tuple[int, float]] = []
-    loss, save = collect._Pass.loss, resuming.SavedSums.save
+    loss, save = collect._Pass.loss, resuming.files.save_state
 
     def stepping(self: Any, windows: slice) -> torch.Tensor:
         now[0] += 30
         return loss(self, windows)
 
-    def saving(self: Any, done: int) -> None:
-        saved.append((done, now[0]))
+    def saving(path: Path, arrays: Any, meta: dict[str, Any]) -> None:
+        saved.append((meta["done"], now[0]))
         now[0] += 1.5
-        save(self, done)
+        save(path, arrays, meta)
 
     monkeypatch.setattr(collect.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(collect._Pass, "loss", stepping)
-    monkeypatch.setattr(resuming.SavedSums, "save", saving)
+    monkeypatch.setattr(resuming.files, "save_state", saving)
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=9))
     state = tmp_path / "pass.state"
     collect_statistics(model, windows, batch_size=1, state=state)
