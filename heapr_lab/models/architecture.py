@@ -7,7 +7,7 @@ biases of its two rows; the bias of W_down's output belongs to the expert and is
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,11 +21,8 @@ class Keep(Protocol):
     """The part of a `KeepMask` that is read here."""
 
     @property
-    def layers(self) -> Sequence[int]:
-        """Indices of the layers."""
-
-    def by_layer(self, layer: int) -> np.ndarray:
-        """True for the kept atoms of a layer, bool (n_experts, d_inter)."""
+    def arrays(self) -> Mapping[int, np.ndarray]:
+        """True for the kept atoms, bool (n_experts, d_inter), by layer."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +81,11 @@ class Architecture:
 
     def parameters(self, keep: Keep | None = None) -> int:
         """Parameters of the whole model after pruning (before, without `keep`)."""
-        if keep is None:
-            return self.n_parameters
-        self._check(keep)
-        removed = sum(
-            int(np.count_nonzero(~keep.by_layer(layer))) * shape.atom_parameters
+        widths = self._widths(keep)
+        return self.n_parameters - sum(
+            (shape.n_atoms - int(widths[layer].sum())) * shape.atom_parameters
             for layer, shape in self.layers.items()
         )
-        return self.n_parameters - removed
 
     # --- operations -------------------------------------------------------------
 
@@ -108,15 +102,11 @@ class Architecture:
             tokens: columns layer, expert, tokens, one row per expert; by default, and
                 in a layer without routed tokens, every expert has the same share.
         """
-        if keep is not None:
-            self._check(keep)
-        total, shares = 0.0, expert_shares(tokens, self.layers)
+        widths, shares = self._widths(keep), expert_shares(tokens, self.layers)
+        total = 0.0
         for layer, shape in self.layers.items():
-            width: Any = shape.d_inter
-            if keep is not None:
-                width = np.count_nonzero(keep.by_layer(layer), axis=1)
-            share = np.sum(shares[layer] * width)
-            total += shape.top_k * shape.atom_flops * float(share)
+            width = float(np.sum(shares[layer] * widths[layer]))
+            total += shape.top_k * shape.atom_flops * width
         return total
 
     def routed_flops_saved(
@@ -168,22 +158,25 @@ class Architecture:
                 f"{', '.join(f.name for f in dataclasses.fields(cls))}"
             ) from error
 
-    # --- checks -----------------------------------------------------------------
+    # --- widths -----------------------------------------------------------------
 
-    def _check(self, keep: Keep) -> None:
-        """Check that `keep` has the layers and shapes of this model.
+    def _widths(self, keep: Keep | None) -> dict[int, np.ndarray]:
+        """The kept atoms of each expert, (n_experts,), by layer.
 
         Raises:
-            SpecError: it belongs to another model.
+            SpecError: the layers or shapes are those of another model.
         """
-        shapes = {layer: keep.by_layer(layer).shape for layer in keep.layers}
         expected = {k: (s.n_experts, s.d_inter) for k, s in self.layers.items()}
+        if keep is None:
+            return {layer: np.full(*shape) for layer, shape in expected.items()}
+        shapes = {layer: rows.shape for layer, rows in keep.arrays.items()}
         for layer in sorted(shapes.keys() | expected.keys()):
             if shapes.get(layer) != expected.get(layer):
                 raise SpecError(
                     f"the mask is for another model: in layer {layer} it has (experts, "
                     f"atoms) {shapes.get(layer)}, the model {expected.get(layer)}"
                 )
+        return {k: np.count_nonzero(rows, axis=1) for k, rows in keep.arrays.items()}
 
 
 def expert_shares(
