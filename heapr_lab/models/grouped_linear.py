@@ -32,41 +32,25 @@ def routed_linear(
     bias: torch.Tensor | None,
     experts: torch.Tensor,
     tokens: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of each row and its expert's matrix.
-
-    Shapes: x (n, in); weight (E, out, in); bias (E, out); experts (n,); tokens (E,),
-    those of `rows_of_experts`; out (n, out).
-    """
-    x = x.to(weight.dtype)  # under autocast they may differ
-    if x.is_cuda and x.dtype != torch.float64:
-        ends = tokens.cumsum(0).to(torch.int32)
-        out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    else:
-        out = _RoutedLinear.apply(x, weight, None, tokens.tolist())
-    return out if bias is None else out + bias[experts]
-
-
-def gathered_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    rows: torch.Tensor,
-    experts: torch.Tensor,
-    tokens: torch.Tensor,
-) -> torch.Tensor:
-    """The product of each routed token and its expert's matrix.
+    """The product of each row, or of the token that it names, and its expert's matrix.
 
     On a CPU the tokens of one expert at a time are gathered, which stay in the
     processor's cache; all of them would be as large as K times the layer's input.
 
-    Shapes: x (T, D); weight (E, out, D); bias (E, out); rows (n,) the token of each
-    row; experts (n,); tokens (E,), those of `rows_of_experts`; out (n, out).
+    Shapes: x (T, in), or (n, in) without `rows`; weight (E, out, in); bias (E, out);
+    experts (n,); tokens (E,), those of `rows_of_experts`; rows (n,) the token of each
+    row; result (n, out).
     """
-    if x.is_cuda:
-        return routed_linear(x[rows], weight, bias, experts, tokens)
-    out: torch.Tensor = _RoutedLinear.apply(x, weight, rows, tokens.tolist())
+    x = x.to(weight.dtype)  # under autocast they may differ
+    if x.is_cuda and rows is not None:
+        x, rows = x[rows], None
+    if x.is_cuda and x.dtype != torch.float64:
+        ends = tokens.cumsum(0).to(torch.int32)
+        out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    else:
+        out = _RoutedLinear.apply(x, weight, rows, tokens.tolist())
     return out if bias is None else out + bias[experts]
 
 
@@ -108,10 +92,10 @@ class _RoutedLinear(torch.autograd.Function):
         tokens: list[int],
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, rows)
-        ctx.tokens, ctx.n_tokens, ctx.dtype = tokens, len(x), x.dtype
-        out = x.new_empty(sum(tokens), weight.shape[1], dtype=weight.dtype)
+        ctx.tokens, ctx.n_tokens = tokens, len(x)
+        out = x.new_empty(sum(tokens), weight.shape[1])
         for w, part, y in _by_expert(tokens, weight, x if rows is None else rows, out):
-            torch.mm(_taken(x, rows, part).to(w.dtype), w.T, out=y)
+            torch.mm(_taken(x, rows, part), w.T, out=y)
         return out
 
     @staticmethod
@@ -130,12 +114,12 @@ class _RoutedLinear(torch.autograd.Function):
             total = grad.new_zeros(shape, dtype=accumulating_dtype(grad))
             for w, index, g in _by_expert(ctx.tokens, weight, rows, grad):
                 total.index_add_(0, index, (g @ w).to(total.dtype))
-            grad_x = total.to(ctx.dtype)
+            grad_x = total.to(grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
             places = x if rows is None else rows
             for w, part, g in _by_expert(ctx.tokens, grad_weight, places, grad):
-                torch.mm(g.T, _taken(x, rows, part).to(w.dtype), out=w)
+                torch.mm(g.T, _taken(x, rows, part), out=w)
         return grad_x, grad_weight, None, None
 
 

@@ -30,7 +30,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from heapr_lab.errors import CoverageError, HeaprLabError
 from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.models.grouped_linear import (
-    gathered_linear,
     routed_linear,
     rows_of_experts,
     scattered_linear,
@@ -354,14 +353,8 @@ def _routed_forward(
     of_tokens = order // n_slots  # (n,)
     p = top_k_weights.reshape(-1)[order]  # (n,)
 
-    rows = gathered_linear(
-        hidden_states,
-        layer.up_rows,
-        layer.up_bias,
-        rows=of_tokens,
-        experts=experts,
-        tokens=tokens,
-    )
+    up, bias = layer.up_rows, layer.up_bias
+    rows = routed_linear(hidden_states, up, bias, experts, tokens, of_tokens)
     h = activate(module, rows)  # (n, I)
     if observer is not None:
         observer(Routed(h, p, of_tokens, tokens.tolist()))

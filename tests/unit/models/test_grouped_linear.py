@@ -3,7 +3,7 @@
 import torch
 
 from heapr_lab.models.grouped_linear import (
-    gathered_linear,
+    routed_linear,
     rows_of_experts,
     scattered_linear,
 )
@@ -35,7 +35,7 @@ def test_a_token_without_rows_is_zero() -> None:
     total = scattered_linear(h, weight, p, rows=rows, tokens=tokens, n_tokens=3)
     assert (total[1] == 0).all()
     x = leaf(3, D)
-    out = gathered_linear(
+    out = routed_linear(
         x,
         leaf(2, WIDTH, D),
         None,
@@ -53,12 +53,12 @@ def test_bfloat16_is_summed_in_single_precision() -> None:
     x = leaf(T, D, dtype=torch.bfloat16)
     up, down = (leaf(*s, dtype=torch.bfloat16) for s in ((E, WIDTH, D), (E, D, WIDTH)))
     p = leaf(T * K, dtype=torch.float32)
-    h = gathered_linear(x, up, None, rows=rows, experts=experts, tokens=tokens)
+    h = routed_linear(x, up, None, rows=rows, experts=experts, tokens=tokens)
     total = scattered_linear(h, down, p, rows=rows, tokens=tokens, n_tokens=T)
     assert (h.dtype, total.dtype) == (torch.bfloat16, torch.float32)
     grads = torch.autograd.grad(total.sum(), [x, up, down, p])
     wide = [t.detach().double().requires_grad_() for t in (x, up, down, p)]
-    h64 = gathered_linear(
+    h64 = routed_linear(
         wide[0], wide[1], None, rows=rows, experts=experts, tokens=tokens
     )
     total64 = scattered_linear(
