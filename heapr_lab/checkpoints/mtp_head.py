@@ -45,7 +45,7 @@ from heapr_lab.models.backend import backend_of
 from heapr_lab.models.folders import read_mtp
 from heapr_lab.models.likelihood import input_device, states_of_all
 from heapr_lab.models.modes import evaluating
-from heapr_lab.models.safetensors_headers import SINGLE, Stored
+from heapr_lab.models.safetensors_headers import SINGLE
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.ranking import lowest
 from heapr_lab.pruning.surgery import prune
@@ -333,9 +333,7 @@ def _check_parts(trunk: Any, heads: Heads) -> None:
     """
     with torch.device("meta"):
         layer = _class_of(trunk)(trunk, 1)
-    stored: Stored = {}
-    for head in heads:
-        stored.setdefault(head.file, {})[head.name] = head.tensor
+    stored = {head.name: head for head in heads}
     shared = re.compile("|".join(layer._keys_to_ignore_on_load_unexpected))
     known = layer.state_dict()
     conversions = layer.get_weight_conversions(trunk)

@@ -74,7 +74,7 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
         paths = [Path(path) for path in cached if isinstance(path, str)]
         folder = paths[0].parent if paths else folder
     try:
-        (stored, _), quantizer = read_headers(folder), quantizer_in(folder)
+        stored, quantizer = read_headers(folder), quantizer_in(folder)
     except SpecError:
         return []
     known = skeleton.state_dict()
@@ -92,7 +92,7 @@ def predicting_heads(skeleton: Any, base: str) -> Heads:
     if is_ours:
         conversions = quantizer.update_weight_conversions(conversions, skeleton)
     every = find_tensors(skeleton, conversions, stored)
-    heads = [tensor for tensor in every if is_one(tensor.parameter)]
+    heads = [entry for entry in every if is_one(entry.parameter)]
     return in_floats(heads, quantizer) if is_ours else heads
 
 
@@ -117,7 +117,7 @@ def check_experts(heads: Heads) -> None:
 
 def are_readable(heads: Heads) -> bool:
     """Whether they are in floating point, or in a format that is dequantised."""
-    return all(head.packed or head.tensor.dtype in FLOATS for head in heads)
+    return all(head.packed or head.dtype in FLOATS for head in heads)
 
 
 def floats_of(heads: Heads) -> dict[str, torch.Tensor]:

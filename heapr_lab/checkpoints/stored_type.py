@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from heapr_lab.models.experts import is_wrapper, sliced_experts
 from heapr_lab.models.folders import read_config, skeleton_of, unquantised
 from heapr_lab.models.formats import blocks_fit, stays_float32
-from heapr_lab.models.safetensors_headers import INDEX, read_headers
+from heapr_lab.models.safetensors_headers import INDEX, Stored, read_headers
 from heapr_lab.models.sources import source_of
 from heapr_lab.storage import files
 from heapr_lab.streaming.file_reader import FLOATS, find_tensors
@@ -58,10 +58,10 @@ def float32_in_files(model: Any) -> frozenset[str]:
     source = source_of(model)
     if source is None or source.dtype is None or source.dtype.itemsize != 2:
         return frozenset()
-    stored, _ = read_headers(source.folder)
+    stored = read_headers(source.folder)
     dense = dense_skeleton(model)
     tensors = find_tensors(dense, conversions_of(dense), stored)
-    wide = {entry.parameter for entry in tensors if entry.tensor.dtype == "F32"}
+    wide = {entry.parameter for entry in tensors if entry.dtype == "F32"}
     return frozenset(name for name in wide if ".experts." not in name)
 
 
@@ -127,8 +127,8 @@ class Fp8Files:
 
     settings: Mapping[str, Any]
     """`quantization_config` in config.json."""
-    places: Mapping[str, Path]
-    """The file of each tensor."""
+    stored: Stored
+    """The tensors of the dense model."""
     scales: torch.dtype
     """Type of the scales."""
     computes: torch.dtype
@@ -151,13 +151,13 @@ class Fp8Files:
         Those of the dense model's files that are in FP8 are again, with their scales:
         the same if they have the same values, else new ones.
         """
-        stored = {}
+        packed = {}
         for name, tensor in tensors.items():
-            if f"{name}{SCALES}" in self.places:
-                stored[name], stored[f"{name}{SCALES}"] = self._in_blocks(name, tensor)
+            if f"{name}{SCALES}" in self.stored:
+                packed[name], packed[f"{name}{SCALES}"] = self._in_blocks(name, tensor)
             else:
-                stored[name] = tensor
-        return stored
+                packed[name] = tensor
+        return packed
 
     def settle(self, folder: Path, *, floats: bool) -> None:
         """Let config.json say that weights are in FP8; make them so if `floats`."""
@@ -181,7 +181,7 @@ class Fp8Files:
         return self.settings.get("scale_fmt") == "ue8m0"
 
     def _read(self, name: str) -> torch.Tensor:
-        with safe_open(self.places[name], framework="pt") as file:
+        with safe_open(self.stored[name].file, framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
@@ -206,17 +206,16 @@ def packing_of(model: Any) -> Fp8Files | None:
     if source is None or not blocks_fit(source.block, model.heapr_keep.one_width):
         return None
     dense = dense_skeleton(model)
-    stored, _ = read_headers(source.folder)
-    places = {name: path for path, header in stored.items() for name in header}
-    kinds = {name: t.dtype for header in stored.values() for name, t in header.items()}
+    stored = read_headers(source.folder)
+    kinds = {name: tensor.dtype for name, tensor in stored.items()}
     names = set(revert_weight_conversion(dense, dense.state_dict()))
     eight = {name for name in names if kinds.get(name, "").startswith("F8_")}
     scales = {kinds.get(f"{name}{SCALES}", "") for name in eight}
-    same = names - set(dense.all_tied_weights_keys) <= places.keys()
+    same = names - set(dense.all_tied_weights_keys) <= stored.keys()
     if not same or len(scales) != 1 or not scales <= _SCALES:
         return None
     settings = read_config(source.folder).quantization_config
-    return Fp8Files(settings, places, FLOATS[scales.pop()], model.dtype)
+    return Fp8Files(settings, stored, FLOATS[scales.pop()], model.dtype)
 
 
 def dense_skeleton(model: Any) -> Any:

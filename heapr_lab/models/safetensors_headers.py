@@ -29,16 +29,18 @@ PREDICTING = re.compile(r"(^|\.)mtp[._]")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Position and type of a tensor in a file."""
+    """Place and type of a tensor in a file."""
 
+    file: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     n_bytes: int
 
 
-Stored = dict[Path, dict[str, StoredTensor]]
-"""The tensors in each file."""
+Stored = dict[str, StoredTensor]
+"""Tensors in files, by their names there."""
 
 
 def check_there(name: str) -> None:
@@ -131,14 +133,14 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_headers(source: Path) -> tuple[Stored, dict[str, Any] | None]:
-    """The tensors in each file of a checkpoint, and its index if it has one.
+def read_headers(source: Path) -> Stored:
+    """The tensors in the files of a checkpoint.
 
     Raises:
         SpecError: a file is missing, incomplete or damaged.
     """
     if (source / SINGLE).is_file():
-        return {source / SINGLE: read_header(source / SINGLE)}, None
+        return read_header(source / SINGLE)
     if not (source / INDEX).is_file():
         raise SpecError(
             f"{source} has neither {SINGLE} nor {INDEX}: expected a folder with a "
@@ -151,29 +153,29 @@ def read_headers(source: Path) -> tuple[Stored, dict[str, Any] | None]:
         raise SpecError(
             f"{source / INDEX} has no weight_map with files: download it again"
         )
-    stored: Stored = {}
+    headers: dict[Path, Stored] = {}
     for name, file in sorted(weight_map.items(), key=lambda item: item[::-1]):
         path = source / file
-        if path not in stored:
+        if path not in headers:
             if Path(file).name != file or not path.is_file():
                 raise SpecError(
                     f"{source / INDEX} names {file} for {name}, but there is no such "
                     "file beside it: download it"
                 )
-            stored[path] = read_header(path)
-        if name not in stored[path]:
+            headers[path] = read_header(path)
+        if name not in headers[path]:
             raise SpecError(
                 f"{path} lacks {name}, which {INDEX} expects there: their versions "
                 "differ; download both again"
             )
-    for path, tensors in stored.items():
+    for path, tensors in headers.items():
         twice = [n for n in tensors if weight_map.get(n, path.name) != path.name]
         if twice:
             raise SpecError(
                 f"{twice[0]} is in {path} and in {weight_map[twice[0]]}, expected it "
                 "once: download the checkpoint again"
             )
-    return stored, index
+    return {name: t for tensors in headers.values() for name, t in tensors.items()}
 
 
 def names_in(source: Path) -> set[str]:
@@ -184,11 +186,10 @@ def names_in(source: Path) -> set[str]:
     """
     if not any((source / name).exists() for name in (SINGLE, INDEX)):
         return set()
-    stored, _ = read_headers(source)
-    return {name for tensors in stored.values() for name in tensors}
+    return set(read_headers(source))
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> Stored:
     """The tensors in a safetensors file, which the library has checked.
 
     Raises:
@@ -206,6 +207,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     return {
         name: StoredTensor(
+            path,
+            name,
             entry["dtype"],
             tuple(entry["shape"]),
             end + entry["data_offsets"][0],

@@ -26,7 +26,7 @@ from heapr_lab.models.folders import (
     read_tokenizer,
     skeleton_of,
 )
-from heapr_lab.models.safetensors_headers import Stored, read_headers
+from heapr_lab.models.safetensors_headers import SINGLE, Stored, read_headers
 from heapr_lab.storage.cache import cached_folder
 from heapr_lab.streaming.file_reader import check_whole, find_tensors
 from heapr_lab.streaming.shards import write_index
@@ -160,13 +160,11 @@ def _files(source: Path) -> list[Path]:
 
 def _convert(source: Path, config: Any, folder: Path, name: str) -> None:
     """Write the MoE of the dense model in `source` to an empty folder."""
-    stored, index = read_headers(source)
-    parameters = _parameters(config, stored)
     one_expert_config(config).save_pretrained(folder)
-    for path in stored:
-        tensors = one_expert_tensors(_read(path, parameters[path]))
+    for path, parameters in _parameters(config, read_headers(source)).items():
+        tensors = one_expert_tensors(_read(path, parameters))
         save_file(tensors, folder / path.name, metadata={"format": "pt"})
-    if index is not None:
+    if not (folder / SINGLE).is_file():
         write_index(folder)
     _copy_rest(source, folder)
     text = _CARD.format(name=name, family=config.model_type)
@@ -188,10 +186,11 @@ def _parameters(config: Any, stored: Stored) -> dict[Path, dict[str, str]]:
     every = list(find_tensors(skeleton, conversions, stored))
     check_whole(skeleton, every)
     known = skeleton.state_dict()
-    parameters: dict[Path, dict[str, str]] = {path: {} for path in stored}
-    for tensor in every:
-        if tensor.parameter in known:
-            parameters[tensor.file][tensor.name] = tensor.parameter
+    parameters: dict[Path, dict[str, str]] = {}
+    for entry in every:
+        if entry.parameter in known:
+            names = parameters.setdefault(entry.file, {})
+            names[entry.name] = entry.parameter
     return parameters
 
 

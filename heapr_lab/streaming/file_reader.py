@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.ragged_experts import check_no_missing_weights
-from heapr_lab.models.safetensors_headers import Stored, StoredTensor, read_headers
+from heapr_lab.models.safetensors_headers import StoredTensor, read_headers
 from heapr_lab.streaming.quantisation import (
     BLOCK_OF_FP4,
     EXPECTED_BYTES,
@@ -63,12 +63,9 @@ _COMPANIONS = re.compile(
 
 
 @dataclass(frozen=True)
-class FoundTensor:
+class FoundTensor(StoredTensor):
     """A tensor in a file, and the parameter of the model that it becomes."""
 
-    file: Path
-    name: str
-    tensor: StoredTensor
     parameter: str
     converter: Any
     """The converter that joins it with other tensors, if there is one."""
@@ -78,25 +75,25 @@ class FoundTensor:
     """What is in the file where this is in floats: numbers, and scales of each kind."""
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.name} ({self.tensor.dtype} {self.tensor.shape})"
+        return f"{self.file}: {self.name} ({self.dtype} {self.shape})"
 
 
 def find_tensors(
-    skeleton: Any, conversions: list[Any], stored: Stored
+    skeleton: Any, conversions: list[Any], stored: Mapping[str, StoredTensor]
 ) -> Iterator[FoundTensor]:
     """The tensors in the files, with what they become when loaded into `skeleton`."""
     known, prefix = skeleton.state_dict(), skeleton.base_model_prefix
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     owners: dict[Any, Any] = {p: c for c in converters for p in c.source_patterns}
-    for file, tensors in stored.items():
-        for name, tensor in tensors.items():
-            new, pattern = rename_source_key(name, renamings, converters, prefix, known)
-            if new not in known and name in known:
-                new, pattern = rename_source_key(name, [], [], prefix, known)
-            owner = owners.get(pattern)
-            part = owner.source_patterns.index(pattern) if owner else 0
-            yield FoundTensor(file, name, tensor, new, owner, part)
+    for name, tensor in stored.items():
+        new, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if new not in known and name in known:
+            new, pattern = rename_source_key(name, [], [], prefix, known)
+        owner = owners.get(pattern)
+        part = owner.source_patterns.index(pattern) if owner else 0
+        becomes = {"parameter": new, "converter": owner, "part": part}
+        yield FoundTensor(**vars(tensor) | becomes)
 
 
 def check_whole(skeleton: Any, every: list[FoundTensor]) -> None:
@@ -170,7 +167,7 @@ def differs(entry: FoundTensor, known: dict[str, torch.Tensor]) -> bool:
     """Whether a tensor that is loaded unchanged differs from its parameter in shape."""
     if entry.converter is not None or entry.parameter not in known:
         return False
-    return tuple(known[entry.parameter].shape) != entry.tensor.shape
+    return tuple(known[entry.parameter].shape) != entry.shape
 
 
 def in_floats(every: list[FoundTensor], quantizer: Any) -> list[FoundTensor]:
@@ -184,10 +181,10 @@ def in_floats(every: list[FoundTensor], quantizer: Any) -> list[FoundTensor]:
     for entry in every:
         if entry.name in scales:
             name = entry.name.replace(".weight_packed", ".weight")
-            shape = _unpacked_shape(entry.tensor)
-            tensor = replace(entry.tensor, dtype="BF16", shape=shape)
-            packed = entry, *scales[entry.name]
-            floats.append(replace(entry, name=name, tensor=tensor, packed=packed))
+            shape, packed = _unpacked_shape(entry), (entry, *scales[entry.name])
+            floats.append(
+                replace(entry, name=name, dtype="BF16", shape=shape, packed=packed)
+            )
         elif entry.name not in among and not _COMPANIONS.search(entry.name):
             floats.append(entry)
     return floats
@@ -215,7 +212,7 @@ def _check_scales(
     powers = in_fp4 and quantizer.quantization_config.powers
     scales = _scales_in(every, powers=powers)
     for entry in (entry for entry in every if entry.name in scales):
-        if entry.tensor.dtype == "I8":
+        if entry.dtype == "I8":
             block = BLOCK_OF_FP4
         elif isinstance(quantizer, Fp8Quantizer):
             block = quantizer.quantization_config.weight_block_size
@@ -223,11 +220,11 @@ def _check_scales(
             block = quantizer.quantization_config.block
         else:
             continue
-        first = scales[entry.name][0].tensor
+        first = scales[entry.name][0]
         if powers and first.dtype not in ("U8", "F8_E8M0"):
             raise LayoutError(f"{entry} has scales in {first.dtype}, {EXPECTED_BYTES}")
         try:
-            check_grid(_unpacked_shape(entry.tensor), first.shape, block)
+            check_grid(_unpacked_shape(entry), first.shape, block)
         except ValueError as error:
             raise LayoutError(f"{entry.file}: {entry.name}: {error}") from error
     return scales
@@ -243,7 +240,7 @@ def _scales_in(
     """
     tensors, scales = {entry.name: entry for entry in every}, {}
     for entry in every:
-        kinds = scales_of(entry.name, entry.tensor.dtype, powers=powers)
+        kinds = scales_of(entry.name, entry.dtype, powers=powers)
         for names in kinds:
             if not tensors.keys() & set(names):
                 raise LayoutError(
@@ -291,8 +288,8 @@ class FileReader:
         self._model, self._dtype, self._device = model, dtype, device
         model.requires_grad_(False)
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-        stored, _ = read_headers(folder)
-        self._files = {path: _state(path) for path in stored}
+        stored = read_headers(folder)
+        self._files = {tensor.file: _state(tensor.file) for tensor in stored.values()}
         every = list(find_tensors(model, conversions, stored))
         check_whole(model, every)
         _check_scales(every, quantizer)
@@ -312,7 +309,7 @@ class FileReader:
         A parameter that is joined from several types has one that holds all of them.
         """
         for tensors in self._tensors.values():
-            stored = [entry.tensor.dtype for entry in tensors]
+            stored = [entry.dtype for entry in tensors]
             kinds = [FLOATS[name] for name in stored if name in FLOATS]
             if len(kinds) == len(stored):
                 kind = functools.reduce(torch.promote_types, kinds)
@@ -365,7 +362,7 @@ class FileReader:
         if not hasattr(os, "posix_fadvise"):
             return
         for entry in self.tensors_of(names):
-            start, end = entry.tensor.start, entry.tensor.start + entry.tensor.n_bytes
+            start, end = entry.start, entry.start + entry.n_bytes
             with contextlib.suppress(OSError), entry.file.open("rb") as file:
                 for at in range(start, end, _ADVICE):
                     n_bytes = min(_ADVICE, end - at)
@@ -423,7 +420,7 @@ class FileReader:
 def _as_stored(model: nn.Module, tensors: list[FoundTensor]) -> Iterator[None]:
     """The parameter that `tensors` are joined in has their type here, then its own."""
     name, converter = tensors[0].parameter, tensors[0].converter
-    (stored, *others) = {entry.tensor.dtype for entry in tensors}
+    (stored, *others) = {entry.dtype for entry in tensors}
     joined = converter is not None and len(converter.target_patterns) == 1
     if not joined or others or stored not in FLOATS:
         yield
@@ -435,7 +432,7 @@ def _as_stored(model: nn.Module, tensors: list[FoundTensor]) -> Iterator[None]:
 
 
 def _n_bytes(tensors: Iterable[FoundTensor]) -> int:
-    return sum(entry.tensor.n_bytes for entry in tensors)
+    return sum(entry.n_bytes for entry in tensors)
 
 
 @contextlib.contextmanager

@@ -208,8 +208,7 @@ def _bytes_in(folder: Path) -> int:
     """The size of all tensors in a folder; 0 if it has no safetensors files."""
     if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return 0
-    headers = read_headers(folder)[0].values()
-    return sum(tensor.n_bytes for header in headers for tensor in header.values())
+    return sum(tensor.n_bytes for tensor in read_headers(folder).values())
 
 
 def _folder(name: str) -> Path:

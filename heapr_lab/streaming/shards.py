@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from heapr_lab.models.ragged_experts import carry_code
-from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_header
+from heapr_lab.models.safetensors_headers import INDEX, SINGLE, Stored, read_header
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage import files
 from heapr_lab.streaming.stream import Stream, stream_of
@@ -72,10 +72,11 @@ def _finished(folder: Path) -> dict[str, str]:
 
 def write_index(folder: Path) -> None:
     """Write the index of the shards in a folder, whose headers are read."""
-    paths = sorted(folder.glob("*.safetensors"))
-    headers = {path.name: read_header(path) for path in paths}
-    n_bytes = sum(t.n_bytes for header in headers.values() for t in header.values())
-    weight_map = {key: name for name, header in headers.items() for key in header}
+    stored: Stored = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        stored |= read_header(path)
+    n_bytes = sum(tensor.n_bytes for tensor in stored.values())
+    weight_map = {name: tensor.file.name for name, tensor in stored.items()}
     index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
     files.write_json(folder / INDEX, index)
 

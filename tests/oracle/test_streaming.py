@@ -167,7 +167,7 @@ def test_each_sweep_reads_each_part_once(pair: tuple[Any, Any]) -> None:
     model_identity(model)  # which is another sweep, once
     reader: Any = stream(model).reader
     sizes = {
-        number: sum(f.tensor.n_bytes for f in reader.tensors_of(part.names))
+        number: sum(f.n_bytes for f in reader.tensors_of(part.names))
         for number, part in stream(model).parts.items()
     }
     embeddings, *layers, head = (sizes[number] for number in sorted(sizes))
