@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import text_modules
 from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.memory import return_freed
 
-_STREAM, _PART = "heapr_stream", "heapr_part"
+_PART = "heapr_part"
 _EMBEDDINGS = -1
 """The number of the part before decoder layer 0."""
 OUTSIDE = -2
@@ -123,17 +124,11 @@ class Stream:
         reader.read(OUTSIDE, self.outside)
         model.tie_weights()
         self._make_buffers()
-        for module in model.modules():
-            module.__dict__[_STREAM] = self
         for number, part in self.parts.items():
             for module in part.modules:
                 module.__dict__["forward"] = functools.partial(_forward, module, number)
                 for inner in module.modules():
                     inner.__dict__[_PART] = number
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "Stream":
-        """Itself: copies of a module without its weights are of the same stream."""
-        return self
 
     @property
     def n_bytes_read(self) -> int:
@@ -366,7 +361,7 @@ def _forward(
 
 def stream_of(module: nn.Module) -> Stream | None:
     """What reads the layers of a streamed model, or of a module of it; else None."""
-    stream: Stream | None = module.__dict__.get(_STREAM)
+    stream: Stream | None = getattr(backend_of(module), "stream", None)
     return stream
 
 
