@@ -29,9 +29,9 @@ from heapr_lab.streaming.file_reader import (
     find_tensors,
     in_floats,
 )
+from heapr_lab.streaming.on_disk import write_index
 from heapr_lab.streaming.opening import quantizer_in
 from heapr_lab.streaming.quantisation import Fp4Quantizer, Fp8Quantizer
-from heapr_lab.streaming.shards import write_index
 
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names of the number of such layers in configurations."""

@@ -25,8 +25,8 @@ from heapr_lab.models.safetensors_headers import INDEX, Stored, read_headers
 from heapr_lab.models.sources import source_of
 from heapr_lab.storage import files
 from heapr_lab.streaming.file_reader import FLOATS, find_tensors
+from heapr_lab.streaming.on_disk import write_index
 from heapr_lab.streaming.quantisation import SCALES, dequantised, quantised
-from heapr_lab.streaming.shards import write_index
 from heapr_lab.streaming.stream import stream_of
 
 _PACKED = ("up_rows", "down_columns")

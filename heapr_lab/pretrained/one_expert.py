@@ -29,7 +29,7 @@ from heapr_lab.models.folders import (
 from heapr_lab.models.safetensors_headers import SINGLE, Stored, read_headers
 from heapr_lab.storage.cache import cached_folder
 from heapr_lab.streaming.file_reader import check_whole, find_tensors
-from heapr_lab.streaming.shards import write_index
+from heapr_lab.streaming.on_disk import write_index
 
 VERSION = 1
 """Increased whenever the files of a converted model change."""

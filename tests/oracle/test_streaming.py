@@ -35,15 +35,16 @@ from heapr_lab.evaluation.perplexity import (
     evaluate_perplexity,
 )
 from heapr_lab.importance.collect import collect_statistics
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.identity import model_identity, weights_state
 from heapr_lab.models.loading import load_model
+from heapr_lab.progress import no_report
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.streaming import file_reader, two_sweeps
-from heapr_lab.streaming.shards import save_streamed
 from heapr_lab.streaming.sizes import sizes_of
 from heapr_lab.streaming.stream import Stream
 
@@ -376,7 +377,7 @@ def _norms(model: Any, _folder: Path) -> Any:
 
 
 def _written(model: Any, folder: Path) -> Any:
-    save_streamed(model, folder)
+    backend_of(model).write(model, folder, max_shard_size="", progress=no_report)
     return {name: tensor.tolist() for name, tensor in tensors_in(folder).items()}
 
 

@@ -27,7 +27,7 @@ from heapr_lab.models.folders import read_weights
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
-from heapr_lab.streaming import shards
+from heapr_lab.streaming import on_disk
 
 BUSY = "is being written by another process or thread: wait"
 FORK = multiprocessing.get_context("fork")
@@ -216,9 +216,9 @@ def test_a_full_disk_while_pruning_a_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is finished stays, for the same call to go on with; so after Control-C."""
-    full = Mock(wraps=shards.save_file, side_effect=[DEFAULT, DEFAULT, error])
+    full = Mock(wraps=on_disk.save_file, side_effect=[DEFAULT, DEFAULT, error])
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "save_file", full)
+        patch.setattr(on_disk, "save_file", full)
         with pytest.raises((SpecError, KeyboardInterrupt), match=r"No space|^$"):
             prune_folder(source, keep, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == [".partial-out"]
