@@ -29,15 +29,13 @@ from heapr_lab.checkpoints.predicting import Further, add_heads, without_predict
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.checkpoints.stored_type import (
     Fp8Files,
+    cast,
     dense_skeleton,
-    float32_in_files,
-    in_dtype,
-    packing_of,
-    stored_dtype,
+    file_types,
 )
 from heapr_lab.checkpoints.uniform import layer_widths, stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
-from heapr_lab.models.backend import backend_of
+from heapr_lab.models.backend import FileTypes, backend_of
 from heapr_lab.models.experts import is_wrapper, sliced_experts
 from heapr_lab.models.folders import has_tokenizer, is_native, read_tokenizer
 from heapr_lab.models.formats import blocks_fit
@@ -49,7 +47,6 @@ from heapr_lab.pruning.options import STRUCTURES
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
 from heapr_lab.streaming.opening import open_streamed
-from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
 
 KEEP_FILE = "heapr_keep.parquet"
@@ -120,16 +117,11 @@ def save_pruned(
     keep = _mask_of(model)
     base = base or model.config._name_or_path
     changed = getattr(model, "heapr_weights", None)
-    packing = packing_of(model) if dtype is None else None
-    stream, dtype = stream_of(model), dtype or stored_dtype(model)
-    wide = float32_in_files(model)
-    if stream is not None:
-        stream.stored, stream.wide = dtype, wide
-    changed = _in_words(model, changed, dtype, packing)
+    types = file_types(model, dtype)
+    changed = _in_words(model, changed, types)
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
-    plan, origin = _plan_of(model, keep, packing), str(source or base)
-    written = checkpoint_of(model, keep, dtype)
-    written = in_dtype(written, dtype, wide) if stream is None else written
+    plan, origin = _plan_of(model, keep, types), str(source or base)
+    written = cast(checkpoint_of(model, keep, types.dtype), types)
     skeleton = dense_skeleton(model)
     further = further_layers(model, skeleton, origin, calibration, width=keep.one_width)
     with new_folder(Path(folder), resume=plan is not None) as partial:
@@ -147,7 +139,7 @@ def save_pruned(
             partial,
             max_shard_size,
             further,
-            packing=packing,
+            packing=types.packing,
             progress=progress,
         )
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
@@ -195,43 +187,40 @@ def prune_folder(
     )
 
 
-def _in_words(
-    model: Any, changed: str | None, dtype: torch.dtype, packing: Fp8Files | None
-) -> str | None:
+def _in_words(model: Any, changed: str | None, types: FileTypes) -> str | None:
     """How the weights differ from those of the dense model's files, in words.
 
     Args:
         model: a model that `prune` returned.
         changed: the same without quantisation; None if they were only sliced.
-        dtype: the type that they are written in.
-        packing: how they are quantised again, if they are.
+        types: those that they are written in.
     """
     source = source_of(model)
     if source is None or source.dequantised_from is None:
         return changed
     text = f"{changed or 'sliced, otherwise unchanged'}, "
-    if packing is not None:
+    if types.packing is not None:
         return f"{text}in FP8: those that changed are quantised again"
-    text += f"dequantised from {source.dequantised_from} to {dtype_name(dtype)}"
+    text += f"dequantised from {source.dequantised_from} to {dtype_name(types.dtype)}"
     if source.block is None or blocks_fit(source.block, _mask_of(model).one_width):
         return text
     n = math.lcm(*source.block)
     return f"{text} (FP8 needs the structure uniform and widths in multiples of {n})"
 
 
-def _plan_of(
-    model: Any, keep: KeepMask, packing: Fp8Files | None
-) -> dict[str, str] | None:
+def _plan_of(model: Any, keep: KeepMask, types: FileTypes) -> dict[str, str] | None:
     """What identifies files that can be resumed: slices of a streamed model's."""
-    stream = stream_of(model)
-    if stream is None or getattr(model, "heapr_weights", None) is not None:
+    backend = backend_of(model)
+    state = backend.sliced_from()
+    if state is None or getattr(model, "heapr_weights", None) is not None:
         return None
+    dtype = backend.dtype(model.get_input_embeddings().weight)
     return {
         "mask": keep.fingerprint,
         "structure": structure_of(keep),
-        "source": stream.reader.state,
-        "dtype": f"{stream.dtype}, stored in {stream.stored}"
-        + (" and FP8" if packing else ""),
+        "source": state,
+        "dtype": f"{dtype}, stored in {types.dtype}"
+        + (" and FP8" if types.packing else ""),
     }
 
 
@@ -308,14 +297,11 @@ def write_weights(
     """
     if not further.heads:
         without_predicting(model.config)
-    stream = stream_of(model)
-    if stream is not None:
-        stream.packing = packing
     known = backend_of(model).write(
         model, folder, max_shard_size=max_shard_size, progress=progress or no_report
     )
     if packing is not None:
-        packing.settle(folder, floats=stream is None)
+        packing.settle(folder)
     added = add_heads(folder, further, model, packing) if further.heads else {}
     return known | added if known else checksums_in(folder)
 

@@ -6,7 +6,7 @@ own.
 """
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,21 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
+from heapr_lab.models.backend import FileTypes, backend_of
 from heapr_lab.models.experts import is_wrapper, sliced_experts
 from heapr_lab.models.folders import read_config, skeleton_of, unquantised
-from heapr_lab.models.formats import blocks_fit, stays_float32
-from heapr_lab.models.safetensors_headers import INDEX, Stored, read_headers
+from heapr_lab.models.formats import blocks_fit
+from heapr_lab.models.safetensors_headers import (
+    INDEX,
+    Stored,
+    read_header,
+    read_headers,
+)
 from heapr_lab.models.sources import source_of
 from heapr_lab.storage import files
 from heapr_lab.streaming.file_reader import FLOATS, find_tensors
 from heapr_lab.streaming.on_disk import write_index
 from heapr_lab.streaming.quantisation import SCALES, dequantised, quantised
-from heapr_lab.streaming.stream import stream_of
 
 _PACKED = ("up_rows", "down_columns")
 """Names of matrices of experts in memory; the second has columns as rows."""
@@ -37,15 +42,23 @@ _SCALES = {"F32", "BF16"}
 """Types that scales may have, by their names in files."""
 
 
+def file_types(model: Any, dtype: torch.dtype | None = None) -> FileTypes:
+    """How a model of `prune` is written: in `dtype`, or as the files of the dense one.
+
+    Only the latter may be quantised.
+    """
+    packing = packing_of(model) if dtype is None else None
+    return FileTypes(dtype or stored_dtype(model), float32_in_files(model), packing)
+
+
 def stored_dtype(model: Any) -> torch.dtype:
     """The type of a model's files, if they are known; else that of its weights.
 
-    Dequantised weights are written in the type that their stream says.
+    Dequantised weights are written in bfloat16.
     """
-    stream = stream_of(model)
-    if stream is not None and stream.dequantised_from is not None:
-        return stream.stored
     source = source_of(model)
+    if source is not None and source.dequantised_from is not None:
+        return torch.bfloat16
     dtype: torch.dtype = (source and source.dtype) or model.dtype
     return dtype
 
@@ -71,51 +84,35 @@ def conversions_of(model: Any) -> list[Any]:
     return [c for part in (model, *inside) for c in get_model_conversion_mapping(part)]
 
 
-def in_dtype(model: Any, dtype: torch.dtype, wide: Collection[str] = ()) -> Any:
-    """A model in memory with its weights in `dtype`: itself, or a copy.
-
-    Tensors that its family, or files with `wide` ones, have in float32 stay as they
-    are.
-    """
-    if model.dtype == dtype:
+def cast(model: Any, types: FileTypes) -> Any:
+    """The model to write in these types: itself, or a copy that has them."""
+    if backend_of(model).casts(types) or model.dtype == types.dtype:
         return model
     memo: dict[int, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        stays = not tensor.is_floating_point() or _stays(model, name, wide)
-        new = tensor if stays else tensor.detach().to(dtype)
+        stays = not tensor.is_floating_point() or types.stays(model, name)
+        new = tensor if stays else tensor.detach().to(types.dtype)
         if isinstance(tensor, nn.Parameter) and not stays:
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = new
     return copy.deepcopy(model, memo)
 
 
-def _stays(model: Any, name: str, wide: Collection[str]) -> bool:
-    return name in wide or stays_float32(model, name)
-
-
 @torch.no_grad()
-def round_changed(
-    model: Any, dtype: torch.dtype, packing: "Fp8Files | None" = None
-) -> None:
+def round_changed(model: Any, types: FileTypes) -> None:
     """Round what is not as in the dense model's files as it will be written.
 
     These are the experts of a pruned model, and what `heal` trained. Layers on disk are
     rounded when they are read.
     """
-    wide, stream = float32_in_files(model), stream_of(model)
-    if stream is not None:
-        stream.write_as(dtype, packing, wide)
+    if backend_of(model).casts(types):
         return
     experts = tuple(f"{name}." for name in sliced_experts(model))
     trained = model.__dict__.get("heapr_trained", ())
     for name, tensor in model.named_parameters():
-        if name.startswith(experts) and tensor.is_floating_point():
-            weight = tensor.to(dtype)
-            if packing is not None:
-                weight = packing.rounded(name.rpartition(".")[2], weight)
-            tensor.copy_(weight)
-        elif name in trained and not _stays(model, name, wide):
-            tensor.copy_(tensor.to(dtype))
+        is_expert = name.startswith(experts) and tensor.is_floating_point()
+        if is_expert or (name in trained and not types.stays(model, name)):
+            tensor.copy_(types.rounded(name.rpartition(".")[2], tensor))
 
 
 # --- FP8 --------------------------------------------------------------------------
@@ -159,13 +156,15 @@ class Fp8Files:
                 packed[name] = tensor
         return packed
 
-    def settle(self, folder: Path, *, floats: bool) -> None:
-        """Let config.json say that weights are in FP8; make them so if `floats`."""
-        for path in sorted(folder.glob("*.safetensors")) if floats else ():
-            tensors = self.written(load_file(path))
-            with files.replacing(path) as temporary:
-                save_file(tensors, temporary, metadata={"format": "pt"})
-        if floats and (folder / INDEX).exists():
+    def settle(self, folder: Path) -> None:
+        """Let weights in floats be in FP8, and config.json say so."""
+        for path in sorted(folder.glob("*.safetensors")):
+            header = read_header(path)
+            if any(f"{name}{SCALES}" in self.stored.keys() - header for name in header):
+                tensors = self.written(load_file(path))
+                with files.replacing(path) as temporary:
+                    save_file(tensors, temporary, metadata={"format": "pt"})
+        if (folder / INDEX).exists():
             write_index(folder)
         config = files.read_object(folder / "config.json")
         added = {"quantization_config": dict(self.settings)}

@@ -23,8 +23,8 @@ from torch import nn
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.checkpoints.stored_type import (
-    float32_in_files,
-    in_dtype,
+    cast,
+    file_types,
     stored_dtype,
 )
 from heapr_lab.errors import SpecError
@@ -300,7 +300,7 @@ def save_ordinary(
             "in each layer: measure the model with apply, or materialise it"
         )
     base = base or small.config._name_or_path
-    small = in_dtype(small, stored_dtype(small), float32_in_files(small))
+    small = cast(small, file_types(small, stored_dtype(small)))
     with new_folder(Path(folder)) as partial:
         small.save_pretrained(partial)
         manifest = {

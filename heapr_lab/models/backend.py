@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
+from heapr_lab.models.dtypes import stays_float32
 from heapr_lab.models.weights_hash import block_sums
 from heapr_lab.progress import Progress
 
@@ -129,6 +130,29 @@ class Training(Protocol):
 
     def finish(self) -> None:
         """Let the model have the best weights."""
+
+
+@dataclass(frozen=True)
+class FileTypes:
+    """The types in which the weights of a model are written."""
+
+    dtype: torch.dtype
+    """That of most of them."""
+    wide: frozenset[str] = frozenset()
+    """Names of what stays in float32, as in the dense model's files."""
+    packing: Any = None
+    """How they are quantised, if they are: `Fp8Files`."""
+
+    def stays(self, model: Any, name: str) -> bool:
+        """Whether a tensor outside the experts is written as it is."""
+        return name in self.wide or stays_float32(model, name)
+
+    def rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is not as in files, by its last name, as it will be there."""
+        rounded = tensor.to(self.dtype)
+        if self.packing is not None:
+            rounded = self.packing.rounded(name, rounded)
+        return rounded.to(tensor.dtype)
 
 
 class Backend:
@@ -267,6 +291,14 @@ class Backend:
         new.load_state_dict(state, assign=True)
         new.tie_weights()
         return new
+
+    def sliced_from(self) -> str | None:
+        """The state of the files that are read while it is written; None in memory."""
+        return None
+
+    def casts(self, types: FileTypes) -> bool:  # noqa: ARG002
+        """Whether weights will be rounded when read, and cast when written."""
+        return False
 
     def write(
         self,

@@ -14,7 +14,7 @@ from torch import nn
 
 from heapr_lab.checkpoints.mtp_head import whole_heads
 from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
-from heapr_lab.checkpoints.stored_type import packing_of, round_changed, stored_dtype
+from heapr_lab.checkpoints.stored_type import file_types, round_changed
 from heapr_lab.checkpoints.uniform import stock_config
 from heapr_lab.errors import CacheError, CorpusError, HeaprLabError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -218,15 +218,14 @@ def write_checkpoint(
     """
     with healing_of(bench, made) as healing:
         pruned, weight_facts = pruned_model(bench, made, healing, part)
-        source, stored = bench.source, stored_dtype(bench.model)
+        source, types = bench.source, file_types(pruned)
         facts = facts_of(made, source) | weight_facts
-        packing = packing_of(pruned)
-        round_changed(pruned, stored, packing)
+        round_changed(pruned, types)
         change = {name: _perplexities(bench, pruned, name, part) for name in corpora}
         if change:
             facts |= {"perplexity": change}
         check = _check(bench, pruned, corpora, part)
-        kind = dtype_name(stored) if packing is None else "FP8"
+        kind = dtype_name(types.dtype) if types.packing is None else "FP8"
         part(f"writing {out} in {kind}", "step")(0, 1)
         save_pruned(
             pruned,

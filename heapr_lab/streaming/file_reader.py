@@ -300,7 +300,8 @@ class FileReader:
             if entry.parameter in known:  # not of layers that predict further tokens
                 self._tensors.setdefault(entry.parameter, []).append(entry)
         self._quantizer = quantizer
-        self._used = [conversion for conversion in conversions if conversion.was_used()]
+        used = [conversion for conversion in conversions if conversion.was_used()]
+        self._used = used if quantizer is None else None
         """The conversions to save the model with, as if it had been loaded at once."""
 
     def keep_types(self) -> None:

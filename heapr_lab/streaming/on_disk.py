@@ -19,6 +19,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.backend import (
     Backend,
     Change,
+    FileTypes,
     GradientPass,
     NewModule,
     States,
@@ -158,29 +159,35 @@ class OnDisk(Backend):
             for module in new:
                 put(twin, module.name, module.empty(twin.get_submodule(module.name)))
         experts = {m.layer: (m.name, functools.partial(_tensors, m.made)) for m in new}
+        if hasattr(model, "generation_config"):
+            twin.generation_config = model.generation_config
+        twin._weight_conversions = getattr(model, "_weight_conversions", None)
         sliced: nn.Module = self.given(twin, model, experts, _unchanged)
         return sliced
 
     def given(
         self,
         new: Any,
-        model: nn.Module,
+        model: nn.Module,  # noqa: ARG002
         experts: Mapping[int, tuple[str, Callable[[], Tensors]]],
         change: Change,
     ) -> Any:
         """`new`, which is streamed, and reads what `model` reads."""
         source = self.stream
         new.eval()
-        if hasattr(model, "generation_config"):
-            new.generation_config = model.generation_config
-        if source.dequantised_from is None:  # names in files are those of `model`
-            new._weight_conversions = getattr(model, "_weight_conversions", None)
         reader = SlicedReader(new, source, experts, change)
         stream = Stream(new, reader, dtype=source.dtype, device=source.device)
-        stream.host_memory = source.host_memory
-        stream.dequantised_from, stream.stored = source.dequantised_from, source.stored
-        stream.wide = source.wide
+        stream.host_memory, stream.types = source.host_memory, source.types
         return on_disk(stream)
+
+    def sliced_from(self) -> str | None:
+        """The state of the files."""
+        return self.stream.reader.state
+
+    def casts(self, types: FileTypes) -> bool:
+        """Yes, from here on: experts and what was trained, and all when written."""
+        self.stream.write_as(types)
+        return True
 
     def write(
         self,
@@ -193,11 +200,10 @@ class OnDisk(Backend):
         """Write what `model.save_pretrained(folder)` writes, holding a part in memory.
 
         A shard has the tensors of one part, with the names that the family's files
-        have. They are in the stream's `stored` type, which is bfloat16 if weights were
-        quantised, but for those of another type than the model's. Shards that an
-        interrupted call of the same model finished are kept.
+        have. They are in the types of `casts`, but for those of another type than the
+        model's. Shards that an interrupted call of the same model finished are kept.
         """
-        model.config.dtype = self.stream.stored
+        model.config.dtype = self.stream.types.dtype
         if getattr(model.config, "quantization_config", None) is not None:
             carry_code(folder, model.config, type(model).__name__)
         model.config.architectures = [type(model).__name__]
@@ -324,14 +330,11 @@ def _stored(model: Any, stream: Stream, number: int) -> dict[str, torch.Tensor]:
     wanted = [name for name in stream.parts[number].names if name not in tied]
     if number == max(stream.parts):
         wanted += stream.outside
-    cast = {name: _in_stored_type(stream, name, state[name]) for name in wanted}
+    types, cast = stream.types, {name: state[name] for name in wanted}
+    for name, tensor in cast.items():
+        if tensor.dtype == stream.dtype and not types.stays(model, name):
+            cast[name] = tensor.to(types.dtype)
     tensors = revert_weight_conversion(model, cast)
-    if stream.packing is not None:
-        tensors = stream.packing.written(tensors)
+    if types.packing is not None:
+        tensors = types.packing.written(tensors)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def _in_stored_type(stream: Stream, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is written: most are in the stream's `stored` type."""
-    stays = tensor.dtype != stream.dtype or stream.stays(name)
-    return tensor if stays else tensor.to(stream.stored)

@@ -11,6 +11,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
 
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models.backend import FileTypes
 from heapr_lab.models.folders import (
     build,
     quantisation,
@@ -186,8 +187,7 @@ def open_streamed(folder: Path, *, dtype: Any, device: torch.device) -> Any:
         dtype = config_dtype or model.dtype
     stream = Stream(model, reader, dtype=dtype, device=device)
     if dequantiser is not None:
-        stream.dequantised_from = quantisation(config)
-        stream.stored = torch.bfloat16
+        stream.types = FileTypes(torch.bfloat16)
     if quantizer is not None:
         quantizer.postprocess_model(model)
     return on_disk(stream)

@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.models.backend import backend_of
+from heapr_lab.models.backend import FileTypes, backend_of
 from heapr_lab.models.experts import text_modules
-from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.memory import return_freed
 
 _PART = "heapr_part"
@@ -68,16 +67,6 @@ class Reader(Protocol):
         """Know that these are read next, most likely."""
 
 
-class Packing(Protocol):
-    """How weights are written that stay quantised."""
-
-    def rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of sliced experts, by its name, as the files will have it."""
-
-    def written(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors that are written for these, by their names in files."""
-
-
 class Stream:
     """The parts of a model, of which one is in memory."""
 
@@ -101,16 +90,10 @@ class Stream:
         self.seconds_reading = 0.0
         self.host_memory: int | None = None
         """Bytes of layers' states that are in memory; a share of what is free."""
-        self.dequantised_from: str | None = None
-        """The format of the weights in files, if they are quantised."""
         self.fingerprint: str | None = None
         """The digest of all weights, once it has been computed."""
-        self.stored = dtype
-        """Type in which a checkpoint of this model is written."""
-        self.packing: Packing | None = None
-        """How its weights are quantised there, if they are."""
-        self.wide: frozenset[str] = frozenset()
-        """Names of what stays in float32 there, as in the dense model's files."""
+        self.types = FileTypes(dtype)
+        """Those in which a checkpoint of this model is written."""
         self.model = model
         model.tie_weights()
         self.parts = _parts(model, self.blocks)
@@ -215,32 +198,16 @@ class Stream:
                     if buffer is not None and top in self.blocks and in_files:
                         module._buffers[name] = buffer.to("meta")
 
-    def write_as(
-        self, dtype: torch.dtype, packing: Packing | None, wide: frozenset[str]
-    ) -> None:
-        """Have what was changed rounded, when it is read, as it will be written.
-
-        Args:
-            dtype: of the files.
-            packing: how weights are quantised there.
-            wide: names of what stays in float32.
-        """
-        self.stored, self.packing, self.wide = dtype, packing, wide
+    def write_as(self, types: FileTypes) -> None:
+        """Have what was changed rounded, when it is read, as it will be written."""
+        self.types = types
         self.drop()
         self.reader.read(OUTSIDE, self.outside)
 
-    def stays(self, name: str) -> bool:
-        """Whether a tensor outside the experts is written in float32."""
-        return name in self.wide or stays_float32(self.model, name)
-
     def rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that may have been changed, by its last name, as it is written."""
-        if tensor.dtype != self.dtype:
-            return tensor
-        rounded = tensor.to(self.stored)
-        if self.packing is not None:
-            rounded = self.packing.rounded(name, rounded)
-        return rounded.to(tensor.dtype)
+        same = tensor.dtype != self.dtype
+        return tensor if same else self.types.rounded(name, tensor)
 
     def each(self, measure: Callable[[torch.Tensor], T]) -> Iterator[tuple[str, T]]:
         """Every stored tensor's name and what `measure` makes of it, a part at a time.

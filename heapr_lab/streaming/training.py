@@ -190,10 +190,11 @@ class StreamedTraining:
             self._change(number)
         for path, stored in self._store.get(name).items():
             stem, _, leaf = path.rpartition(".")
-            tensor, model = stored.to(self._stream.device), self._stream.model
+            stream, model = self._stream, self._stream.model
+            tensor = stored.to(stream.device)
             is_expert = isinstance(model.get_submodule(stem), RaggedExperts)
-            if self._finished and (is_expert or not self._stream.stays(path)):
-                tensor = self._stream.rounded(leaf, tensor)
+            if self._finished and (is_expert or not stream.types.stays(model, path)):
+                tensor = stream.rounded(leaf, tensor)
             put_tensor(model, path, tensor)
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from heapr_lab.checkpoints.save import prune_folder, save_pruned
-from heapr_lab.checkpoints.stored_type import packing_of, round_changed
+from heapr_lab.checkpoints.stored_type import file_types, round_changed
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.loading import load_model
@@ -165,7 +165,7 @@ def test_what_is_measured_is_what_is_written(
     model, _ = load_model(folders.fp8, device="cpu", dtype="bfloat16", stream=stream)
     save_pruned(prune(model, folders.keep), tmp_path / "plain")
     pruned = prune(model, folders.keep)
-    round_changed(pruned, torch.bfloat16, packing_of(pruned))
+    round_changed(pruned, file_types(pruned))
     save_pruned(pruned, tmp_path / "rounded")
     same_tensors(tmp_path / "plain", tmp_path / "rounded")
     again, _ = load_model(tmp_path / "plain", device="cpu", dtype="bfloat16")
@@ -186,14 +186,15 @@ def test_healed_experts_are_quantised_again(folders: Folders, tmp_path: Path) ->
     pruned = prune(model, folders.keep)
     counted = torch.arange(20 * 9).reshape(20, 9) % 48
     heal(pruned, model, CalibrationSet.from_ids(counted), learning_rate=1e-2)
-    round_changed(pruned, torch.bfloat16, packing_of(pruned))
+    round_changed(pruned, file_types(pruned))
     save_pruned(pruned, tmp_path / "out")
     assert settings(tmp_path / "out") == settings(folders.fp8)
     card = " ".join((tmp_path / "out" / "README.md").read_text().split())
     assert "then healed on 135 tokens" in card
     again, _ = load_model(tmp_path / "out", device="cpu", dtype="float32", stream=True)
     rounded, sliced = prune(again, full_keep(again)), prune(model, folders.keep)
-    round_changed(rounded, torch.float32)  # as the files are dequantised
+    types = file_types(rounded, torch.float32)  # as the files are dequantised
+    round_changed(rounded, types)
     was, now, before = (expert_weights(net) for net in (pruned, rounded, sliced))
     for name, weight in was.items():
         assert torch.equal(weight, now[name]), name

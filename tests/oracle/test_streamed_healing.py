@@ -19,7 +19,7 @@ from stored_tensors import tensors_in
 from tiny_folder import opened, write_model, write_text
 
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.checkpoints.stored_type import round_changed
+from heapr_lab.checkpoints.stored_type import file_types, round_changed
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.surgery import prune
@@ -193,7 +193,7 @@ def test_it_is_written_and_read_again(structure: str, tmp_path: Path) -> None:
     assert torch.allclose(*losses, rtol=1e-12)
     if structure == "ragged":
         assert_same(pruned, dict(again.state_dict()))
-    round_changed(pruned, torch.bfloat16)
+    round_changed(pruned, file_types(pruned, torch.bfloat16))
     for name, weight in weights(pruned).items():
         if re.search(r"\.experts\.|norm|gate\.weight", name):
             exact[name] = exact[name].bfloat16().double()
