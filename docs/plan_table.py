@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 
 from heapr_lab.storage import paths
-from heapr_lab.streaming.plan import IN_MEMORY, STREAMED, plan
-from heapr_lab.streaming.sizes import gigabytes
+from heapr_lab.streaming.plan import IN_MEMORY, STREAMED, gigabytes, plan
 
 PAGE = Path(__file__).with_name("plan.md")
 SHAPES = (

@@ -139,7 +139,7 @@ for _registry in _REGISTRIES:
 
 PARTS = {
     "models on disk": "streaming.opening:open_stepping",
-    "why a model is streamed": "streaming.opening:why_on_disk",
+    "why a model is streamed": "streaming.plan:why_on_disk",
     "settings of quantised weights": "streaming.quantisation:with_our_classes",
     "elimination": "refinement.elimination:eliminate",
     "key of elimination": "refinement.elimination:elimination_spec",

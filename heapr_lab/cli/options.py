@@ -17,7 +17,7 @@ from heapr_lab.errors import SpecError, one_of
 from heapr_lab.models.formats import DTYPES, device_name
 from heapr_lab.models.named import dense_of, hub_id
 from heapr_lab.models.safetensors_headers import check_there
-from heapr_lab.streaming.sizes import size_of
+from heapr_lab.streaming.plan import size_of
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, corpora_of
 
 if TYPE_CHECKING:

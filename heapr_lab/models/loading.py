@@ -131,8 +131,12 @@ def _devices_here() -> str:
     return ", ".join(["auto", "cpu", *gpus])
 
 
-def model_folder(name_or_path: str | Path) -> Path:
+def model_folder(name_or_path: str | Path, *, only: str | None = None) -> Path:
     """The local folder of a model's files, which are downloaded first for a hub id.
+
+    Args:
+        name_or_path: as `load_model`.
+        only: the one file to download, if not all.
 
     Raises:
         SpecError: there is no such model, or its configuration is damaged.
@@ -143,7 +147,7 @@ def model_folder(name_or_path: str | Path) -> Path:
         return path
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
     try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
+        return Path(snapshot_download(str(path), allow_patterns=only or patterns))
     except (OSError, ValueError) as error:
         raise SpecError(
             f"cannot get the files of the model {str(name_or_path)!r}: {error}\n"

@@ -26,7 +26,7 @@ from heapr_lab.recipes.describing import calibration_of
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
 from heapr_lab.storage.paths import cached_folders
-from heapr_lab.streaming.sizes import size_of
+from heapr_lab.streaming.plan import size_of
 from heapr_lab.tasks.paper_tasks import check_defined, continued
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
 from heapr_lab.text.corpora import available_corpora, source_key

@@ -46,8 +46,7 @@ from heapr_lab.models.modes import differentiating, evaluating
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.storage.files import load_state, save_state
 from heapr_lab.storage.hashing import digest
-from heapr_lab.streaming.opening import free_memory
-from heapr_lab.streaming.sizes import gigabytes
+from heapr_lab.streaming.plan import free_memory, gigabytes
 from heapr_lab.streaming.training import LARGEST_NORM, folder_of
 from heapr_lab.text.calibration import CalibrationSet
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
@@ -19,67 +18,20 @@ from heapr_lab.models.folders import (
     read_generation,
     read_weights,
     refuse_format,
-    skeleton_of,
 )
 from heapr_lab.models.formats import DEQUANTISED
 from heapr_lab.models.hooks import ready
-from heapr_lab.models.loading import model_folder
 from heapr_lab.models.modes import evaluating
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer
-from heapr_lab.models.safetensors_headers import read_headers
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.on_disk import on_disk
+from heapr_lab.streaming.plan import free_memory, gigabytes, size_of
 from heapr_lab.streaming.quantisation import with_our_classes
-from heapr_lab.streaming.sizes import gigabytes, size_of, sizes_of, why_streamed
 from heapr_lab.streaming.stream import Stream, stream_of
 
 _SHARE = 0.8
 """The share of the free memory that a second copy of a model may take."""
-
-
-def why_on_disk(
-    path: str, config: Any, *, dtype: Any, device: str, n_tokens: int
-) -> str | None:
-    """Why a model is streamed if the caller does not say.
-
-    Args:
-        path: the folder of the model, or its hub id.
-        config: its configuration.
-        dtype: of the weights in memory; `auto` is the checkpoint's own.
-        device: as `load_model`.
-        n_tokens: of a calibration window.
-
-    Returns:
-        The reason; None if the model fits, is pruned, or has no routed experts.
-    """
-    method = quantisation(config)
-    if method not in (None, *DEQUANTISED):
-        return None
-    if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
-    try:
-        read_headers(model_folder(path))
-        sizes = sizes_of(skeleton_of(config))
-    except (SpecError, LayoutError):  # of damaged or other files, or a dense model
-        return None
-    free = free_memory(device)
-    return why_streamed(sizes, dtype.itemsize, n_tokens, free, method=method)
-
-
-def free_memory(device: str) -> int:
-    """Free bytes of a GPU, of all GPUs (`auto`), or of the machine."""
-    gpus: list[Any] = [device] if device.startswith("cuda") else []
-    if device == "auto" and torch.cuda.is_available():
-        gpus = [*range(torch.cuda.device_count())]
-    if not gpus:
-        return int(psutil.virtual_memory().available)
-    return sum(torch.cuda.mem_get_info(gpu)[0] + _held(gpu) for gpu in gpus)
-
-
-def _held(gpu: Any) -> int:
-    """Bytes that torch's allocator holds on a GPU, and no tensor has."""
-    return torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
 
 
 def open_stepping(

@@ -33,7 +33,7 @@ from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.moments import LayerMoments
 from heapr_lab.progress import noted
 from heapr_lab.streaming.layerwise import LayerByLayer
-from heapr_lab.streaming.sizes import EXTRA_STATES, state_bytes, state_of
+from heapr_lab.streaming.plan import EXTRA_STATES, state_bytes, state_of
 from heapr_lab.streaming.stream import Stream
 from heapr_lab.streaming.sweep_store import SweepStore, budget_of, opened
 

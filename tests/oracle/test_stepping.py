@@ -11,7 +11,7 @@ from heapr_lab.errors import LayoutError
 from heapr_lab.models.modes import evaluating
 from heapr_lab.refinement import activation_grams as grams
 from heapr_lab.streaming.layerwise import LayerByLayer
-from heapr_lab.streaming.sizes import state_of
+from heapr_lab.streaming.plan import state_of
 from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))

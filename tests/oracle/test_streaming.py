@@ -45,7 +45,7 @@ from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.streaming import file_reader, two_sweeps
-from heapr_lab.streaming.sizes import sizes_of
+from heapr_lab.streaming.plan import sizes_of
 from heapr_lab.streaming.stream import Stream
 
 

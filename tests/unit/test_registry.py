@@ -84,9 +84,9 @@ def test_what_registers_with_transformers_may_be_left_out(
 def test_a_model_is_not_loaded_into_memory_instead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With `stream="auto"`, where what opens models on disk cannot be imported."""
+    """With `stream="auto"`, where what says whether it fits cannot be imported."""
     place = registry._PLACES[WHY_ON_DISK].partition(":")[0]
     monkeypatch.delitem(sys.modules, place, raising=False)
-    monkeypatch.setitem(sys.modules, "heapr_lab.streaming.on_disk", None)
-    with pytest.raises(ImportError, match="on_disk"):
+    monkeypatch.setitem(sys.modules, "heapr_lab.repr_html", None)
+    with pytest.raises(ImportError, match="repr_html"):
         load_model("lab", device="cpu")

@@ -15,9 +15,9 @@ from tiny_folder import write_folder
 from benchmarks.machine import RESULTS
 from benchmarks.streaming import CASES
 from heapr_lab.errors import LayoutError, SpecError
+from heapr_lab.models import loading
 from heapr_lab.models.loading import load_model
 from heapr_lab.storage import paths
-from heapr_lab.streaming import opening
 from heapr_lab.streaming import plan as planning
 from heapr_lab.streaming.plan import IN_MEMORY, STREAMED, Plan, plan
 from heapr_lab.streaming.stream import stream_of
@@ -97,7 +97,7 @@ def test_both_stream_the_same(
     """With room for a share of the scores of one window, and for the same reason."""
     options = {"seq_len": seq_len, "dtype": dtype}
     room = round(share * plan(folder, **options).needed_bytes[IN_MEMORY] / 0.75)
-    monkeypatch.setattr(opening, "free_memory", lambda _device: room)
+    monkeypatch.setattr(planning, "free_memory", lambda _device: room)
     loaded, _ = load_model(folder, device="cpu", **options)
     needs = plan(folder, memory=room, **options)
     assert (stream_of(loaded) is not None) == (needs.engine == STREAMED) == (share < 1)
@@ -117,7 +117,7 @@ def test_a_workbench_leaves_room_for_its_own_windows(
 ) -> None:
     """The length of its profile, or the one that is given."""
     room = round(2 * plan(folder, seq_len=2).needed_bytes[IN_MEMORY])
-    monkeypatch.setattr(opening, "free_memory", lambda _device: room)
+    monkeypatch.setattr(planning, "free_memory", lambda _device: room)
     for seq_len, streams in ((2, False), (LENGTH, True), (None, True)):
         bench = workbench.open_workbench(str(folder), seq_len=seq_len, device="cpu")
         assert (stream_of(bench.model) is not None) == streams
@@ -132,7 +132,7 @@ def test_a_gpu_is_asked_for_its_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint's own type is that in memory."""
-    monkeypatch.setattr(opening, "free_memory", {"auto": 3072 * 2**20}.__getitem__)
+    monkeypatch.setattr(planning, "free_memory", {"auto": 3072 * 2**20}.__getitem__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     needs = plan(folder)
     assert (needs.free_bytes, needs.dtype) == (3072 * 2**20, "float64")
@@ -146,7 +146,7 @@ def test_a_gpu_is_asked_for_its_memory(
 def test_a_hub_id_whose_files_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its config.json is fetched, by either name of a model of the paper."""
     fetch = Mock(return_value=str(CONFIGS / "Qwen3-30B-A3B"))
-    monkeypatch.setattr(planning, "snapshot_download", fetch)
+    monkeypatch.setattr(loading, "snapshot_download", fetch)
     assert plan("qwen3-30b-a3b").n_atoms == 48 * 128 * 768
     fetch.assert_called_once_with("Qwen/Qwen3-30B-A3B", allow_patterns="config.json")
 
@@ -185,10 +185,10 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
     assert "dequantised" in needs.why
     with pytest.raises(SpecError, match=r"dtype must be one of 'auto', .*, got 'int8'"):
         plan(path, dtype="int8")
-    with pytest.raises(SpecError, match=r"there is no model 'nobody/nothing'"):
+    with pytest.raises(SpecError, match=r"files of the model 'nobody/nothing'"):
         plan("nobody/nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SpecError, match=r"there is no model .*empty"):
+    with pytest.raises(SpecError, match=r"empty' has no config\.json"):
         plan(tmp_path / "empty")
 
 

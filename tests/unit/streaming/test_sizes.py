@@ -17,7 +17,7 @@ from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import MAXIMA, SUMS
-from heapr_lab.streaming.sizes import (
+from heapr_lab.streaming.plan import (
     ATOM_BYTES,
     Sizes,
     size_of,
