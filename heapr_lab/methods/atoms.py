@@ -150,15 +150,14 @@ def _sequential(request: Request) -> Iterator[tuple[int, np.ndarray]]:
     batches = list(ids.split(max(1, _TOKENS_AT_ONCE // ids.shape[1])))
     with evaluating(request.model):
         walk = LayerByLayer(request.model, batches)
-        for number, run in walk.layers():
+        for number in range(walk.n_layers):
             with contextlib.ExitStack() as contexts:
                 if number in layers:
                     kept = _kept_of(request, walk, layers[number])
                     keep = torch.from_numpy(kept)
                     contexts.enter_context(masked([layers[number]], [keep]))
                     yield number, kept
-                for _ in run:
-                    pass
+                walk.run(number)
             report(number + 1, walk.n_layers)
 
 
@@ -166,8 +165,8 @@ def _kept_of(request: Request, walk: LayerByLayer, layer: ExpertsLayer) -> np.nd
     """The kept atoms of the layer that is run next, (E, I)."""
     peaks = _Peaks(layer)
     with observed([layer], [peaks]):
-        for index, states in enumerate(walk.states):
-            walk.output(layer.layer, index, states)
+        for index, given in enumerate(zip(walk.states, walk.handed, strict=True)):
+            walk.output(layer.layer, index, *given)
     norms = layer.squared_norms()["w_down_sq"].double().cpu().numpy()
     scores = camera_scores(
         peaks.sum_ph2.numpy(), peaks.peak.numpy(), norms, request.options["alpha"]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.models.dtypes import stays_float32
+from heapr_lab.models.formats import stays_float32
 from heapr_lab.models.weights_hash import block_sums
 from heapr_lab.progress import Progress
 

@@ -79,11 +79,10 @@ def watched(
     layers = {layer.layer: layer for group in groups for layer in group}
     walk = walk_over(model, batches, n_passes=len(groups))
     if walk is not None:
-        for number, run in walk.layers():
+        for number in range(walk.n_layers):
             there = [layers[number]] if number in layers else []
             with evaluating(model), watching(there) as watchers:
-                for _ in run:
-                    pass
+                walk.run(number)
             report(number + 1, walk.n_layers)
             while watchers:  # what is finished is dropped before the next layer is run
                 yield there[0], watchers.pop().finished()

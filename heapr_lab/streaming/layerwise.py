@@ -28,6 +28,8 @@ from heapr_lab.streaming.stream import decoder_layers, replace_layers, stream_of
 logger = logging.getLogger(__name__)
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+Handed = torch.Tensor | None
+"""What a layer hands on to the next one beside its states, if anything."""
 _IDS, _HANDED = "input_ids", "prev_topk_indices"
 """Arguments of decoder layers that are of a batch, not of its shape."""
 
@@ -44,9 +46,8 @@ def swept_states(
     They are on the CPU. The model is streamed, and reads each layer once.
     """
     walk = LayerByLayer(model, batches)
-    for _, run in walk.layers():
-        for _index in run:
-            pass
+    for number in range(walk.n_layers):
+        walk.run(number)
     return [
         walk.finished(ids, states).cpu()
         for ids, states in zip(batches, walk.states, strict=True)
@@ -89,10 +90,9 @@ class LayerByLayer:
 
     Example:
         >>> walk = LayerByLayer(model, batches)  # doctest: +SKIP
-        >>> for number, run in walk.layers():  # doctest: +SKIP
+        >>> for number in range(walk.n_layers):  # doctest: +SKIP
         ...     with observed([layers[number]], [observer]):
-        ...         for index in run:  # the batch that went through the layer
-        ...             ...
+        ...         walk.run(number)
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class LayerByLayer:
         self._blocks = decoder_layers(model)
         self._batches = batches
         self._shapes = [tuple(ids.shape) for ids in batches]
-        self.handed: list[torch.Tensor | None] = [None] * len(batches)
-        """What the last layer that ran handed on beside the states of each batch."""
+        self.handed: list[Handed] = [None] * len(batches)
+        """What the layer before handed on beside the states of each batch."""
         self._calls = self._recorded(batches)
         self.states = [self._first_input(ids) for ids in batches]
         """The inputs of the next layer."""
@@ -125,26 +125,26 @@ class LayerByLayer:
         """The number of decoder layers, with experts or without."""
         return len(self._blocks)
 
-    def layers(self) -> Iterator[tuple[int, Iterator[int]]]:
-        """Each layer's number, and an iterator that runs the batches through it.
+    def run(self, number: int) -> None:
+        """Run all batches through a layer, after those before it."""
+        for index, given in enumerate(zip(self.states, self.handed, strict=True)):
+            output = self.output(number, index, *given)
+            self.states[index], self.handed[index] = output
 
-        Each step of the iterator runs one batch; it has to be exhausted before the next
-        layer.
+    def output(
+        self, number: int, index: int, states: torch.Tensor, handed: Handed
+    ) -> tuple[torch.Tensor, Handed]:
+        """What a layer makes of the states of a batch, and hands on beside them.
+
+        Args:
+            number: of the layer.
+            index: of the batch.
+            states: those that the layer before gave.
+            handed: what it handed on.
         """
-        for number in range(len(self._blocks)):
-            yield number, self._run(number)
-
-    def _run(self, number: int) -> Iterator[int]:
-        for index in range(len(self._shapes)):
-            self.states[index] = self.output(number, index, self.states[index])
-            yield index
-
-    def output(self, number: int, index: int, states: torch.Tensor) -> torch.Tensor:
-        """What a layer makes of the states of a batch."""
         call = self._calls[self._shapes[index]][number]
-        extras = {_IDS: self._batches[index], _HANDED: self.handed[index]}
-        states, self.handed[index] = self._output(number, call, states, extras)
-        return states
+        extras = {_IDS: self._batches[index], _HANDED: handed}
+        return self._output(number, call, states, extras)
 
     def finished(self, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """What the rest of the body makes of the last layer's output."""
@@ -158,7 +158,7 @@ class LayerByLayer:
 
     def _output(
         self, number: int, call: _Call, states: torch.Tensor, extras: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Handed]:
         """The states, and what is handed on beside them."""
         block = self._blocks[number]
         args, options = call

@@ -32,14 +32,16 @@ from heapr_lab.models.hooks import counting
 from heapr_lab.models.likelihood import input_device
 from heapr_lab.models.moments import LayerMoments
 from heapr_lab.progress import noted
-from heapr_lab.streaming.layerwise import LayerByLayer
+from heapr_lab.streaming.layerwise import Handed, LayerByLayer
 from heapr_lab.streaming.plan import EXTRA_STATES, state_bytes, state_of
 from heapr_lab.streaming.stream import Stream
 from heapr_lab.streaming.sweep_store import SweepStore, budget_of, opened
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _Choices = list[torch.Tensor]
-_TOKENS, _STATES, _CHOICE = "tokens", "states", "choice."
+_TOKENS, _STATES, _HANDED, _CHOICE = "tokens", "states", "handed", "choice."
+_VERSION = 2
+"""Increased whenever what is kept in between changes."""
 
 
 def streamed_pass(model: Any, stream: Stream, run: GradientPass) -> Steps:
@@ -55,7 +57,7 @@ def streamed_pass(model: Any, stream: Stream, run: GradientPass) -> Steps:
     if run.done == len(run.ids):
         return
     folder = None if run.state is None else run.state.with_suffix(".sweeps")
-    key = {"pass": run.key, "batch_size": run.batch_size}
+    key = {"pass": run.key, "batch_size": run.batch_size, "version": _VERSION}
     with opened(folder, key, budget=budget_of(stream)) as store:
         size = _windows_at_once(model, stream, run, store)
         while run.done < len(run.ids):
@@ -164,7 +166,7 @@ class TwoSweeps:
             LayoutError: a weight is not finite.
         """
         for index, states in enumerate(self._walk.states):
-            self._store.put(f"out-first-{index}", {_STATES: states})
+            self._store.put(_out(-1, index), {_STATES: states})
         self._walk.states = []
         for number in range(self._walk.n_layers):
             self._run(number)
@@ -202,14 +204,12 @@ class TwoSweeps:
 
     def _run_batch(self, number: int, index: int) -> None:
         choices: _Choices = []
-        before = self._walk.handed[index] = self._handed(number, index)
         with _Noted(choices), self._counted(number):
-            out = self._walk.output(number, index, self._input(number, index))
-        noted = {f"{_CHOICE}{n:03d}": choice for n, choice in enumerate(choices)}
-        self._store.put(_out(number, index), {_STATES: out} | noted)
-        handed, self._walk.handed[index] = self._walk.handed[index], None
-        if handed is not None and handed is not before:
-            self._store.put(_handed(number, index), {_STATES: handed})
+            out, handed = self._walk.output(number, index, *self._input(number, index))
+        group = {f"{_CHOICE}{n:03d}": choice for n, choice in enumerate(choices)}
+        if handed is not None:
+            group[_HANDED] = handed
+        self._store.put(_out(number, index), {_STATES: out} | group)
 
     def backward(self) -> Iterator[tuple[int, slice]]:
         """Go back through every layer.
@@ -254,16 +254,14 @@ class TwoSweeps:
         self._store.put(f"back-{number}", state)
         self._store.drop(f"grad-{number + 1}-")  # after what makes it needless
         self._store.drop(f"out-{number}-")
-        self._store.drop(f"handed-{number}-")
 
     def _back_batch(self, number: int, index: int) -> None:
         kept = self._store.get(_out(number, index))
         choices = [kept[name] for name in sorted(kept) if name.startswith(_CHOICE)]
-        states = self._input(number, index).to(self._device).requires_grad_()
-        self._walk.handed[index] = self._handed(number, index)
+        states, handed = self._input(number, index)
+        states = states.to(self._device).requires_grad_()
         with _Replayed(choices):
-            output = self._walk.output(number, index, states)
-        self._walk.handed[index] = None
+            output, _ = self._walk.output(number, index, states, handed)
         gradient = self._store.get(f"grad-{number + 1}-{index}")[_STATES]
         before = self.input_grad(output, states, gradient.to(output.device))
         self._store.put(f"grad-{number}-{index}", {_STATES: before})
@@ -277,17 +275,10 @@ class TwoSweeps:
         """The gradient of what a batch came with, from that of its output."""
         return torch.autograd.grad(output, states, gradient)[0]
 
-    def _input(self, number: int, index: int) -> torch.Tensor:
-        """The states with which a batch comes to a layer."""
-        name = _out(number - 1, index) if number else f"out-first-{index}"
-        return self._store.get(name)[_STATES]
-
-    def _handed(self, number: int, index: int) -> torch.Tensor | None:
-        """What a layer before handed on to this one beside the states of a batch."""
-        for before in range(number - 1, -1, -1) if self._walk.hands_on else ():
-            if (name := _handed(before, index)) in self._store:
-                return self._store.get(name)[_STATES]
-        return None
+    def _input(self, number: int, index: int) -> tuple[torch.Tensor, Handed]:
+        """The states with which a batch comes to a layer, and what came beside them."""
+        group = self._store.get(_out(number - 1, index))
+        return group[_STATES], group.get(_HANDED)
 
     def _counted(self, number: int) -> contextlib.AbstractContextManager[None]:
         tokens = self._tokens.get(number)
@@ -297,8 +288,8 @@ class TwoSweeps:
         """Keep the gradient of the loss with respect to each batch's last states."""
         last = self._walk.n_layers
         for index, ids in enumerate(self._batches):
-            states = self._input(last, index).to(self._device)
-            leaf = states.detach().requires_grad_()
+            states, _ = self._input(last, index)
+            leaf = states.to(self._device).detach().requires_grad_()
             finals = self._walk.finished(ids, leaf)
             loss = self._pass.loss(self.windows[index], finals)
             gradient = self.input_grad(loss, leaf)
@@ -307,10 +298,6 @@ class TwoSweeps:
 
 def _out(number: int, index: int) -> str:
     return f"out-{number}-{index}"
-
-
-def _handed(number: int, index: int) -> str:
-    return f"handed-{number}-{index}"
 
 
 class _Tokens:
