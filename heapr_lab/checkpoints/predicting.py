@@ -21,7 +21,13 @@ from heapr_lab.checkpoints.stored_type import Fp8Files, conversions_of
 from heapr_lab.checkpoints.uniform import fit
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.safetensors_headers import INDEX, PREDICTING, SINGLE, read_headers
+from heapr_lab.models.safetensors_headers import (
+    INDEX,
+    PREDICTING,
+    SINGLE,
+    StoredTensor,
+    read_headers,
+)
 from heapr_lab.storage import files
 from heapr_lab.streaming.file_reader import (
     FLOATS,
@@ -129,7 +135,7 @@ def floats_of(heads: Heads) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read(head: FoundTensor) -> torch.Tensor:
+def _read(head: StoredTensor) -> torch.Tensor:
     with safe_open(head.file, framework="pt") as opened:
         tensor: torch.Tensor = opened.get_tensor(head.name)
     return tensor

@@ -38,6 +38,9 @@ class StoredTensor:
     start: int
     n_bytes: int
 
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name} ({self.dtype} {self.shape})"
+
 
 Stored = dict[str, StoredTensor]
 """Tensors in files, by their names there."""

@@ -31,14 +31,7 @@ from transformers.utils import logging
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models.ragged_experts import check_no_missing_weights
 from heapr_lab.models.safetensors_headers import StoredTensor, read_headers
-from heapr_lab.streaming.quantisation import (
-    BLOCK_OF_FP4,
-    EXPECTED_BYTES,
-    Fp4Quantizer,
-    Fp8Quantizer,
-    check_grid,
-    scales_of,
-)
+from heapr_lab.streaming.quantisation import check_scales, unpacked_shape
 from heapr_lab.streaming.stream import put_tensor, tensor_of
 
 _RAISED = re.compile(r"^\w+Error: (.*)$", re.MULTILINE)
@@ -71,11 +64,8 @@ class FoundTensor(StoredTensor):
     """The converter that joins it with other tensors, if there is one."""
     part: int
     """Its number among the joined tensors."""
-    packed: tuple["FoundTensor", ...] = ()
+    packed: tuple[StoredTensor, ...] = ()
     """What is in the file where this is in floats: numbers, and scales of each kind."""
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.name} ({self.dtype} {self.shape})"
 
 
 def find_tensors(
@@ -174,84 +164,20 @@ def in_floats(every: list[FoundTensor], quantizer: Any) -> list[FoundTensor]:
     """The tensors with the names and shapes that they have without quantisation.
 
     Raises:
-        LayoutError: as `_check_scales`.
+        LayoutError: as `check_scales`.
     """
-    scales, floats = _check_scales(every, quantizer), []
+    scales, floats = check_scales({e.name: e for e in every}, quantizer), []
     among = {scale.name for kinds in scales.values() for scale in kinds}
     for entry in every:
         if entry.name in scales:
             name = entry.name.replace(".weight_packed", ".weight")
-            shape, packed = _unpacked_shape(entry), (entry, *scales[entry.name])
+            shape, packed = unpacked_shape(entry), (entry, *scales[entry.name])
             floats.append(
                 replace(entry, name=name, dtype="BF16", shape=shape, packed=packed)
             )
         elif entry.name not in among and not _COMPANIONS.search(entry.name):
             floats.append(entry)
     return floats
-
-
-def _unpacked_shape(tensor: StoredTensor) -> tuple[int, ...]:
-    """The shape of a weight, of which a byte may have two numbers in four bits."""
-    *rows, columns = tensor.shape
-    return (*rows, columns * (2 if tensor.dtype in ("U8", "I8") else 1))
-
-
-def _check_scales(
-    every: list[FoundTensor], quantizer: Any
-) -> dict[str, list[FoundTensor]]:
-    """Check that every tensor in 8 or 4 bits has its scales.
-
-    Returns:
-        Those of each kind, by the name of the tensor.
-
-    Raises:
-        LayoutError: one has none, and would be read as if they were 1, or they are of
-            other blocks or of another type.
-    """
-    in_fp4 = isinstance(quantizer, Fp4Quantizer)
-    powers = in_fp4 and quantizer.quantization_config.powers
-    scales = _scales_in(every, powers=powers)
-    for entry in (entry for entry in every if entry.name in scales):
-        if entry.dtype == "I8":
-            block = BLOCK_OF_FP4
-        elif isinstance(quantizer, Fp8Quantizer):
-            block = quantizer.quantization_config.weight_block_size
-        elif in_fp4:
-            block = quantizer.quantization_config.block
-        else:
-            continue
-        first = scales[entry.name][0]
-        if powers and first.dtype not in ("U8", "F8_E8M0"):
-            raise LayoutError(f"{entry} has scales in {first.dtype}, {EXPECTED_BYTES}")
-        try:
-            check_grid(_unpacked_shape(entry), first.shape, block)
-        except ValueError as error:
-            raise LayoutError(f"{entry.file}: {entry.name}: {error}") from error
-    return scales
-
-
-def _scales_in(
-    every: list[FoundTensor], *, powers: bool
-) -> dict[str, list[FoundTensor]]:
-    """The scales of each kind of every tensor in 8 or 4 bits, by its name.
-
-    Raises:
-        LayoutError: one has none.
-    """
-    tensors, scales = {entry.name: entry for entry in every}, {}
-    for entry in every:
-        kinds = scales_of(entry.name, entry.dtype, powers=powers)
-        for names in kinds:
-            if not tensors.keys() & set(names):
-                raise LayoutError(
-                    f"{entry} has no {names[0]}: download the files again"
-                )
-        if kinds:
-            scales[entry.name] = [
-                next(tensors[name] for name in names if name in tensors)
-                for names in kinds
-            ]
-    return scales
 
 
 # --- reading ----------------------------------------------------------------------
@@ -292,7 +218,7 @@ class FileReader:
         self._files = {tensor.file: _state(tensor.file) for tensor in stored.values()}
         every = list(find_tensors(model, conversions, stored))
         check_whole(model, every)
-        _check_scales(every, quantizer)
+        check_scales(stored, quantizer)
         self._tensors: dict[str, list[FoundTensor]] = {}
         """The tensors of which each parameter or buffer is made."""
         known = model.state_dict()

@@ -12,12 +12,12 @@ MXFP4 32 columns have a scale, which is a power of two; of it compressed-tensors
 exponent. (transformers reads the MXFP4 of gpt-oss, which has a layout of its own.)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from transformers import FineGrainedFP8Config
 from transformers.core_model_loading import (
     ConversionOps,
@@ -33,7 +33,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from heapr_lab.errors import LayoutError
 from heapr_lab.models.formats import FP4_LAYOUTS, FP8, MXFP4, format_of
+from heapr_lab.models.safetensors_headers import Stored, StoredTensor, read_header
 
 SCALES = "_scale_inv"
 """What is added to the name of a weight in that of its scales."""
@@ -43,7 +45,6 @@ _OUR_FP8, _OUR_FP4 = "heapr_fp8", "heapr_fp4"
 """The formats under which transformers finds the classes below."""
 _BLOCK_OF_NVFP4 = 1, 16
 """Rows and columns of NVFP4 that have a scale in common; MXFP4 has `BLOCK_OF_FP4`."""
-EXPECTED_BYTES = "expected exponents in bytes: download the files again"
 _BIAS = 127
 """What is added to the exponents of MXFP4."""
 _POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
@@ -125,7 +126,7 @@ def with_our_classes(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def scales_of(name: str, dtype: str, *, powers: bool = False) -> list[list[str]]:
+def _scales_of(name: str, dtype: str, *, powers: bool = False) -> list[list[str]]:
     """Names of its scales if a tensor is in 8 or 4 bits; files have one of each.
 
     Args:
@@ -147,28 +148,87 @@ def scales_of(name: str, dtype: str, *, powers: bool = False) -> list[list[str]]
     return []
 
 
-def check_grid(
-    weight: tuple[int, ...], scales: tuple[int, ...], block: Sequence[int] | None
-) -> None:
-    """Check that there is one scale for each block, of which the last may be smaller.
+def check_scales(
+    stored: Mapping[str, StoredTensor], quantizer: Any
+) -> dict[str, list[StoredTensor]]:
+    """Check that every tensor in 8 or 4 bits has its scales.
 
     Args:
-        weight: shape of the weights, (..., rows, columns).
-        scales: shape of their scales; one without axes is that of the whole matrix.
-        block: rows and columns of a block, if the configuration names them; else one
-            scale is expected for the whole matrix.
+        stored: tensors in files, by name.
+        quantizer: what dequantises them, if anything does.
+
+    Returns:
+        The scales of each kind, by the name of the tensor.
 
     Raises:
-        ValueError: there are others.
+        LayoutError: one has none, and would be read as if they were 1, or they are of
+            other blocks or of another type.
     """
+    in_fp4 = isinstance(quantizer, Fp4Quantizer)
+    powers = in_fp4 and quantizer.quantization_config.powers
+    scales: dict[str, list[StoredTensor]] = {}
+    for name, tensor in stored.items():
+        for names in _scales_of(name, tensor.dtype, powers=powers):
+            there = [stored[other] for other in names if other in stored]
+            if not there:
+                raise LayoutError(
+                    f"{tensor} has no {names[0]}: download the files again"
+                )
+            scales.setdefault(name, []).append(there[0])
+    for name, (first, *_) in scales.items():
+        _check_blocks(stored[name], first, quantizer)
+        if powers and first.dtype not in ("U8", "F8_E8M0"):
+            raise LayoutError(
+                f"{stored[name]} has scales in {first.dtype}, expected exponents in "
+                "bytes: download the files again"
+            )
+    return scales
+
+
+def _check_blocks(tensor: StoredTensor, scales: StoredTensor, quantizer: Any) -> None:
+    """Check that there is one scale for each block, of which the last may be smaller.
+
+    A single number is that of the whole matrix, as is expected where no blocks are
+    configured.
+
+    Raises:
+        LayoutError: there are others.
+    """
+    is_ours = isinstance(quantizer, Fp8Quantizer | Fp4Quantizer)
+    if tensor.dtype != "I8" and not is_ours:
+        return
+    weight = unpacked_shape(tensor)
+    block = BLOCK_OF_FP4 if tensor.dtype == "I8" else quantizer.block
     rows, columns = block or weight[-2:]
     expected = -(-weight[-2] // rows), -(-weight[-1] // columns)
-    if len(scales) > 1 and tuple(scales[-2:]) != expected:
-        raise ValueError(
-            f"weights of {tuple(weight)} have scales of {tuple(scales)}, expected "
-            f"{expected[0]} x {expected[1]} for blocks of {rows} x {columns} "
-            "(as config.json says): download both again"
+    if len(scales.shape) > 1 and scales.shape[-2:] != expected:
+        raise LayoutError(
+            f"{tensor.file}: {tensor.name}: weights of {weight} have scales of "
+            f"{scales.shape}, expected {expected[0]} x {expected[1]} for blocks of "
+            f"{rows} x {columns} (as config.json says): download both again"
         )
+
+
+def unpacked_shape(tensor: StoredTensor) -> tuple[int, ...]:
+    """The shape of a weight, of which a byte may have two numbers in four bits."""
+    *rows, columns = tensor.shape
+    return (*rows, columns * (2 if tensor.dtype in ("U8", "I8") else 1))
+
+
+class _Checking(HfQuantizer):
+    """What reads weights, of whose files the headers are checked before."""
+
+    def preprocess_model(self, model: Any, *args: Any, **options: Any) -> None:
+        """Prepare the model for the weights.
+
+        Raises:
+            LayoutError: as `check_scales`.
+        """
+        stored: Stored = {}
+        for file in options.get("checkpoint_files") or ():
+            stored |= read_header(Path(file))
+        check_scales(stored, self)
+        super().preprocess_model(model, *args, **options)
 
 
 class BlockDequantize(Fp8Dequantize):
@@ -177,16 +237,11 @@ class BlockDequantize(Fp8Dequantize):
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, *args: Any, **options: Any
     ) -> torch.Tensor:
-        if quantized.dtype == torch.int8:
-            rows, columns = quantized.shape[-2:]
-            check_grid((rows, 2 * columns), scales.shape, BLOCK_OF_FP4)
         dequantised: Callable[..., torch.Tensor] = super()._dequantize_one
         if quantized.dtype not in _EIGHT_BITS or scales.dim() < 2:
             return dequantised(quantized, scales, *args, **options)
-        block = self.hf_quantizer.quantization_config.weight_block_size
-        check_grid(quantized.shape, scales.shape, block)
         rows, columns = quantized.shape[-2:]
-        n_rows, n_columns = block or (rows, columns)
+        n_rows, n_columns = self.hf_quantizer.block or (rows, columns)
         missing = 0, -columns % n_columns, 0, -rows % n_rows
         padded = F.pad(quantized.float(), missing)
         whole = dequantised(padded, scales, *args, **options)
@@ -204,27 +259,14 @@ class Fp8Config(FineGrainedFP8Config):
 
 
 @register_quantizer(_OUR_FP8)
-class Fp8Quantizer(FineGrainedFP8HfQuantizer):
+class Fp8Quantizer(_Checking, FineGrainedFP8HfQuantizer):
     """transformers' quantizer, with blocks of the size that is configured."""
 
-    def preprocess_model(self, model: Any, *args: Any, **options: Any) -> None:
-        """Prepare the model for the weights, in whose files no scale may be missing.
-
-        transformers would read weights outside the experts as if theirs were 1.
-
-        Raises:
-            ValueError: weights have none.
-        """
-        dtypes: dict[str, str] = {}
-        for file in options.get("checkpoint_files") or ():
-            with safe_open(file, "pt") as stored:
-                names = stored.keys()
-                dtypes |= {name: stored.get_slice(name).get_dtype() for name in names}
-        for name, dtype in dtypes.items():
-            for scales in scales_of(name, dtype):
-                if not dtypes.keys() & set(scales):
-                    raise ValueError(f"{name} ({dtype}) has no {scales[0]}")
-        super().preprocess_model(model, *args, **options)
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that have a scale in common, if not the whole matrix."""
+        size: tuple[int, int] | None = self.quantization_config.weight_block_size
+        return size
 
     def weight_of(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """A weight in bfloat16, as it is dequantised for the model."""
@@ -277,11 +319,6 @@ class Fp4Config(QuantizationConfigMixin):
         self.quant_method: Any = _OUR_FP4
         self.powers, self.divides, self.dequantize = powers, divides, True
 
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns that have a scale in common."""
-        return BLOCK_OF_FP4 if self.powers else _BLOCK_OF_NVFP4
-
 
 class Fp4Dequantize(ConversionOps):
     """Makes floats of weights that have scales; others stay as they are."""
@@ -299,11 +336,7 @@ class Fp4Dequantize(ConversionOps):
         model: Any = None,
         **_kwargs: Any,
     ) -> dict[str, Any]:
-        """The weights that transformers collected for one parameter, in its type.
-
-        Raises:
-            ValueError: they have not the scales of their format.
-        """
+        """The weights that transformers collected for one parameter, in its type."""
         dtype = model.get_parameter(full_layer_name).dtype
         floats = {}
         for name, stored in input_dict.items():
@@ -316,24 +349,11 @@ class Fp4Dequantize(ConversionOps):
     def _in_floats(
         self, every: list[torch.Tensor], scales: list[list[torch.Tensor]]
     ) -> Iterator[torch.Tensor]:
-        """The weights that numbers and scales of both kinds stand for.
-
-        Raises:
-            ValueError: as `convert`.
-        """
-        config, (first, second) = self.hf_quantizer.quantization_config, scales
-        kinds = [first] if config.powers else [first, second]
-        if any(len(kind) != len(every) for kind in kinds):
-            raise ValueError(
-                f"{len(every)} weights in FP4 have {len(first)} and {len(second)} "
-                f"scales, expected {len(kinds)} each: download the files again"
-            )
+        """The weights that numbers and scales of both kinds stand for."""
+        kinds = scales[:1] if self.hf_quantizer.quantization_config.powers else scales
         for packed, *parts in zip(every, *kinds, strict=True):
-            numbers = unpacked(packed)
-            check_grid(numbers.shape, parts[0].shape, config.block)
-            if config.powers and parts[0].dtype.itemsize > 1:
-                raise ValueError(f"scales in {parts[0].dtype}, {EXPECTED_BYTES}")
-            yield dequantised(numbers, self._scale(*parts), config.block)
+            scale = self._scale(*parts)
+            yield dequantised(unpacked(packed), scale, self.hf_quantizer.block)
 
     def _scale(
         self, scales: torch.Tensor, last: torch.Tensor | None = None
@@ -347,10 +367,16 @@ class Fp4Dequantize(ConversionOps):
 
 
 @register_quantizer(_OUR_FP4)
-class Fp4Quantizer(HfQuantizer):
+class Fp4Quantizer(_Checking):
     """transformers' seam, with the class above."""
 
     quantization_config: Fp4Config
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that have a scale in common."""
+        return BLOCK_OF_FP4 if self.quantization_config.powers else _BLOCK_OF_NVFP4
+
     serialized_names = {  # noqa: RUF012
         "weight": ["weight", "weight_scale", "weight_scale_2", "input_scale"]
     }
