@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoQuantizationConfig
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.backend import FileTypes
@@ -22,7 +22,7 @@ from heapr_lab.models.folders import (
 from heapr_lab.models.formats import DEQUANTISED
 from heapr_lab.models.hooks import ready
 from heapr_lab.models.modes import evaluating
-from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer
+from heapr_lab.models.ragged_experts import HeaprQuantizer
 from heapr_lab.streaming.file_reader import FileReader
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.on_disk import on_disk
@@ -194,9 +194,6 @@ def _quantizer(config: Any) -> Any:
     """The quantizer of weights that are pruned or quantised."""
     section = config.quantization_config
     settings = dict(section if isinstance(section, dict) else section.to_dict())
-    if quantisation(config) not in DEQUANTISED:
-        return HeaprQuantizer(HeaprConfig.from_dict(settings))
-    settings = with_our_classes(settings | {"dequantize": True})
-    chosen = AutoQuantizationConfig.from_dict(settings)
-    method = settings["quant_method"]
-    return AUTO_QUANTIZER_MAPPING[method](chosen, pre_quantized=True)
+    if quantisation(config) in DEQUANTISED:
+        settings = with_our_classes(settings | {"dequantize": True})
+    return AutoHfQuantizer.from_config(settings, pre_quantized=True)

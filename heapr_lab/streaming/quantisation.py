@@ -122,7 +122,7 @@ def with_our_classes(settings: dict[str, Any]) -> dict[str, Any]:
         divides = method == "compressed-tensors"
         return {"quant_method": _OUR_FP4, "powers": powers, "divides": divides}
     if method == FP8:
-        return settings | {"quant_method": _OUR_FP8}
+        return settings | {"quant_method": _OUR_FP8, "dequantize": True}
     return settings
 
 
@@ -248,14 +248,7 @@ class BlockDequantize(Fp8Dequantize):
         return whole[..., :rows, :columns].contiguous()
 
 
-@register_quantization_config(_OUR_FP8)
-class Fp8Config(FineGrainedFP8Config):
-    """transformers' settings, for weights that are always dequantised."""
-
-    def post_init(self) -> None:
-        """Check the settings."""
-        super().post_init()
-        self.dequantize = True
+register_quantization_config(_OUR_FP8)(FineGrainedFP8Config)
 
 
 @register_quantizer(_OUR_FP8)
