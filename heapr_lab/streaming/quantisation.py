@@ -12,7 +12,7 @@ MXFP4 32 columns have a scale, which is a power of two; of it compressed-tensors
 exponent. (transformers reads the MXFP4 of gpt-oss, which has a layout of its own.)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -323,8 +323,6 @@ class Fp4Dequantize(ConversionOps):
     def convert(
         self,
         input_dict: dict[str, Any],
-        source_patterns: list[str],  # noqa: ARG002
-        target_patterns: list[str],  # noqa: ARG002
         full_layer_name: str = "",
         model: Any = None,
         **_kwargs: Any,
@@ -334,29 +332,13 @@ class Fp4Dequantize(ConversionOps):
         floats = {}
         for name, stored in input_dict.items():
             if name.endswith("weight"):
-                scales = [input_dict.get(f"{name}_scale{n}", []) for n in ("", "_2")]
-                whole = stored if not any(scales) else self._in_floats(stored, scales)
-                floats[name] = [weight.to(dtype) for weight in whole]
+                kinds = [input_dict.get(f"{name}_scale{n}") for n in ("", "_2")]
+                weights = zip(stored, *filter(None, kinds), strict=True)
+                floats[name] = [self._in_floats(*parts).to(dtype) for parts in weights]
         return {full_layer_name: floats["weight"][0]} if "weight" in floats else floats
 
-    def _in_floats(
-        self, every: list[torch.Tensor], scales: list[list[torch.Tensor]]
-    ) -> Iterator[torch.Tensor]:
-        """The weights that numbers and scales of both kinds stand for."""
-        kinds = scales[:1] if self.hf_quantizer.quantization_config.powers else scales
-        for packed, *parts in zip(every, *kinds, strict=True):
-            scale = self._scale(*parts)
-            yield dequantised(unpacked(packed), scale, self.hf_quantizer.block)
-
-    def _scale(
-        self, scales: torch.Tensor, last: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What numbers are multiplied by, for each block."""
-        if last is None:
-            exponents = scales.view(torch.uint8).int() - _BIAS
-            return torch.ldexp(torch.ones_like(exponents, dtype=torch.float), exponents)
-        divides = self.hf_quantizer.quantization_config.divides
-        return scales.float() * (1 / last.float() if divides else last.float())
+    def _in_floats(self, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+        return self.hf_quantizer.in_floats(weight, *scales) if scales else weight
 
 
 @register_quantizer(_OUR_FP4)
@@ -374,11 +356,23 @@ class Fp4Quantizer(_Checking):
         "weight": ["weight", "weight_scale", "weight_scale_2", "input_scale"]
     }
 
+    def in_floats(
+        self, packed: torch.Tensor, scales: torch.Tensor, last: Any = None
+    ) -> torch.Tensor:
+        """The weight of numbers and of scales of both kinds, in float32."""
+        settings = self.quantization_config
+        if settings.powers:
+            exponents = scales.view(torch.uint8).int() - _BIAS
+            ones = torch.ones_like(exponents, dtype=torch.float)
+            factors = torch.ldexp(ones, exponents)
+        else:
+            whole = 1 / last.float() if settings.divides else last.float()
+            factors = scales.float() * whole
+        return dequantised(unpacked(packed), factors, self.block)
+
     def weight_of(self, packed: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
         """A weight in bfloat16, as it is dequantised for the model."""
-        kinds = [[scale] for scale in scales] + [[]]
-        (floats,) = Fp4Dequantize(self)._in_floats([packed], kinds[:2])
-        return floats.to(torch.bfloat16)
+        return self.in_floats(packed, *scales).to(torch.bfloat16)
 
     def get_load_operations(self) -> dict[str, Any]:
         """What makes a weight of its parts."""
