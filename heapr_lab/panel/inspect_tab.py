@@ -1,7 +1,8 @@
 """The tab that inspects one text: the effect of pruning on it, and its atoms.
 
-It runs `heapr_lab.inspection` and shows the frames through `passage_html`. Importing
-this needs no torch.
+It runs `heapr_lab.inspection` and shows the frames through `passage_html`. Shares of
+the change of the loss are *first order*, an estimate, and say so. Importing this needs
+no torch.
 """
 
 import contextlib
@@ -19,14 +20,15 @@ from heapr_lab.panel.controls import NumberBox, said_by
 from heapr_lab.panel.jobs import Report, ResultJob, jobs_in, parts_of
 from heapr_lab.panel.looks import beside, failure, folded, one_of, status
 from heapr_lab.panel.passage_html import (
+    attribution_html,
     contexts_html,
     continuations_html,
     left_out_html,
     losses_html,
     routing_html,
+    token_html,
 )
 from heapr_lab.panel.session import JobSettings, PruningSession, named
-from heapr_lab.panel.why_section import WhySection
 from heapr_lab.pruning.masks import KeepMask
 
 if TYPE_CHECKING:
@@ -85,16 +87,10 @@ class InspectTab(ipw.VBox):
 
     Attributes:
         session: it has the model, and the selection of the masked model.
-        why: the section that attributes the change of the loss.
         losses: the last result of `passages.token_losses`; likewise `routes`, `atoms`,
-            `contexts` and `continuations` (dense, pruned).
+            `contexts`, `continuations` (dense, pruned), `attribution`, and `shares`, of
+            the pruned atoms of a token. Each is there once its button was pressed.
     """
-
-    losses: pd.DataFrame | None = None
-    routes: pd.DataFrame | None = None
-    atoms: pd.DataFrame | None = None
-    contexts: pd.DataFrame | None = None
-    continuations: tuple[pd.DataFrame, pd.DataFrame] | None = None
 
     def __init__(self, session: PruningSession) -> None:
         """Lay the tab out.
@@ -108,14 +104,7 @@ class InspectTab(ipw.VBox):
             super().__init__([ipw.HTML(status(_NO_MODEL))])
             return
         self._build_text()
-        self._build_routing()
-        self.why = WhySection(
-            session,
-            text=self.text,
-            layer=self.layer,
-            position=self.position,
-            masked=self._masked,
-        )
+        self._build_token()
         self._build_atom()
         super().__init__(self._rows())
         self.text.observe(self._limit_position, names="value")
@@ -146,8 +135,16 @@ class InspectTab(ipw.VBox):
             of=self.session.named,
             tooltip="what each token of the text costs the dense and the pruned model",
         )
+        self.attribute = ResultJob(
+            "Attribute",
+            self._attributed,
+            asked=self.session.settings,
+            controls=(self.text,),
+            of=self.session.named,
+            tooltip="share of each layer and token in the loss increase, first order",
+        )
 
-    def _build_routing(self) -> None:
+    def _build_token(self) -> None:
         self.layer = _box("layer of the token", self.session.table.shapes())
         self.position = NumberBox("position of the token", 1, least=0, most=1)
         self.route = ResultJob(
@@ -157,6 +154,14 @@ class InspectTab(ipw.VBox):
             controls=(self.text, self.layer, self.position),
             of=lambda: said_by(self.layer, self.position),
             tooltip="which experts and atoms serve the token",
+        )
+        self.explain = ResultJob(
+            "Attribute to atoms",
+            self._explained,
+            asked=self.session.settings,
+            controls=(self.text, self.layer, self.position),
+            of=lambda: f"{self.session.named()}; {said_by(self.layer, self.position)}",
+            tooltip="which pruned experts and atoms of the token change the loss",
         )
 
     def _build_atom(self) -> None:
@@ -179,13 +184,13 @@ class InspectTab(ipw.VBox):
 
     def _rows(self) -> list[ipw.Widget]:
         place = beside(self.layer, self.position)
-        token = place, self.route, self.why.explain
+        token = place, self.route, self.explain
         atom = beside(*self._boxes), self.note, self.show_contexts
         return [
             self.text,
             folded("Continue the text", self.n_tokens, self.generate),
             folded("Where pruning hurts the text", self.compare),
-            folded("Why it hurts", self.why),
+            folded("Why it hurts", self.attribute),
             folded("Which experts and atoms serve a token", *token),
             folded("Inputs that activate an atom", self.nearest, *atom),
         ]
@@ -273,6 +278,30 @@ class InspectTab(ipw.VBox):
         view = losses_html(self.losses, pruned=pruned)
         return left_out_html(passage.n_left_out, "end") + view
 
+    def _attributed(self, report: Report, chosen: JobSettings, text: str) -> str:
+        from heapr_lab.inspection.attribution import attribute_loss
+        from heapr_lab.inspection.passages import token_losses
+
+        model = self._bench.model
+        passage, keep, pruned = self._masked(chosen, text)
+        report(0, 3, "first order")
+        self.attribution = attribute_loss(model, keep, passage.ids)
+        report(1, 3, "the change itself")
+        losses = token_losses(
+            model,
+            passage,
+            keep=keep,
+            progress=lambda done, _: report(1 + done, 3, "the change itself"),
+        )
+        view = attribution_html(
+            self.attribution.layers(),
+            self.attribution.tokens,
+            passage.tokens,
+            change=losses["delta_nll"].mean(),
+            pruned=pruned,
+        )
+        return left_out_html(passage.n_left_out, "end") + view
+
     def _routed(
         self, report: Report, chosen: JobSettings, text: str, *token: int
     ) -> str:
@@ -287,6 +316,19 @@ class InspectTab(ipw.VBox):
         self.routes = routing(model, passage)
         report(2, 2)
         view = routing_html(self.routes, self.atoms, keep=keep, pruned=pruned, **place)
+        return left_out_html(passage.n_left_out, "end") + view
+
+    def _explained(
+        self, report: Report, chosen: JobSettings, text: str, *token: int
+    ) -> str:
+        from heapr_lab.inspection.attribution import attribute_token
+
+        passage, keep, pruned = self._masked(chosen, text)
+        report(0, 1, "atoms")
+        place = dict(zip(("layer", "position"), token, strict=True))
+        self.shares = attribute_token(self._bench.model, keep, passage.ids, **place)
+        report(1, 1, "atoms")
+        view = token_html(self.shares, passage.tokens, **place, pruned=pruned)
         return left_out_html(passage.n_left_out, "end") + view
 
     def _contexts(self, report: Report, chosen: JobSettings, *numbers: int) -> str:

@@ -11,7 +11,15 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from heapr_lab.panel.looks import BORDER, INK, MUTED, columns_html, numbers, status
+from heapr_lab.panel.looks import (
+    BORDER,
+    INK,
+    MUTED,
+    columns_html,
+    numbers,
+    scrolling_html,
+    status,
+)
 from heapr_lab.pruning.masks import KeepMask
 
 _STEPS: Final = (0.1, 0.5, 2.0)
@@ -22,6 +30,13 @@ _OPACITY = (0.18, 0.36, 0.6)
 _CODE = "font-family:var(--jp-code-font-family, monospace);white-space:pre-wrap"
 _N_HURT: Final = 10
 _N_AROUND: Final = 6
+_N_ATOMS: Final = 20
+_N_TOKENS: Final = 40
+"""Tokens of the map; the others are summed in one row."""
+_SHADES: Final = (0.125, 0.25, 0.5)
+"""Shares of the largest value of the map from which a cell has each of the marks."""
+_FIRST_ORDER = "first order [nats/token]"
+_MILLI = "first order [0.001 nats/token]"
 
 
 def left_out_html(n_tokens: int, part: str) -> str:
@@ -37,7 +52,7 @@ def left_out_html(n_tokens: int, part: str) -> str:
 # --- views: pieces ----------------------------------------------------------------
 
 
-def visible(text: str, *, break_: str = "") -> str:
+def _visible(text: str, *, break_: str = "") -> str:
     """Escaped text with visible line breaks; `break_` follows a ↵."""
     return html.escape(text).replace("\n", f"↵{break_}") if text else "▯"
 
@@ -47,13 +62,13 @@ def _mark(text: str, title: str) -> str:
     style = f"background:none;color:inherit;border:2px solid rgb({_WORSE})"
     return (
         f'<mark style="{style};border-radius:3px" title="{html.escape(title)}">'
-        f"<b>{visible(text)}</b></mark>"
+        f"<b>{_visible(text)}</b></mark>"
     )
 
 
 def _in_place(before: str, token: str, after: str = "") -> str:
     """A marked token in one line with its context."""
-    around = [visible(text) if text else "" for text in (before, after)]
+    around = [_visible(text) if text else "" for text in (before, after)]
     marked = _mark(token, "the token")
     return f'<span style="{_CODE}">{around[0]}{marked}{around[1]}</span>'
 
@@ -115,17 +130,17 @@ def _loss_token(row: Any) -> str:
             f"(dense {row.dense_nll:.2f}, pruned {row.pruned_nll:.2f})"
         )
         style = _loss_style(row.delta_nll)
-    text = visible(row.token, break_="\n")
+    text = _visible(row.token, break_="\n")
     return f'<span style="{style}" title="{title}">{text}</span>'
 
 
 def _loss_style(change: float) -> str:
     """Background and underline, stronger with every step; none below the first."""
     step = sum(abs(change) >= least for least in _STEPS)
-    return step_style(step, worse=change > 0)
+    return _step_style(step, worse=change > 0)
 
 
-def step_style(step: int, *, worse: bool) -> str:
+def _step_style(step: int, *, worse: bool) -> str:
     """Background and underline of one of three steps; none at 0."""
     if not step:
         return ""
@@ -215,7 +230,7 @@ def _continuation(
     name: str, prompt: str, frame: pd.DataFrame, first: int | None
 ) -> str:
     """One column; if this model ended before the other, it says so."""
-    texts = [visible(text, break_="\n") for text in frame["token"]]
+    texts = [_visible(text, break_="\n") for text in frame["token"]]
     if first is not None and first < len(texts):
         texts[first] = _mark(frame["token"].iloc[first], "the first that differs")
     elif first is not None:
@@ -263,12 +278,12 @@ def routing_html(
         f"pruned. Masked model: {pruned}."
     )
     return (
-        f"{status(text)}{numbered(texts, position)}"
+        f"{status(text)}{_numbered(texts, position)}"
         f"{_experts_table(experts, kept)}{_atoms_table(atoms, kept)}"
     )
 
 
-def numbered(texts: Sequence[str], chosen: int) -> str:
+def _numbered(texts: Sequence[str], chosen: int) -> str:
     """The text with the position of every tenth token, and one token marked."""
     parts = []
     for number, text in enumerate(texts):
@@ -279,7 +294,7 @@ def numbered(texts: Sequence[str], chosen: int) -> str:
         else:
             style = f"border-right:1px solid {BORDER}"
             name = f'title="position {number}"'
-            parts.append(f'<span style="{style}" {name}>{visible(text)}</span>')
+            parts.append(f'<span style="{style}" {name}>{_visible(text)}</span>')
     return (
         f'<div style="{_CODE};color:{INK};margin:6px 0;overflow-wrap:anywhere">'
         f"{''.join(parts)}</div>"
@@ -310,6 +325,129 @@ def _atoms_table(atoms: pd.DataFrame, kept: np.ndarray) -> str:
     }
     caption = f"The {len(atoms)} atoms that add most to the output"
     return columns_html(caption, columns)
+
+
+# --- views: why the loss changes, to first order ------------------------------------
+
+
+def attribution_html(
+    layers: pd.DataFrame,
+    tokens: np.ndarray,
+    texts: Sequence[str],
+    *,
+    change: float,
+    pruned: str,
+) -> str:
+    """The first-order shares of the layers, and the map of layers and tokens.
+
+    Shapes: tokens (L, n_layers), in nats per predicted token; texts (L,).
+
+    Args:
+        layers: as `Attribution.layers` has them.
+        tokens: attribution to what is removed at each token in each layer.
+        texts: the texts of the tokens.
+        change: the measured Δloss, in nats per token.
+        pruned: says which pruned model it is.
+    """
+    total = layers["first_order"].sum()
+    text = (
+        f"First order: the shares of all layers add up to {total:+.4f} nats per token; "
+        f"measured, Δ is {change:+.4f}. The nearer the two, the better the shares. "
+        f"Masked model: {pruned}."
+    )
+    columns = {
+        "layer": layers["layer"],
+        "atoms pruned": numbers(layers["n_removed"], ","),
+        _FIRST_ORDER: numbers(layers["first_order"], "+.4f"),
+    }
+    table = columns_html("Share of each layer in Δ, first order", columns)
+    return f"{status(text)}{table}{_map(layers['layer'].tolist(), tokens, texts)}"
+
+
+def _map(layers: Sequence[int], tokens: np.ndarray, texts: Sequence[str]) -> str:
+    """A row for each of the tokens with most, in the order of the text."""
+    chosen = np.sort(np.argsort(-np.abs(tokens).sum(1), kind="stable")[:_N_TOKENS])
+    largest = np.abs(tokens).max()
+    rows = [
+        [f"{place}", _visible(texts[place]), *_shades(tokens[place], largest)]
+        for place in chosen
+    ]
+    others = np.delete(tokens, chosen, axis=0)
+    if len(others):
+        rows.append(["–", f"{len(others)} others", *_shades(others.sum(0), np.inf)])
+    caption = (
+        f"The {len(chosen)} tokens of {len(texts)} at which most is removed, first "
+        "order, in thousandths of a nat per token: + makes the text worse (orange, "
+        "solid line), − better (blue, dotted line). What is removed at a token may "
+        "raise the loss of any token after it."
+    )
+    names = ["position", "token", "all layers", *(f"layer {k}" for k in layers)]
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+    table = columns_html(caption, columns)
+    return scrolling_html("attribution by token and layer", table)
+
+
+def _shades(values: np.ndarray, largest: float) -> list[str]:
+    """The sum, and each value, marked by its share of `largest`."""
+    return [f"{1000 * values.sum():+.2f}", *(_shade(nats, largest) for nats in values)]
+
+
+def _shade(value: float, largest: float) -> str:
+    step = sum(abs(value) >= share * largest > 0 for share in _SHADES)
+    style = _step_style(step, worse=value > 0)
+    return f'<span style="{style}">{1000 * value:+.2f}</span>'
+
+
+def token_html(
+    atoms: pd.DataFrame,
+    texts: Sequence[str],
+    *,
+    layer: int,
+    position: int,
+    pruned: str,
+) -> str:
+    """The pruned experts and atoms of one token in one layer, first order.
+
+    Args:
+        atoms: as `attribution.attribute_token` has them.
+        texts: the texts of all tokens, (L,).
+        layer: number of the layer.
+        position: the position of the token.
+        pruned: says which pruned model it is.
+    """
+    total = atoms["first_order"].sum()
+    text = (
+        f"Layer {layer}, position {position}: what is pruned of the token's experts "
+        f"adds {1000 * total:+.3f} thousandths of a nat per token to the loss of the "
+        f"text, first order. Masked model: {pruned}."
+    )
+    shown = atoms.head(_N_ATOMS)
+    columns = {
+        "expert": shown["expert"],
+        "atom": shown["atom"],
+        "routing weight p": numbers(shown["p"], ".4f"),
+        "activation h": numbers(shown["h"], "+.4g"),
+        _MILLI: numbers(1000 * shown["first_order"], "+.3f"),
+    }
+    caption = f"The {len(shown)} of {len(atoms)} pruned atoms with most"
+    return (
+        f"{status(text)}{_numbered(texts, position)}{_losing_experts(atoms)}"
+        f"{columns_html(caption, columns)}"
+    )
+
+
+def _losing_experts(atoms: pd.DataFrame) -> str:
+    groups = atoms.groupby("expert", sort=False).agg(
+        n=("atom", "size"), p=("p", "first"), first_order=("first_order", "sum")
+    )
+    order = groups.sort_values("first_order", key=np.abs, ascending=False)
+    columns = {
+        "expert": order.index,
+        "routing weight p": numbers(order["p"], ".4f"),
+        "atoms pruned": order["n"],
+        _MILLI: numbers(1000 * order["first_order"], "+.3f"),
+    }
+    return columns_html("Experts of the token that lose atoms", columns)
 
 
 # --- views: an atom ---------------------------------------------------------------

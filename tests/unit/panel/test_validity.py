@@ -126,7 +126,7 @@ def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> N
     tab.text.value = "aaab bbba abab"
     panel.controls.ratio.value = "0.4"
     shown = [tab.compare, tab.route, tab.show_contexts]
-    shown += [tab.why.attribute, tab.why.explain]
+    shown += [tab.attribute, tab.explain]
     for job in shown:
         press(job)
         assert not is_stale(job._view)

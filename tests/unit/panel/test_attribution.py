@@ -8,7 +8,7 @@ from pressing import press
 
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
 from heapr_lab.inspection.passages import Passage, token_losses
-from heapr_lab.panel import why_section as views
+from heapr_lab.panel import passage_html as views
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.workbench.workbench import Workbench
 
@@ -17,17 +17,17 @@ PRUNED = "half of <it>"
 
 def test_attribute(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
     """The layers add up to what is said, beside the measured change; then the map."""
-    press(tab.why.attribute)
+    press(tab.attribute)
     expected = attribute_loss(bench.model, tab.session.keep, passage.ids)
-    attribution = tab.why.attribution
+    attribution = tab.attribution
     np.testing.assert_array_equal(attribution.tokens, expected.tokens)
-    rows = cells(tab.why.attribute.value)
+    rows = cells(tab.attribute.value)
     layers = expected.layers()
     n_layers = len(layers)
     assert [row[2] for row in rows[:n_layers]] == [
         f"{value:+.4f}" for value in layers["first_order"]
     ]
-    page = tab.why.attribute.value
+    page = tab.attribute.value
     assert f"add up to {expected.total:+.4f} nats" in page
     losses = token_losses(bench.model, passage, keep=tab.session.keep)
     assert f"measured, Δ is {losses['delta_nll'].mean():+.4f}" in page
@@ -38,12 +38,12 @@ def test_attribute(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
 def test_explain(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
     """The pruned atoms of the token below, and what its experts have together."""
     tab.layer.value, tab.position.value = 1, 4
-    press(tab.why.explain)
+    press(tab.explain)
     expected = attribute_token(
         bench.model, tab.session.keep, passage.ids, layer=1, position=4
     )
-    pd.testing.assert_frame_equal(tab.why.atoms, expected)
-    rows = cells(tab.why.explain.value)
+    pd.testing.assert_frame_equal(tab.shares, expected)
+    rows = cells(tab.explain.value)
     atoms = [row for row in rows if len(row) == 5]
     assert [int(row[1]) for row in atoms] == expected["atom"].head(20).tolist()
     by_expert = expected.groupby("expert")["first_order"].sum()
@@ -51,7 +51,7 @@ def test_explain(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
     assert {int(row[0]): row[3] for row in experts} == {
         expert: f"{1000 * value:+.3f}" for expert, value in by_expert.items()
     }
-    assert len(marked(tab.why.explain.value)) == 1
+    assert len(marked(tab.explain.value)) == 1
 
 
 # --- the views ----------------------------------------------------------------------
