@@ -9,6 +9,7 @@ from typing import Any
 
 import ipywidgets as ipw
 import pandas as pd
+import traitlets
 from matplotlib.figure import Figure
 
 from heapr_lab.errors import HeaprLabError, SpecError
@@ -56,12 +57,13 @@ _REDUCED = {
 class CompareTab(ipw.VBox):
     """Pins the current selection, runs methods, shows all of them and exports them."""
 
+    pins = traitlets.List[Pin]()
+
     def __init__(
         self,
         session: PruningSession,
         *,
         corpora: Sequence[str] = ("pydocs",),
-        on_pins: Callable[[], None] = lambda: None,
         load: Callable[[Pin], None] = lambda _: None,
     ) -> None:
         """Lay the tab out for `session`; nothing is pinned.
@@ -69,16 +71,14 @@ class CompareTab(ipw.VBox):
         Args:
             session: its selections and model are compared.
             corpora: methods can be measured on their test splits.
-            on_pins: called when there are other pins.
             load: called to show the settings of a pin.
         """
-        self.session, self._on_pins, self._load = session, on_pins, load
-        self.pins: list[Pin] = []
+        self.session, self._load = session, load
         self._before: tuple[list[Pin], list[dict[str, Any]]] = [], []
         self._texts_before = session.texts
         self._numbers: dict[str, int] = {}
         """The numbers of the looks of the rows, by their labels."""
-        self.runs = MethodRuns(session, corpora=corpora, show=self._show_rows)
+        self.runs = MethodRuns(session, corpora)
         self._build_pins()
         self._build_views()
         super().__init__(
@@ -95,6 +95,7 @@ class CompareTab(ipw.VBox):
                 self.exported,
             ]
         )
+        session.observe(self.refresh, names=["points", "method_rows"])
 
     def _build_pins(self) -> None:
         self.label = ipw.Text("A", description="label", layout={"width": "200px"})
@@ -187,7 +188,6 @@ class CompareTab(ipw.VBox):
         self.label.value = _next_label(pins)
         self._offer_pins()
         self.refresh()
-        self._on_pins()
 
     def _offer_pins(self) -> None:
         """List the pins, and enable the buttons that have something to do."""
@@ -197,17 +197,12 @@ class CompareTab(ipw.VBox):
         for control in (self.pinned, self.load_button, self.remove_button):
             control.disabled = not self.pins
 
-    def _show_rows(self) -> None:
-        """Show new rows of methods, and tell of them."""
-        self.refresh()
-        self._on_pins()
-
     def widen(self, width: int) -> None:
         """Draw the chart so many pixels wide from now on."""
         self._width = width
         self.refresh()
 
-    def refresh(self) -> None:
+    def refresh(self, _change: Any = None) -> None:
         """Show all pins and methods, with the evaluations made meanwhile."""
         self.exported.value = status("")  # the files are of other rows
         empty = not self.pins and not self.session.method_rows

@@ -348,14 +348,13 @@ class WeightsBar(ipw.HBox):
         own: self-generated windows, in per cent of the corpus.
     """
 
-    def __init__(self, session: PruningSession, on_change: Callable[[], None]) -> None:
+    def __init__(self, session: PruningSession) -> None:
         """Show masked weights, whose mask is known; a table alone has no others.
 
         Args:
             session: its `recipe` is set.
-            on_change: called whenever it has changed.
         """
-        self._session, self._on_change = session, on_change
+        self._session = session
         options = [(text, name) for name, text in _WEIGHTS.items()]
         self.weights = one_of("weights", options, width="320px")
         self.weights.layout.display = None if session.workbench else "none"
@@ -365,7 +364,7 @@ class WeightsBar(ipw.HBox):
         super().__init__([self.own], layout={"display": self.weights.layout.display})
         self._apply()
         for control in (self.weights, self.own):
-            control.observe(self._changed, names="value")
+            control.observe(self._apply, names="value")
 
     @property
     def is_unusual(self) -> bool:
@@ -378,11 +377,7 @@ class WeightsBar(ipw.HBox):
         if recipe.chooses:
             self.own.value = round(100 * recipe.own_text)
 
-    def _changed(self, _change: Any) -> None:
-        self._apply()
-        self._on_change()
-
-    def _apply(self) -> None:
+    def _apply(self, _change: Any = None) -> None:
         recipe = WeightRecipe(self.weights.value)
         self.own.disabled = not recipe.chooses
         share = self.own.value / 100 if recipe.chooses else 0.0

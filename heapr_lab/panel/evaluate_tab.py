@@ -1,7 +1,7 @@
 """The tab that runs the model: perplexity and accuracy of the selection."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets as ipw
@@ -57,7 +57,6 @@ class EvaluateTab(ipw.VBox):
         *,
         corpora: Sequence[str],
         tasks: Sequence[str],
-        on_points: Callable[[], None],
     ) -> None:
         """Lay the tab out.
 
@@ -65,11 +64,8 @@ class EvaluateTab(ipw.VBox):
             session: what is evaluated.
             corpora: perplexity can be measured on their test splits.
             tasks: the tasks of the harness.
-            on_points: called in the measuring thread when there are new points.
         """
         self.session = session
-        self._on_points = on_points
-        self._points = session.points
         self.corpora = several_of("corpora", corpora, list(corpora)[:1])
         self.tasks = several_of("tasks", tasks, [])
         self.another = line("another corpus", hint="pydocs:torch, or a file")
@@ -85,9 +81,7 @@ class EvaluateTab(ipw.VBox):
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.note, self.cautions = ipw.HTML(), ipw.HTML()
         self.results, self.differences = ipw.HTML(), ipw.HTML()
-        self.sweep = SweepSection(
-            session, corpora=self.corpora, tasks=self.tasks, on_points=self.show_points
-        )
+        self.sweep = SweepSection(session, corpora=self.corpora, tasks=self.tasks)
         super().__init__(
             [
                 beside(self.corpora, self.another, self.tasks),
@@ -103,6 +97,7 @@ class EvaluateTab(ipw.VBox):
         for box in (self.corpora, self.tasks):
             box.observe(self._check, names="value")
         self.another.observe(self._add_corpus, names="value")
+        session.observe(self.refresh, names="points")
 
     def _add_corpus(self, change: Any) -> None:
         """Offer the corpus that was typed, and choose it too, if it is there."""
@@ -121,9 +116,7 @@ class EvaluateTab(ipw.VBox):
         self.corpora.value = list(dict.fromkeys([*chosen, name]))
 
     def follow(self) -> None:
-        """Draw again if there are other points."""
-        if self._points is not self.session.points:
-            self.refresh()
+        """Say what is missing of what is chosen now."""
         self._check()
         self.sweep.refresh()
 
@@ -148,9 +141,9 @@ class EvaluateTab(ipw.VBox):
             return chosen
         return [name for name in chosen if name not in known]
 
-    def refresh(self) -> None:
+    def refresh(self, _change: Any = None) -> None:
         """Draw all points again."""
-        self._points = points = self.session.points
+        points = self.session.points
         self.chart.layout.display = "none" if points.empty else None
         self._check()
         if points.empty:
@@ -170,9 +163,8 @@ class EvaluateTab(ipw.VBox):
             tuple(self.corpora.value),
             tasks=tuple(self.tasks.value),
             report=report,
-            on_masked=self.show_points,
+            masked_first=True,
         )
-        self.show_points()
 
     def foresee(self) -> None:
         """Say how long Evaluate takes, unless it runs or that is not known."""
@@ -193,11 +185,6 @@ class EvaluateTab(ipw.VBox):
             self.job.text.value = status(
                 f"about {duration(each * n_windows)}, if none of it is cached"
             )
-
-    def show_points(self) -> None:
-        """Draw new points, and tell of them."""
-        self.refresh()
-        self._on_points()
 
 
 def _differences(session: PruningSession) -> str:

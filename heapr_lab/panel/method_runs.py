@@ -1,6 +1,6 @@
 """The part of the panel that runs compression methods, and the rows they give."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets as ipw
@@ -26,22 +26,14 @@ _NO_MODEL = "methods need a model, not a table alone"
 class MethodRuns(ipw.VBox):
     """Methods, a ratio, corpora, and a button that fits and measures them."""
 
-    def __init__(
-        self,
-        session: PruningSession,
-        *,
-        corpora: Sequence[str],
-        show: Callable[[], None],
-    ) -> None:
+    def __init__(self, session: PruningSession, corpora: Sequence[str]) -> None:
         """Lay it out.
 
         Args:
             session: its model and calibration are used.
             corpora: perplexity can be measured on their test splits.
-            show: called in the measuring thread when there are new rows.
         """
         self.session = session
-        self._show = show
         self.methods = several_of("methods", [], [])
         self.offer()
         # Named unlike the box above the tabs.
@@ -71,7 +63,6 @@ class MethodRuns(ipw.VBox):
         texts = self.session.texts_of(corpora)
         rows = method_rows(self._measured(corpora, report))
         self.session.add_methods(rows, texts)
-        self._show()
 
     def _measured(self, corpora: Sequence[str], report: Report) -> pd.DataFrame:
         """The table of `compare_methods` for what is chosen.

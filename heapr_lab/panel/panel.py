@@ -152,13 +152,17 @@ class Explorer(ipw.VBox):
         self.behind.observe(self._show_layers, names="selected_index")
         self.evaluation.corpora.observe(self._retarget, names="value")
         self.in_page.observe(self._widen, names="width")
+        session.observe(self.refresh, names="recipe")
+        session.observe(self._on_points, names="points")
+        session.observe(self._changed, names="method_rows")
+        self.comparison.observe(self._changed, names="pins")
         self._shown_again()
 
     def _build_choice(self) -> None:
         """The controls, and what is said and drawn of a selection."""
         session = self.session
         self.controls = Controls(session.table, session.selection, self.refresh)
-        self.weights = WeightsBar(session, self.refresh)
+        self.weights = WeightsBar(session)
         self.header, self.status, self.cautions = ipw.HTML(), ipw.HTML(), ipw.HTML()
         self.error, self.answers, self.numbers = ipw.HTML(), ipw.HTML(), ipw.HTML()
         self.search = Job(
@@ -175,12 +179,8 @@ class Explorer(ipw.VBox):
 
     def _build_tabs(self, corpora: Sequence[str], tasks: Sequence[str]) -> None:
         session = self.session
-        self.evaluation = EvaluateTab(
-            session, corpora=corpora, tasks=tasks, on_points=self._on_points
-        )
-        self.comparison = CompareTab(
-            session, corpora=corpora, on_pins=self._changed, load=self._load
-        )
+        self.evaluation = EvaluateTab(session, corpora=corpora, tasks=tasks)
+        self.comparison = CompareTab(session, corpora=corpora, load=self._load)
         self.inspection = InspectTab(session)
         self.export = ExportTab(session)
         choice = ipw.VBox([self.picture, self.caption, self.behind])
@@ -247,7 +247,7 @@ class Explorer(ipw.VBox):
         views = [part.value for part in (*parts, self.evaluation.results)]
         return title, views, numbers_text(self._numbers)
 
-    def refresh(self) -> None:
+    def refresh(self, _change: Any = None) -> None:
         """Apply the controls: select, count and draw."""
         self.header.value = header_html(self.session)
         if not self.evaluation.job.running:
@@ -274,7 +274,7 @@ class Explorer(ipw.VBox):
             self.advanced.selected_index = 0
         self.refresh()
 
-    def _changed(self) -> None:
+    def _changed(self, _change: Any = None) -> None:
         self.copy.changed()
         self.last.changed()
 
@@ -364,7 +364,6 @@ class Explorer(ipw.VBox):
             self._target_corpus,
             rise=self.controls.target,
             report=report,
-            on_points=self.evaluation.show_points,
         )
         self.refresh()
 
@@ -388,12 +387,11 @@ class Explorer(ipw.VBox):
         except SpecError:  # infeasible, or not known yet, as is said above
             self.layers.value = ""
 
-    def _on_points(self) -> None:
+    def _on_points(self, _change: Any = None) -> None:
         if self.controls.to_target or self.session.recipe.chooses:
             self.refresh()
         elif not self.error.value:
             self._show_numbers()
-        self.comparison.refresh()
         self.export.refresh_code()
         self._changed()
 

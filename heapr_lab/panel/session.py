@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 import pandas as pd
+import traitlets
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.evaluation.paired import paired_difference
@@ -112,8 +113,10 @@ def _text_of(text: str, selection: Selection, weights: str) -> str:
     return f"{text}, {weights}"
 
 
-class PruningSession:
+class PruningSession(traitlets.HasTraits):
     """One table, one selection at a time, and every point that was evaluated.
+
+    What is a trait tells its observers of changes, in the thread that makes them.
 
     Attributes:
         file: the file that the table was read from, if it was.
@@ -127,6 +130,13 @@ class PruningSession:
         >>> session.keep.n_kept
         2
     """
+
+    recipe = traitlets.Instance(WeightRecipe, ())
+    """How weights are made."""
+    points = traitlets.Instance(pd.DataFrame)
+    """A row for each `Point`."""
+    method_rows = traitlets.List[dict[str, Any]]()
+    """Rows of the methods that were run, as in `CompareTab.frame`."""
 
     def __init__(
         self,
@@ -142,16 +152,14 @@ class PruningSession:
             workbench: that of the model `table` was measured on; needed to evaluate.
             calibration: what `table` was measured on; by default the workbench's.
         """
+        super().__init__()
         self.table = table
         self.workbench = workbench
         self.calibration = calibration or Calibration()
         self.file: Path | None = None
-        self.recipe = MASKED
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self.windows: dict[tuple[Selection | None, str, str], tuple[float, ...]] = {}
         """Mean losses of single windows, by selection, weights and hash of the text."""
-        self.method_rows: list[dict[str, Any]] = []
-        """Rows of the methods that were run, as in `CompareTab.frame`."""
         self.texts: dict[str, str] = {}
         """Hash of the text, or items, that points of a corpus or task, and rows, are
         of."""
@@ -377,7 +385,7 @@ class PruningSession:
         selection: Selection | None = None,
         recipe: WeightRecipe | None = None,
         report: "Callable[..., None] | None" = None,
-        on_masked: Callable[[], None] | None = None,
+        masked_first: bool = False,
     ) -> pd.DataFrame:
         """Measure perplexity on the test splits of `corpora`, and accuracy of `tasks`.
 
@@ -392,12 +400,12 @@ class PruningSession:
             recipe: by default the current one.
             report: called for each window as that of a `Job` is; an exception it raises
                 ends the work.
-            on_masked: called once there are points of the masked model, which is then
-                measured first, before other weights are made.
+            masked_first: whether the masked model is measured, too, and its points are
+                added before other weights are made.
 
         Returns:
             The new rows of `points`: the dense model (ratio 0) and the selection, by
-            `on_masked` also masked.
+            `masked_first` also masked.
 
         Raises:
             SpecError: there is no model, or there are no corpora and no tasks.
@@ -407,7 +415,7 @@ class PruningSession:
         parts = self._parts(corpora, tasks)  # only now, for it waits for the model
         texts = {part.dataset: part.text for part in parts}
         ranked = self._ranked(selection)
-        first = [MASKED] if recipe != MASKED and on_masked is not None else []
+        first = [MASKED] if recipe != MASKED and masked_first else []
         recipes = [*first, recipe] if ranked.n_removed else []
         to_make = [self._windows_to_make(selection, one) for one in recipes]
         each = sum(part.n_windows for part in parts)
@@ -425,9 +433,8 @@ class PruningSession:
             measured = measured_of(parts, made, clock, named=named)
             rows += [point(made, row, recipe=one) for row in measured]
             new = self._with_differences(rows)
-            if one != recipe and on_masked is not None:
+            if one != recipe:
                 self._add(new, texts)
-                on_masked()
         self._add(new, texts)
         return new
 
@@ -607,7 +614,8 @@ class PruningSession:
     def _keep_texts(self, texts: dict[str, str]) -> None:
         """Note what is measured on now; points and rows of another text go."""
         others = {k for k, text in texts.items() if self.texts.get(k, text) != text}
-        self.points = self.points[~self.points["dataset"].isin(others)]
+        if others:
+            self.points = self.points[~self.points["dataset"].isin(others)]
         # Of rows in earlier sessions, the text may not be known.
         others |= texts.keys() - self.texts.keys()
         self.method_rows = without_losses(self.method_rows, others)

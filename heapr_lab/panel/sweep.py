@@ -1,7 +1,7 @@
 """Evaluations of many selections: what is missing, how long it takes, what it shows."""
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,20 +106,13 @@ class Sweep:
         )
         return each * n_windows
 
-    def run(
-        self,
-        session: PruningSession,
-        *,
-        report: Report,
-        on_points: Callable[[], None],
-    ) -> None:
+    def run(self, session: PruningSession, *, report: Report) -> None:
         """Evaluate what is missing.
 
         Args:
             session: points are added to it; those of what is finished stay if a
                 later one fails or is cancelled.
             report: called with (done, in all, what), in selections.
-            on_points: called after each selection.
 
         Raises:
             SpecError: there is no model, or a selection is infeasible.
@@ -134,7 +127,6 @@ class Sweep:
                 recipe=self.recipe,
                 report=_of_several(report, name, number, len(missing)),
             )
-            on_points()
 
 
 def _of_several(report: Report, name: str, number: int, n_selections: int) -> Report:
@@ -194,7 +186,6 @@ def search_ratio(
     *,
     rise: float,
     report: Report,
-    on_points: Callable[[], None],
 ) -> None:
     """Evaluate ratios until the largest within a target is known, in whole per cent.
 
@@ -204,7 +195,6 @@ def search_ratio(
         corpus: what Δloss is measured on.
         rise: the largest allowed Δloss, in nats per token.
         report: called with the progress of each evaluation.
-        on_points: called after each.
 
     Raises:
         SpecError: there is no model.
@@ -214,7 +204,7 @@ def search_ratio(
     def loss_at(ratio: float) -> float:
         tried = replace(selection, ratio=round(ratio, 2))
         sweep = Sweep((tried,), (corpus,), recipe=recipe)
-        sweep.run(session, report=report, on_points=on_points)
+        sweep.run(session, report=report)
         return session.loss_of(tried, recipe, corpus)
 
     largest_ratio(loss_at, rise, highest=_feasible(session.table, selection))
@@ -266,7 +256,6 @@ class SweepSection(ipw.VBox):
         *,
         corpora: ipw.SelectMultiple,
         tasks: ipw.SelectMultiple,
-        on_points: Callable[[], None],
     ) -> None:
         """Lay it out.
 
@@ -274,9 +263,8 @@ class SweepSection(ipw.VBox):
             session: its selection is evaluated at other ratios.
             corpora: the list of the tab, of which those chosen are measured.
             tasks: the same for tasks.
-            on_points: called in the measuring thread when there are new points.
         """
-        self.session, self._on_points = session, on_points
+        self.session = session
         self._corpora, self._tasks = corpora, tasks
         self.ratios = line("ratios", "10%, 20%, 40%")
         names = session.table.estimators
@@ -325,7 +313,7 @@ class SweepSection(ipw.VBox):
                 "all of this is measured already: choose other ratios, estimators, "
                 "corpora or weights"
             )
-        sweep.run(self.session, report=report, on_points=self._on_points)
+        sweep.run(self.session, report=report)
         self.refresh()
 
 

@@ -110,7 +110,7 @@ def test_only_what_is_missing_is_measured(
 ) -> None:
     """A second sweep with a further ratio and corpus measures only these."""
     first = plain_sweep(ratios=RATIOS, corpora=corpora[:1], estimators=("heapr",))
-    first.run(session, report=quiet, on_points=quiet)
+    first.run(session, report=quiet)
     assert len(session.points) == 1 + 2
     assert first.missing(session) == []
     more = plain_sweep(ratios=(0.25, 0.75), corpora=corpora, estimators=("heapr",))
@@ -132,10 +132,11 @@ def test_a_cancelled_sweep_goes_on_where_it_was(session: PruningSession) -> None
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        sweep.run(session, report=stopping, on_points=quiet)
+        sweep.run(session, report=stopping)
     assert [part.selection.ratio for part in sweep.missing(session)] == [0.5, 0.75]
     seen: list[int] = []
-    sweep.run(session, report=quiet, on_points=lambda: seen.append(len(session.points)))
+    session.observe(lambda change: seen.append(len(change["new"])), names="points")
+    sweep.run(session, report=quiet)
     assert seen == [3, 4]  # the dense model among them
     assert sweep.missing(session) == []
 
@@ -283,6 +284,6 @@ def test_windows_of_two_texts_are_not_paired(
     fresh = PruningSession(session.table, workbench=session.workbench)
     for one in (session, fresh):
         assert len(sweep.missing(one)) == 2
-        sweep.run(one, report=quiet, on_points=quiet)
+        sweep.run(one, report=quiet)
     pd.testing.assert_frame_equal(differences(session), differences(fresh))
     pd.testing.assert_frame_equal(session.points, fresh.points)

@@ -180,11 +180,10 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     assert "frequency" not in label
 
 
-def test_points_of_compress_are_of_their_ratio(panel: Explorer) -> None:
+def test_points_of_compress_are_of_their_ratio(session: PruningSession) -> None:
     """Two ratios that remove only atoms without a score are not taken for one."""
-    panel.weights.weights.value = "compress"
-    panel.controls.ratio.value = "0.5"
-    session = panel.session
+    session.recipe = WeightRecipe("compress")
+    session.choose(Selection(0.5))
     row: dict[str, Any] = dict.fromkeys(POINT_COLUMNS, 1.0)
     row |= {"dataset": "text", "weights": session.recipe.text}
     for ratio, n_known in ((0.5, 1), (0.25, 0)):
