@@ -9,6 +9,7 @@ import ipywidgets as ipw
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.panel.jobs import Report, ResultJob, parts_of
 from heapr_lab.panel.looks import (
+    Written,
     beside,
     code_html,
     failure,
@@ -47,8 +48,7 @@ class ExportTab(ipw.VBox):
     """A folder, options and a button; then code that loads the model, or makes it.
 
     Attributes:
-        code: the box with the Python, written while it is open.
-        python: the Python as HTML.
+        code: the box with the Python.
     """
 
     def __init__(self, session: PruningSession) -> None:
@@ -66,13 +66,11 @@ class ExportTab(ipw.VBox):
             said=_WRITTEN_BEFORE,
         )
         self.note = ipw.HTML(status(""))
-        self.python = ipw.HTML()
-        self.code = ipw.Accordion([self.python], titles=["The same as Python"])
+        self.code = Written("The same as Python", self._code_html)
         row = beside(self.folder, self.heal)
         super().__init__([row, self.note, self.job, self.code])
         self.heal.observe(self.refresh, names="value")
-        self.folder.observe(self.refresh_code, names="value")
-        self.code.observe(self.refresh_code, names="selected_index")
+        self.folder.observe(self.code.refresh, names="value")
         self.folder.observe(self.job.check, names="value")
         self.refresh()
 
@@ -83,7 +81,7 @@ class ExportTab(ipw.VBox):
 
     def refresh(self, _change: Any = None) -> None:
         """Describe what Export would write."""
-        self.refresh_code()
+        self.code.refresh()
         self.job.check()
         try:
             text = f"{self.session.named()}: {WEIGHTS[self.session.recipe.weights]}"
@@ -93,14 +91,11 @@ class ExportTab(ipw.VBox):
             note = f"To be written: {text}. {_EVALUATED}"
         self.note.value = status(note)
 
-    def refresh_code(self, _change: Any = None) -> None:
-        """Write the Python again, if it is shown."""
-        if self.code.selected_index is None:
-            return
+    def _code_html(self) -> str:
         try:
-            self.python.value = code_html(self._code()) + status(_CODE_DIFFERS)
+            return code_html(self._code()) + status(_CODE_DIFFERS)
         except HeaprLabError as error:
-            self.python.value = failure(error)
+            return failure(error)
 
     def _code(self) -> str:
         """What Export would do now, as Python.

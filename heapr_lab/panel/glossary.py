@@ -75,22 +75,6 @@ def find_term(label: str) -> Term | None:
 # --- in the panel ---------------------------------------------------------------------
 
 
-class HelpSection(ipw.Accordion):
-    """The glossary, closed at first."""
-
-    def __init__(self) -> None:
-        """Lay it out; the terms are written when it is first opened."""
-        self.terms = ipw.HTML()
-        super().__init__(
-            [self.terms], titles=["Help: what each control and term means"]
-        )
-        self.observe(self._show, names="selected_index")
-
-    def _show(self, _change: Any = None) -> None:
-        if self.selected_index is not None:
-            self.terms.value = terms_html()
-
-
 def terms_html() -> str:
     """The terms by heading, as HTML."""
     sections = []

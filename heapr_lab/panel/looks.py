@@ -181,6 +181,28 @@ def folded(title: str, *parts: ipw.Widget) -> ipw.Accordion:
     return ipw.Accordion([ipw.VBox(parts)], titles=[title])
 
 
+class Written(ipw.Accordion):
+    """Text that is one line, its title, until it is clicked, and is written only then.
+
+    Attributes:
+        text: the text as HTML.
+    """
+
+    def __init__(
+        self, title: str, write: Callable[[], str], *parts: ipw.Widget
+    ) -> None:
+        """Nothing is written yet; `parts` stand before what `write` returns."""
+        self.text, self._write = ipw.HTML(), write
+        content = beside(*parts, self.text) if parts else self.text
+        super().__init__([content], titles=[title])
+        self.observe(self.refresh, names="selected_index")
+
+    def refresh(self, _change: Any = None) -> None:
+        """Write it again, if it is shown."""
+        if self.selected_index is not None:
+            self.text.value = self._write()
+
+
 # --- pieces of HTML -------------------------------------------------------------------
 
 

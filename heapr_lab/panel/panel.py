@@ -27,13 +27,14 @@ from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.controls import Controls, WeightsBar
 from heapr_lab.panel.evaluate_tab import EvaluateTab
 from heapr_lab.panel.export_tab import ExportTab
-from heapr_lab.panel.glossary import HelpSection, add_tooltips
+from heapr_lab.panel.glossary import add_tooltips, terms_html
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, jobs_in, take_turns
 from heapr_lab.panel.loading import check_measurable, session_of
 from heapr_lab.panel.looks import (
     PANEL,
     InPage,
+    Written,
     beside,
     failure,
     folded,
@@ -65,6 +66,7 @@ _CAPTION = (
     "highest pruned score."
 )
 _NO_PICTURE = "Not known yet: Evaluate chooses the atoms, and then they are drawn."
+_HELP = "Help: what each control and term means"
 _LATEST = 5.0
 """Seconds after which the model is loaded, whether the panel is seen or not."""
 
@@ -122,7 +124,7 @@ class Explorer(ipw.VBox):
             refresh=self._shown_again,
         )
         self.last = LastSession(self.files)
-        self.help = HelpSection()
+        self.help = Written(_HELP, terms_html)
         self.in_page = InPage(pictures=_NAMES, layout={"display": "none"})
         super().__init__(
             [
@@ -149,7 +151,6 @@ class Explorer(ipw.VBox):
         self.add_class(PANEL)
         add_tooltips(self)
         self.tabs.observe(self._refresh_tab, names="selected_index")
-        self.behind.observe(self._show_layers, names="selected_index")
         self.evaluation.corpora.observe(self._retarget, names="value")
         self.in_page.observe(self._widen, names="width")
         session.observe(self.refresh, names="recipe")
@@ -174,8 +175,7 @@ class Explorer(ipw.VBox):
         self.advanced = folded("Advanced", self.controls, self.weights, self.search)
         self.picture, self.caption = picture("choice"), ipw.HTML()
         self._picture = ChoicePicture(session.table)
-        self.layers = ipw.HTML()
-        self.behind = folded("All numbers", beside(self.numbers, self.layers))
+        self.behind = Written("All numbers", self._layers_html, self.numbers)
 
     def _build_tabs(self, corpora: Sequence[str], tasks: Sequence[str]) -> None:
         session = self.session
@@ -233,7 +233,7 @@ class Explorer(ipw.VBox):
             self.comparison.runs.offer()
             add_tooltips(self.comparison.runs)
             self.inspection.refresh()
-            self.export.refresh_code()
+            self.export.code.refresh()
         except Exception as error:  # an exception in a thread is not shown
             job.error.value = failure(error)
         if not job.running:
@@ -311,7 +311,7 @@ class Explorer(ipw.VBox):
         self._show_numbers()
         self.export.refresh()
         self._refresh_tab()
-        self._show_layers()
+        self.behind.refresh()
 
     def _refresh_tab(self, _change: Any = None) -> None:
         """Update the open tab, if that is expensive; hidden tabs wait."""
@@ -378,21 +378,19 @@ class Explorer(ipw.VBox):
         self.numbers.value = numbers_html(self._numbers)
         self.cautions.value = cautions_html(cautions(self.session))
 
-    def _show_layers(self, _change: Any = None) -> None:
-        """Show the numbers of the picture, if they are open."""
-        if self.behind.selected_index is None:
-            return
+    def _layers_html(self) -> str:
+        """The numbers of the picture."""
         try:
-            self.layers.value = table_html(layers_frame(self.session))
+            return table_html(layers_frame(self.session))
         except SpecError:  # infeasible, or not known yet, as is said above
-            self.layers.value = ""
+            return ""
 
     def _on_points(self, _change: Any = None) -> None:
         if self.controls.to_target or self.session.recipe.chooses:
             self.refresh()
         elif not self.error.value:
             self._show_numbers()
-        self.export.refresh_code()
+        self.export.code.refresh()
         self._changed()
 
     def _fail(self, error: Exception) -> None:

@@ -19,7 +19,7 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 def code_of(panel: Explorer) -> str:
     """The code in the `pre`, as it is copied."""
-    shown = panel.export.python.value
+    shown = panel.export.code.text.value
     match = re.search(r"<pre[^>]*>(.*?)</pre>", shown, re.DOTALL)
     assert match is not None, shown
     return html.unescape(match[1])
@@ -78,15 +78,15 @@ def test_what_code_cannot_do_is_said(
 ) -> None:
     """Infeasible settings, another calibration, no name."""
     shown.controls.ratio.value = "half"
-    assert "infeasible" in shown.export.python.value
+    assert "infeasible" in shown.export.code.text.value
     panel.export.code.selected_index = 0  # of a table of other windows
-    assert "the table was measured on: 4 windows" in panel.export.python.value
+    assert "the table was measured on: 4 windows" in panel.export.code.text.value
     unnamed = open_workbench(str(root / "moe"), profile="small")
     unnamed.opening = None
     calibration = Calibration(str(root / "text.txt"))
     other = explore(unnamed, corpora=(), tasks=(), calibration=calibration)
     other.export.code.selected_index = 0
-    assert "a model in memory" in other.export.python.value
+    assert "a model in memory" in other.export.code.text.value
 
 
 def test_a_table_is_named_if_it_has_a_file(folder: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_table_is_named_if_it_has_a_file(folder: Path) -> None:
     assert expected in code_of(panel)
     alone = explore(panel.session.table)
     alone.export.code.selected_index = 0
-    assert "not in a file" in alone.export.python.value
+    assert "not in a file" in alone.export.code.text.value
 
 
 def test_own_text_is_counted_in_windows(bench: Workbench, root: Path) -> None:
@@ -118,7 +118,7 @@ def test_an_edited_table_is_not_said_to_be_measured(session: PruningSession) -> 
     other = PruningSession(edited, workbench=session.workbench, calibration=calibration)
     panel = Explorer(other, corpora=(calibration.corpus,), tasks=())
     panel.export.code.selected_index = 0
-    assert "Python would measure others" in panel.export.python.value
+    assert "Python would measure others" in panel.export.code.text.value
 
 
 def test_a_text_that_was_moved_is_the_same(

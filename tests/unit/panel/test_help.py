@@ -70,9 +70,9 @@ def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
 def test_the_help_is_written_when_it_is_opened() -> None:
     """It has every term."""
     panel = explore(small_table())
-    assert panel.help.terms.value == ""
+    assert panel.help.text.value == ""
     panel.help.selected_index = 0
-    text = panel.help.terms.value
+    text = panel.help.text.value
     names = [term.name for terms in GLOSSARY.values() for term in terms]
     assert text.count("<dt>") == len(names)
     assert "½ · mean h²" in text

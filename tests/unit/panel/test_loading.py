@@ -107,7 +107,7 @@ def test_the_length_that_was_asked_for_is_used(asked: dict[str, Any]) -> None:
     panel, bench = opened(asked | {"seq_len": 32})
     assert panel.files._tests().seq_len == bench.profile.seq_len == 32
     panel.export.code.selected_index = 0
-    assert "n_sequences=8, seq_len=32)" in panel.export.python.value
+    assert "n_sequences=8, seq_len=32)" in panel.export.code.text.value
     assert bench.load().profile == bench.profile
 
 
@@ -196,12 +196,12 @@ def test_only_jobs_wait_for_the_model(asked: dict[str, Any]) -> None:
     press(first.evaluation.job)
     panel, bench = opened(asked)
     panel.export.code.selected_index = 0
-    assert "not loaded yet" in panel.export.python.value
+    assert "not loaded yet" in panel.export.code.text.value
     with pytest.raises(SpecError, match="not loaded yet"):
         panel.files.replace(first.files.saved())
     assert not bench.is_loaded
     panel.get_ready()
-    assert "import heapr_lab" in panel.export.python.value
+    assert "import heapr_lab" in panel.export.code.text.value
     panel.files.replace(first.files.saved())
     assert len(panel.session.points) == 2
 

@@ -85,17 +85,17 @@ def test_numbers_stand_in_a_table() -> None:
 def test_the_numbers_of_the_picture_are_one_click_away() -> None:
     """A row for each layer, made while it is open, and following the slider then."""
     panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.5))
-    assert panel.layers.value == ""
+    assert panel.behind.text.value == ""
     panel.behind.selected_index = 0
     frame = layers_frame(panel.session)
     widths = panel.session.keep.widths()
     assert frame["narrowest"].tolist() == widths.min(axis=1).tolist()
     assert frame["experts gone"].tolist() == (widths == 0).sum(axis=1).tolist()
     assert frame["busiest [× even share]"].tolist() == ["1.13", "1.13"]  # 13 / 11.5
-    before = panel.layers.value
+    before = panel.behind.text.value
     assert all(share in before for share in frame["removed"])
     panel.controls.slider.value = 25
-    assert panel.layers.value != before
+    assert panel.behind.text.value != before
 
 
 def test_anything_else_cannot_be_explored(tmp_path: Path) -> None:
