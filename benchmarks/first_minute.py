@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.machine import RESULTS, machine, write_results
-from heapr_lab.panel.loading import session_of
+from heapr_lab.panel.opening import session_of
 from heapr_lab.storage.paths import cache_dir
 from heapr_lab.workbench.workbench import open_workbench
 

@@ -45,7 +45,7 @@ _HOMES = {
     "compress": "refinement.compress",
     "evaluate_divergence": "evaluation.perplexity",
     "evaluate_perplexity": "evaluation.perplexity",
-    "explore": "panel.panel",
+    "explore": "panel.opening",
     "heal": "refinement.healing",
     "load_calibration": "text.calibration",
     "load_corpus": "text.corpora",

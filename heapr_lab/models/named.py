@@ -84,6 +84,14 @@ def local_folder(name: str) -> Path | None:
     return Path(path).parent if isinstance(path, str) else None
 
 
+def folder_here(name: str) -> Path | None:
+    """The folder of a model; of one that is made at first use, the newest."""
+    if name == LAB or name not in _FOLDERS:
+        return local_folder(name)
+    folders = paths.cached_folders("models", name)
+    return max(folders, key=lambda folder: folder.stat().st_mtime_ns, default=None)
+
+
 def dense_of(name: str) -> str | None:
     """The dense model that a name asks to open as a MoE; None if it asks for none.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.named import dense_of, folder_of, names
+from heapr_lab.models.named import dense_of, folder_here, folder_of, names
 from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.storage.paths import cached_folders, kernel_transport
 
@@ -90,7 +90,7 @@ def panel_source(
 
 
 def _of_table(path: Path) -> str:
-    from heapr_lab.panel.loading import table_at
+    from heapr_lab.panel.opening import table_at
 
     table_at(path)
     return repr(str(path.absolute()))
@@ -219,8 +219,6 @@ def _prepare(source: str, page: Any, notebook: Any, cwd: str) -> None:  # noqa: 
 
 def _bytes_of(source: str) -> int:
     """Size of the files of a model; 0 for a table, and where they are not found."""
-    from heapr_lab.panel.loading import folder_here
-
     folder = folder_here(dense_of(source) or source)
     files = [] if folder is None else folder.glob("*.safetensors")
     return sum(path.stat().st_size for path in files)

@@ -18,7 +18,7 @@ def load(ipython: Any) -> None:
 
     def explore_line(line: str) -> Any:
         """Explore a model, a table of `heapr-lab score`, or a variable."""
-        from heapr_lab.panel.panel import explore
+        from heapr_lab.panel.opening import explore
 
         return explore(source_of(line, ipython.user_ns))
 

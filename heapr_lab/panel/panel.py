@@ -3,14 +3,12 @@
 import html
 import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as ipw
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import (
     Row,
     answers,
@@ -30,7 +28,6 @@ from heapr_lab.panel.export_tab import ExportTab
 from heapr_lab.panel.glossary import add_tooltips, terms_html
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, jobs_in, take_turns
-from heapr_lab.panel.loading import check_measurable, session_of
 from heapr_lab.panel.looks import (
     PANEL,
     InPage,
@@ -47,16 +44,8 @@ from heapr_lab.panel.looks import (
 from heapr_lab.panel.pictures import NARROWEST, WIDEST, ChoicePicture
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
 from heapr_lab.panel.session_bar import LastSession, SessionBar
-from heapr_lab.panel.session_file import read_session
 from heapr_lab.panel.static_copy import StaticCopy
 from heapr_lab.panel.sweep import SEARCH, search_ratio
-from heapr_lab.pruning.options import Selection
-from heapr_lab.tasks.paper_tasks import available_tasks
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.text.corpora import TEST_CORPORA, available_corpora
-
-if TYPE_CHECKING:
-    from heapr_lab.workbench.workbench import Workbench
 
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")
 _CAPTION = (
@@ -406,65 +395,3 @@ class Explorer(ipw.VBox):
             mark_stale(widget, True)
         self.export.refresh()
         self._refresh_tab()
-
-
-def explore(
-    source: "Workbench | ImportanceTable | PruningSession | Path | str",
-    *,
-    corpora: Sequence[str] | None = None,
-    tasks: Sequence[str] | None = None,
-    selection: Selection | None = None,
-    calibration: Calibration | None = None,
-    session: Path | str | None = None,
-    **options: Any,
-) -> Explorer:
-    """The panel of a model, or of a table alone.
-
-    Args:
-        source: a workbench, which measures the importance unless it is in the cache; a
-            table, with which everything works that does not run the model; the path of
-            a table's parquet file; or a model as `open_workbench` takes it.
-        corpora: perplexity can be measured on their test splits; by default those
-            available on this machine.
-        tasks: their accuracy can be measured; by default those available here.
-        selection: the first one; a workbench measures what its estimator needs.
-        calibration: what a workbench measures the importance on.
-        session: a file that *Save session* wrote, in place of both: what it has is
-            shown again.
-        **options: those of `open_workbench`, where `source` is the name of a model.
-
-    Raises:
-        SpecError: `source` is of another type, there is no such table, model or task,
-            an option has an invalid value, the controls cannot show the selection, the
-            session is not of the table, or a selection or a calibration is given
-            with it.
-        CorpusError: a corpus is not available.
-
-    Example:
-        >>> explore("lab")  # doctest: +SKIP
-    """
-    saved = None if session is None else read_session(session)
-    if saved is not None:
-        if selection is not None or calibration is not None:
-            raise SpecError(
-                "a session has a selection and a calibration: give no other"
-            )
-        # A workbench then measures the table of the session.
-        selection, calibration = Selection(0.0, saved.measured_for), saved.calibration
-    check_measurable(corpora or (), tasks or ())
-    pruning = session_of(source, selection, calibration, **options)
-    first = selection or pruning.selection
-    pruning.choose(first)
-    if pruning.workbench is not None and corpora is None:
-        corpora = available_corpora(TEST_CORPORA)[0]
-    if pruning.workbench is not None and tasks is None:
-        tasks = "continuation", *available_tasks()
-    panel = Explorer(
-        pruning,
-        corpora=("pydocs",) if corpora is None else corpora,
-        tasks=("continuation",) if tasks is None else tasks,
-    )
-    panel.controls.check_shows(first)
-    if saved is not None:
-        panel.files.restore(saved)
-    return panel

@@ -10,7 +10,7 @@ from browser.pages import panels
 from browser.servers import Lab
 
 from heapr_lab import open_workbench
-from heapr_lab.panel.loading import session_of
+from heapr_lab.panel.opening import session_of
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect

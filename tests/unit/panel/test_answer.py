@@ -10,7 +10,8 @@ from random_tables import small_table
 
 from heapr_lab.panel.answer import Answer, answers, answers_html, compact
 from heapr_lab.panel.looks import STALE
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.weights import DEFAULT, METHODS
 

@@ -10,7 +10,8 @@ import pytest
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.export_tab import check_calibration
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.text.calibration_spec import Calibration

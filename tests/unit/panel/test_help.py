@@ -14,7 +14,8 @@ from heapr_lab.panel.glossary import (
     label_of,
     widgets_in,
 )
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 
 OF_VALUES = (
     *(ipw.Text, ipw.Textarea, ipw.FloatText, NumberBox),

@@ -11,7 +11,8 @@ from pressing import press, told
 from random_tables import random_table, small_table
 
 from heapr_lab.panel import jobs, session_bar, static_copy
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session_bar import KEPT, VARIABLE
 from heapr_lab.panel.session_file import VERSION
 from heapr_lab.pruning.options import Selection

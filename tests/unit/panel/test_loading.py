@@ -17,8 +17,8 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models import named
 from heapr_lab.panel import opening, static_copy
 from heapr_lab.panel.jobs import Job
-from heapr_lab.panel.loading import LoadingWorkbench
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import LoadingWorkbench, explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.storage.cache import cached_folder
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench import workbench

@@ -14,7 +14,8 @@ from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.comparison import compare_methods, entries
 from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.storage.files import read_frame
 

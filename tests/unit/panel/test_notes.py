@@ -18,7 +18,8 @@ from heapr_lab.panel.answer import (
     removed_share,
     rounded,
 )
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection

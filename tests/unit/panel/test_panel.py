@@ -10,7 +10,7 @@ from random_tables import random_table, small_table
 
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.answer import layers_frame
-from heapr_lab.panel.panel import explore
+from heapr_lab.panel.opening import explore
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 

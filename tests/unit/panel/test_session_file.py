@@ -14,7 +14,8 @@ from random_tables import random_table, small_table
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import answers
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import VERSION, fingerprint_of
 from heapr_lab.pruning.options import Selection

@@ -20,7 +20,8 @@ from random_tables import small_table
 from heapr_lab.experiments.notebooks import normalise
 from heapr_lab.panel import jobs, static_copy
 from heapr_lab.panel.jobs import SECONDS
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.static_copy import CLASS
 from heapr_lab.pruning.options import Selection
 
@@ -129,7 +130,7 @@ def test_points_are_copied(panel: Explorer, shown: Shown) -> None:
 
 
 CELLS = (
-    "from heapr_lab.panel.panel import explore",
+    "from heapr_lab.panel.opening import explore",
     "panel = explore('table.parquet')\npanel",
     "import hashlib\n"
     "panel.controls.ratio.value = '0.75'\n"

@@ -10,7 +10,8 @@ from tiny_folder import write_text
 
 from heapr_lab.evaluation.perplexity import Perplexity
 from heapr_lab.panel.controls import TARGET
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.pictures import figure_points
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import SEARCH

@@ -15,7 +15,8 @@ from random_tables import random_table
 from heapr_lab.errors import SpecError
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.jobs import jobs_in
-from heapr_lab.panel.panel import Explorer, explore
+from heapr_lab.panel.opening import explore
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.pictures import ChoicePicture, drawn_png, figure_points
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
 from heapr_lab.pruning.options import Selection, read_ratio
