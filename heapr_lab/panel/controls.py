@@ -1,5 +1,6 @@
 """The controls of the panel: for a selection, and for how its weights are made."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -30,7 +31,6 @@ _BUDGETS = {name: key for key, name in BUDGETS.items()}
 TARGET = "target Δloss"
 """The budget whose ratio is found by measuring losses."""
 _SHOWN = (
-    "slider",
     "ratio",
     "budget",
     "estimator",
@@ -159,19 +159,23 @@ class Controls(ipw.VBox):
             ]
         )
         self._lock()
-        self.slider.observe(self._slid, names="value")
-        for name in (*_SHOWN[1:], "rise"):
+        for name in (*_SHOWN, "rise"):
             getattr(self, name).observe(self._changed, names="value")
 
     def _build_amount(self, selection: Selection) -> None:
         # In per cent: of a fraction the browser rounds the last digit differently, and
         # reports that as a change.
         self.slider = ipw.IntSlider(
-            _on_slider(selection.ratio), min=0, max=_LAST_STEP, description="ratio",
+            min=0, max=_LAST_STEP, description="ratio",
             readout=False, layout={"width": "240px"},
         )  # fmt: skip
         # The ratio is the one in the box; the slider shows the nearest of its steps.
         self.ratio = line("ratio", ratio_text(selection.ratio), width="150px")
+        ipw.link(
+            (self.ratio, "value"),
+            (self.slider, "value"),
+            (self._step_of, lambda step: ratio_text(step / 100)),
+        )
         self.budget = _dropdown("budget", (*_BUDGETS, TARGET), BUDGETS[selection.of])
         self.rise = ipw.FloatText(
             0.05, step=0.01, description="Δloss ≤",
@@ -275,7 +279,6 @@ class Controls(ipw.VBox):
     def show_ratio(self, ratio: float) -> None:
         """Show a ratio that was found."""
         self._quietly(self.ratio, ratio_text(ratio))
-        self._quietly(self.slider, _on_slider(ratio))
 
     def _quietly(self, control: ipw.Widget, value: Any) -> None:
         self._silent = True
@@ -289,17 +292,10 @@ class Controls(ipw.VBox):
             return
         if change["owner"] is self.scope:
             self._wished_scope = change["new"]
-        if change["owner"] is self.ratio:
-            self._follow_box()
         if change["owner"] is self.budget:
             self._keep_ratio(change)
         self._lock()
         self._on_change()
-
-    def _slid(self, change: Any) -> None:
-        """Copy the position of the slider to the box, which informs the panel."""
-        if not self._silent:
-            self.ratio.value = ratio_text(change["new"] / 100)
 
     def _keep_ratio(self, change: Any) -> None:
         """Note the ratio while there is a target, and show it again afterwards."""
@@ -307,15 +303,12 @@ class Controls(ipw.VBox):
             self._wished_ratio = self.ratio.value
         elif change["old"] == TARGET:
             self._quietly(self.ratio, self._wished_ratio)
-            self._follow_box()
 
-    def _follow_box(self) -> None:
-        """Move the slider to the ratio in the box, if that is valid."""
-        try:
-            ratio = read_ratio(self.ratio.value)
-        except SpecError:  # reported when the selection is read
-            return
-        self._quietly(self.slider, _on_slider(ratio))
+    def _step_of(self, text: str) -> int:
+        """The step of the slider nearest to a ratio; as it is, if the text is none."""
+        with contextlib.suppress(SpecError):  # reported when the selection is read
+            return min(_LAST_STEP, round(100 * read_ratio(text)))
+        return int(self.slider.value)
 
     def _lock(self) -> None:
         """Disable the controls without effect."""
@@ -327,11 +320,6 @@ class Controls(ipw.VBox):
 def ratio_text(ratio: float) -> str:
     """A ratio as the box shows it: the shortest decimal of the float."""
     return np.format_float_positional(float(ratio), trim="-")
-
-
-def _on_slider(ratio: float) -> int:
-    """The step of the slider, in per cent, that is nearest to a ratio."""
-    return min(_LAST_STEP, round(100 * ratio))
 
 
 def _dropdown(name: str, options: Sequence[str], value: str) -> ipw.Dropdown:
