@@ -6,11 +6,12 @@ once and kept as pixels; an update draws only the bars and cells on top of them.
 
 import functools
 import io
-import itertools
 import math
 import textwrap
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -171,7 +172,7 @@ def figure_points(points: pd.DataFrame) -> Figure:
         charts.append((_losses, points[losses], f"Δloss [{PER_TOKEN}] ↓"))
     if tasks.any():
         charts.append((_accuracies, points[tasks], "accuracy [%] ↑"))
-    n, ways = len(charts), _Looks(COLORS, MARKERS)
+    n, ways = len(charts), _looks(zip(cycle(COLORS), cycle(MARKERS), strict=True))
     figure = Figure(figsize=(8.6, 3.4 * n))
     figure.set_layout_engine("none")  # so that charts are aligned
     room = {"left": 0.09, "right": 0.61, "bottom": 0.15 / n, "top": 1 - 0.04 / n}
@@ -183,25 +184,15 @@ def figure_points(points: pd.DataFrame) -> Figure:
     return figure
 
 
-def _losses(ax: Axes, points: pd.DataFrame, ways: "_Looks") -> None:
-    corpora = _Looks(LINE_STYLES)
+def _looks(looks: Iterator[Any]) -> Mapping[str, Any]:
+    """Looks by name, the next one for each that is new."""
+    return defaultdict(looks.__next__)
+
+
+def _losses(ax: Axes, points: pd.DataFrame, ways: Mapping[str, Any]) -> None:
+    corpora = _looks(cycle(LINE_STYLES))
     for way, dataset, curve in _curves(points[points["estimator"].ne("dense")]):
         _curve(ax, curve, _curve_look(way, dataset, ways, corpora))
-
-
-class _Looks:
-    """Looks that are assigned to names in the order of their first use."""
-
-    def __init__(self, *looks: tuple[str, ...]) -> None:
-        self._looks = looks
-        self._names: list[str] = []
-
-    def of(self, name: str) -> tuple[str, ...]:
-        """The looks of `name`, always the same."""
-        if name not in self._names:
-            self._names.append(name)
-        number = self._names.index(name)
-        return tuple(look[number % len(look)] for look in self._looks)
 
 
 def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -214,13 +205,13 @@ def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
 
 def _curve_look(
-    way: str, dataset: str, ways: _Looks, datasets: _Looks
+    way: str, dataset: str, ways: Mapping[str, Any], datasets: Mapping[str, Any]
 ) -> dict[str, Any]:
-    color, marker = ways.of(way)
+    color, marker = ways[way]
     return {
         "color": color,
         "marker": marker,
-        "linestyle": datasets.of(dataset)[0],
+        "linestyle": datasets[dataset],
         "linewidth": 1.4,
         "markersize": 5,
         "label": f"{dataset}, measured: {way}",
@@ -237,9 +228,9 @@ def _curve(ax: Axes, curve: pd.DataFrame, look: dict[str, Any]) -> None:
         ax.errorbar(x, y, yerr=error.fillna(0.0), **bars)
 
 
-def _accuracies(ax: Axes, points: pd.DataFrame, ways: _Looks) -> None:
+def _accuracies(ax: Axes, points: pd.DataFrame, ways: Mapping[str, Any]) -> None:
     """Accuracy with its standard error; a line across for the dense model."""
-    tasks = _Looks(LINE_STYLES)
+    tasks = _looks(cycle(LINE_STYLES))
     for way, task, curve in _curves(points[points["estimator"].ne("dense")]):
         ax.errorbar(
             100 * curve["achieved_ratio"],
@@ -249,7 +240,7 @@ def _accuracies(ax: Axes, points: pd.DataFrame, ways: _Looks) -> None:
             **_curve_look(way, task, ways, tasks),
         )
     for row in points[points["estimator"].eq("dense")].itertuples():
-        style = tasks.of(row.dataset)[0]
+        style = tasks[row.dataset]
         name = f"{row.dataset}, measured: dense"
         ax.axhline(100 * row.accuracy, color="0.5", lw=1, ls=style, label=name)
 
@@ -329,7 +320,7 @@ def _plot_losses(
     losses = frame[[name for name in frame if name.startswith(LOSS)]]
     drawn = losses if len(losses.columns) else pd.DataFrame({"": 0.0}, frame.index)
     at: dict[tuple[float, float], list[str]] = {}
-    for corpus, fill in zip(drawn, itertools.cycle(_FILLS), strict=False):
+    for corpus, fill in zip(drawn, cycle(_FILLS), strict=False):
         for label, x, y in zip(frame["label"], across, drawn[corpus], strict=True):
             here = at.setdefault((x, y), [])
             look = looks[label] | {"ls": "none", "ms": max(4, 9 - 2 * len(here))}
