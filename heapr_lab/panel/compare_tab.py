@@ -34,11 +34,11 @@ from heapr_lab.panel.session import (
     PruningSession,
     without_losses,
 )
-from heapr_lab.panel.session_file import path_of
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import files
+from heapr_lab.storage.paths import path_of
 
 _NOTHING_YET = (
     "Nothing pinned yet. Pin saves the current selection; Run methods adds others."

@@ -25,10 +25,10 @@ from heapr_lab.panel.looks import (
 )
 from heapr_lab.panel.pictures import drawn_png, figure_points
 from heapr_lab.panel.session import PruningSession, setting_text
-from heapr_lab.panel.session_file import path_of
 from heapr_lab.panel.sweep import NO_MODEL, SweepSection, differences
 from heapr_lab.progress import duration
 from heapr_lab.recipes.weights import MASKED
+from heapr_lab.storage.paths import path_of
 from heapr_lab.text.corpora import load_corpus
 
 _SHOWN = ["dataset", "weights", "estimator", "scope", "granularity", "structure"]

@@ -18,13 +18,14 @@ from heapr_lab.panel.looks import (
     status,
 )
 from heapr_lab.panel.session import JobSettings, PruningSession
-from heapr_lab.panel.session_file import is_as_measured, path_of
+from heapr_lab.panel.session_file import is_as_measured
 from heapr_lab.recipes.describing import (
     describe_calibration,
     python_of_model,
     python_of_table,
 )
 from heapr_lab.recipes.weights import WEIGHTS
+from heapr_lab.storage.paths import path_of
 
 if TYPE_CHECKING:
     from heapr_lab.workbench.workbench import Workbench

@@ -24,11 +24,12 @@ from heapr_lab.panel.jobs import Job, Report
 from heapr_lab.panel.looks import status
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.panel.session_file import path_of, read_session
+from heapr_lab.panel.session_file import read_session
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.describing import calibration_of
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
+from heapr_lab.storage.paths import path_of
 from heapr_lab.streaming.plan import size_of
 from heapr_lab.tasks.paper_tasks import available_tasks, check_defined, continued
 from heapr_lab.text.calibration_spec import Calibration, corpora_of

@@ -28,6 +28,7 @@ from heapr_lab.panel.export_tab import ExportTab
 from heapr_lab.panel.glossary import add_tooltips, terms_html
 from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.jobs import Job, Report, jobs_in, take_turns
+from heapr_lab.panel.keeping import LastSession, StaticCopy
 from heapr_lab.panel.looks import (
     PANEL,
     InPage,
@@ -43,8 +44,7 @@ from heapr_lab.panel.looks import (
 )
 from heapr_lab.panel.pictures import NARROWEST, WIDEST, ChoicePicture
 from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
-from heapr_lab.panel.session_bar import LastSession, SessionBar
-from heapr_lab.panel.static_copy import StaticCopy
+from heapr_lab.panel.session_file import SessionBar
 from heapr_lab.panel.sweep import SEARCH, search_ratio
 
 TABS = ("Choose", "Evaluate", "Inspect", "Compare", "Export")

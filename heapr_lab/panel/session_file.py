@@ -1,22 +1,32 @@
-"""The state of a panel in one JSON file: checked whole when read, never evaluated."""
+"""The state of a panel in one JSON file, and the bar that saves and opens it.
 
+A file is checked whole when it is read, and never evaluated.
+"""
+
+import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import ipywidgets as ipw
 import msgspec
 import numpy as np
 import pandas as pd
 
-from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.importance.estimators import find_estimator
+from heapr_lab.errors import CacheError, HeaprLabError, SpecError
+from heapr_lab.importance.estimators import ESTIMATORS, find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.session import POINT_COLUMNS, Pin, Point
+from heapr_lab.panel.compare_tab import CompareTab
+from heapr_lab.panel.controls import Controls, WeightsBar
+from heapr_lab.panel.inspect_tab import InspectTab
+from heapr_lab.panel.looks import beside, button, failure, line, status
+from heapr_lab.panel.session import POINT_COLUMNS, Pin, Point, PruningSession
 from heapr_lab.pruning.options import Selection
-from heapr_lab.recipes.weights import WeightRecipe
+from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
+from heapr_lab.storage.paths import path_of
 from heapr_lab.text.calibration_spec import Calibration
 
 KIND: Final = "heapr-lab panel session"
@@ -115,20 +125,6 @@ def _plain(value: Any) -> Any:
 # --- files ----------------------------------------------------------------------------
 
 
-def path_of(name: Path | str) -> Path:
-    """The path that somebody typed, with `~` as a folder.
-
-    Raises:
-        SpecError: it begins with the home of a user who is not known here.
-    """
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise SpecError(
-            f"{name} is in the home of an unknown user: write ~/ for your own"
-        ) from error
-
-
 def write_session(path: Path | str, saved: SavedSession) -> None:
     """Write `saved` to a file, which is replaced only if it is a session, too.
 
@@ -223,3 +219,231 @@ def _hash_of(table: ImportanceTable) -> str:
         sha.update(f"{name} {frame[name].dtype} ".encode())
         sha.update(np.ascontiguousarray(frame[name]).tobytes())
     return sha.hexdigest()
+
+
+# --- the bar --------------------------------------------------------------------------
+
+
+class SessionBar(ipw.VBox):
+    """A file name, a button that saves and one that opens, and what came of it."""
+
+    def __init__(
+        self,
+        session: PruningSession,
+        controls: Controls,
+        comparison: CompareTab,
+        inspection: InspectTab,
+        *,
+        weights: WeightsBar,
+        refresh: Callable[[], None],
+    ) -> None:
+        """Lay the bar out.
+
+        Args:
+            session: its selection, calibration and points are saved.
+            controls: they show the selection.
+            comparison: its pins are saved.
+            inspection: its text is saved.
+            weights: its recipe is saved.
+            refresh: called after a file was opened.
+        """
+        self._session, self._controls = session, controls
+        self._comparison, self._inspection = comparison, inspection
+        self._weights, self._refresh = weights, refresh
+        self._opened: SavedSession | None = None
+        self._undo: Callable[[], object] = lambda: None
+        self.file = line("session file", "session.json")
+        self.save_button = button(
+            "Save session",
+            "write selection, calibration, pins, evaluations and text",
+            lambda _: self._tried(self._save, "Saved to {}"),
+        )
+        self.open_button = button(
+            "Open session",
+            "show one that was saved with the same model and calibration",
+            lambda _: self._tried(self._open, "Opened {}"),
+        )
+        back = "go back to the previous session, or file; once more comes back here"
+        self.undo_button = button(
+            "Undo", back, lambda _: self._tried(self._undo, "Undone")
+        )
+        self.undo_button.layout.display = "none"
+        self.message = ipw.HTML(status(""))
+        row = self.file, self.save_button, self.open_button, self.undo_button
+        super().__init__([beside(*row), self.message])
+
+    # --- saving -------------------------------------------------------------------
+
+    def place(self) -> dict[str, Any]:
+        """What a session must share with this panel to be shown in it: table, tests."""
+        tests = msgspec.to_builtins(self._tests())
+        return {"table": fingerprint_of(self._session.table), "tests": tests}
+
+    def saved(self) -> SavedSession:
+        """The state of the panel.
+
+        Raises:
+            SpecError: the settings are infeasible.
+        """
+        session = self._session
+        saved = SavedSession(
+            KIND,
+            VERSION,
+            fingerprint_of(session.table),
+            _measured_for(session),
+            self._tests(),
+            session.texts,
+            session.calibration,
+            session.selection,
+            session.recipe,
+            tuple(self._comparison.pins),
+            points_of(session.points),
+            self._inspected(),
+            rows_of(session.method_rows),
+        )
+        if session.workbench is None and self._opened is not None:
+            # What only a model can use is passed on.
+            saved = msgspec.structs.replace(
+                saved,
+                tests=self._opened.tests,
+                inspected=self._opened.inspected,
+                recipe=self._opened.recipe,
+            )
+        return saved
+
+    def _tests(self) -> Tests | None:
+        bench = self._session.workbench
+        if bench is None:
+            return None
+        profile = bench.profile
+        return Tests(profile.seq_len, profile.n_test, profile.n_items)
+
+    def _inspected(self) -> Inspected | None:
+        if self._session.workbench is None:
+            return None
+        return Inspected(self._inspection.text.value)
+
+    # --- opening ------------------------------------------------------------------
+
+    def replace(self, saved: SavedSession) -> None:
+        """As `restore`, with a button that shows what was shown before, and back.
+
+        Raises:
+            SpecError: as `restore`; or the settings are infeasible, or the model is
+                not loaded yet, which evaluations are checked with.
+        """
+        if saved.points or saved.methods:
+            self._session.check_ready()
+        before = self.saved()
+        self.restore(saved)
+        self._offer_undo(lambda: self.replace(before))
+
+    def restore(self, saved: SavedSession) -> None:
+        """Show `saved`; the calibration stays, which measured the same table.
+
+        Everything is checked before anything changes.
+
+        Raises:
+            SpecError: it is of another table or of other test data, or a value is
+                infeasible, or has no control.
+        """
+        self._check_same(saved)
+        fresh = self._check_selections(saved)
+        self._session.points, self._session.texts = saved.frame(), saved.texts
+        methods = list(map(dict, saved.methods))
+        self._comparison.show_pins(list(saved.pins), methods)
+        if self._session.workbench is not None:
+            self._weights.show(saved.recipe)
+            if saved.inspected is not None:
+                self._inspection.text.value = saved.inspected.text
+        self._controls.show(fresh)
+        self._opened = saved
+        self._refresh()
+
+    def _check_same(self, saved: SavedSession) -> None:
+        table = fingerprint_of(self._session.table)
+        if saved.table == self._session.table.metadata.get("spec_hash"):
+            _check_unedited(self._session.table)
+        elif saved.table != table:
+            raise SpecError(
+                f"the session is of another model, calibration or table: its "
+                f"fingerprint is {saved.table[:12]}, that of the panel {table[:12]}; "
+                "open the panel with the model and the calibration it was saved with"
+            )
+        tests = self._tests()
+        measured = saved.points or saved.methods
+        if tests is not None and measured and saved.tests != tests:
+            raise SpecError(
+                f"the evaluations of the session are on {saved.tests}, expected "
+                f"{tests}: open the panel with the profile it was saved with"
+            )
+        tasks = {point.dataset for point in saved.points if point.accuracy is not None}
+        if changed := self._session.changed(saved.texts, tasks):
+            raise SpecError(
+                f"{changed[0]} is another text, or has other items, than when the "
+                "session was saved, so its evaluations cannot stand beside new ones"
+            )
+
+    def _check_selections(self, saved: SavedSession) -> Controls:
+        """Controls that show the saved selection.
+
+        Raises:
+            SpecError: it or a pin is infeasible, or a part of it has no control.
+        """
+        for selection in (saved.selection, *(pin.selection for pin in saved.pins)):
+            self._session.keep_of(selection, MASKED)
+        fresh = Controls(self._session.table, saved.selection, lambda: None)
+        fresh.check_shows(saved.selection)
+        return fresh
+
+    # --- buttons ------------------------------------------------------------------
+
+    @property
+    def _path(self) -> Path:
+        return path_of(self.file.value)
+
+    def _save(self) -> None:
+        path, saved = self._path, self.saved()
+        self._write(path, lambda: write_session(path, saved))
+
+    def _write(self, path: Path, write: Callable[[], object]) -> None:
+        """Write a file, with a button that brings back what it was, if it was there."""
+        before = path.read_bytes() if path.is_file() else None
+        write()
+        if before is not None:
+            back = functools.partial(path.write_bytes, before)
+            self._offer_undo(lambda: self._write(path, back))
+
+    def _open(self) -> None:
+        self.replace(read_session(self._path))
+
+    def _offer_undo(self, undo: Callable[[], object]) -> None:
+        self._undo, self.undo_button.layout.display = undo, None
+
+    def _tried(self, work: Callable[[], object], done: str) -> None:
+        try:
+            work()
+        except (HeaprLabError, OSError) as error:
+            self.message.value = failure(error)
+        else:
+            self.message.value = status(done.format(self.file.value))
+
+
+def _check_unedited(table: ImportanceTable) -> None:
+    """Make sure that a session of before, which has no hash of numbers, is of a table.
+
+    Raises:
+        SpecError: the cache has no table with the same numbers.
+    """
+    if not is_as_measured(table):
+        raise SpecError(
+            "the session is of an earlier heapr_lab, which did not record the numbers "
+            "of its table, and the cache has none with those of the panel, which may "
+            "have been edited: open the panel with the model"
+        )
+
+
+def _measured_for(session: PruningSession) -> str:
+    """The estimator that the table was measured for: one with an extra pass, if any."""
+    extra = (e for e in session.table.estimators if ESTIMATORS[e].extra_pass)
+    return next(extra, "heapr")

@@ -28,6 +28,20 @@ _NO_SUCH_PLACE = {
 _NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
+def path_of(name: Path | str) -> Path:
+    """The path that somebody typed, with `~` as a folder.
+
+    Raises:
+        SpecError: it begins with the home of a user who is not known here.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise SpecError(
+            f"{name} is in the home of an unknown user: write ~/ for your own"
+        ) from error
+
+
 def cache_dir() -> Path:
     """`$HEAPR_CACHE_DIR`, else `heapr_lab` in the user's cache folder."""
     chosen = os.environ.get("HEAPR_CACHE_DIR")

@@ -9,7 +9,7 @@ from browser.pages import TIMEOUT, Panel, pixels, run_all
 from browser.servers import Lab, lab
 from random_tables import small_table
 
-from heapr_lab.panel.static_copy import CLASS
+from heapr_lab.panel.keeping import CLASS
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect

@@ -10,10 +10,10 @@ import pytest
 from pressing import press, told
 from random_tables import random_table, small_table
 
-from heapr_lab.panel import jobs, session_bar, static_copy
+from heapr_lab.panel import jobs, keeping
+from heapr_lab.panel.keeping import KEPT, VARIABLE
 from heapr_lab.panel.opening import explore
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.session_bar import KEPT, VARIABLE
 from heapr_lab.panel.session_file import VERSION
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
@@ -27,7 +27,7 @@ def folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where sessions are kept, in a cache of its own; nothing is displayed."""
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(jobs, "SECONDS", 0.01)
-    monkeypatch.setattr(static_copy, "display", lambda *_, **__: None)
+    monkeypatch.setattr(keeping, "display", lambda *_, **__: None)
     return cache / KEPT
 
 
@@ -104,7 +104,7 @@ def test_each_can_be_chosen() -> None:
 
 def test_the_oldest_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One table has many panels."""
-    monkeypatch.setattr(session_bar, "MOST_KEPT", 2)
+    monkeypatch.setattr(keeping, "MOST_KEPT", 2)
     for _ in range(3):
         use(displayed(small_table()))
     assert len(list(folder.glob("*/[!.]*.json"))) == 2
@@ -115,7 +115,7 @@ def test_one_may_go_while_the_panel_opens(
 ) -> None:
     """Another panel removes the oldest; the time of its last change is known still."""
     gone = tmp_path / "gone.json"
-    monkeypatch.setattr(session_bar, "_sessions_in", lambda _: [(0.0, gone)])
+    monkeypatch.setattr(keeping, "_sessions_in", lambda _: [(0.0, gone)])
     ((label, path),) = displayed(small_table()).last.earlier.options
     assert path == gone
     assert label == f"{datetime.fromtimestamp(0):%F %T}"
@@ -260,7 +260,7 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(session_bar, "write_session", fail)
+    monkeypatch.setattr(keeping, "write_session", fail)
     panel.last.write()
     assert "This session is not kept: no space left" in panel.last.message.value
     assert panel.last.layout.display is None

@@ -15,7 +15,7 @@ from tiny_folder import write_model, write_text
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models import named
-from heapr_lab.panel import opening, static_copy
+from heapr_lab.panel import keeping, opening
 from heapr_lab.panel.jobs import Job
 from heapr_lab.panel.opening import LoadingWorkbench, explore
 from heapr_lab.panel.panel import Explorer
@@ -118,7 +118,7 @@ def test_the_model_waits_until_the_panel_is_seen(
     opened(asked)
     panel, bench = opened(asked)
     ready = threading.Event()
-    monkeypatch.setattr(static_copy, "display", lambda *_, **__: None)
+    monkeypatch.setattr(keeping, "display", lambda *_, **__: None)
     monkeypatch.setattr(panel, "get_ready", ready.set)
     panel._ipython_display_()
     assert not ready.wait(0.2)

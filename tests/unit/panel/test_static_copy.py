@@ -18,11 +18,11 @@ from pressing import press
 from random_tables import small_table
 
 from heapr_lab.experiments.notebooks import normalise
-from heapr_lab.panel import jobs, static_copy
+from heapr_lab.panel import jobs, keeping
 from heapr_lab.panel.jobs import SECONDS
+from heapr_lab.panel.keeping import CLASS
 from heapr_lab.panel.opening import explore
 from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.static_copy import CLASS
 from heapr_lab.pruning.options import Selection
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -39,7 +39,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
     def record(data: dict[str, str], **options: Any) -> None:
         displays.append((data, options))
 
-    monkeypatch.setattr(static_copy, "display", record)
+    monkeypatch.setattr(keeping, "display", record)
     return displays
 
 
