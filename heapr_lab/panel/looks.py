@@ -1,6 +1,7 @@
 """The looks of a panel: its style, names that widgets lack, layouts, pieces of HTML.
 
-Colours follow the theme, and are never the only mark. Importing this needs no torch.
+Colours follow the theme, and are never the only mark. The rules of its classes are in
+`panel.css`. Importing this needs no torch.
 """
 
 import base64
@@ -29,43 +30,7 @@ WHOLE_LABEL: Final = {"description_width": "initial"}
 MUTED = "var(--jp-ui-font-color2, #555)"
 INK = "var(--jp-ui-font-color1, #111)"
 BORDER = "var(--jp-border-color2, #bbb)"
-
-_DARK = ('[data-jp-theme-light="false"]', ".vscode-dark")
-"""How JupyterLab and Voilà, and VS Code, mark a page with a dark theme."""
-_TITLES = ", ".join(
-    f".{PANEL} {part}"
-    for part in (".jupyter-widget-Collapse-header span", ".lm-TabBar-tabLabel")
-)
-_LEGIBLE = "color: var(--jp-ui-font-color1)"
-"""The titles of ipywidgets are grey on grey, a contrast below 4.5."""
-_NUMBERS = '[aria-label="what pruning saves and costs"]'
-_ANSWERS = f".{PANEL} {_NUMBERS}"
-_IN_A_ROW = "display: inline-grid; grid-template-columns: repeat(4, auto)"
-_HANDLE = "background: var(--jp-brand-color1)"
-"""The handle of sliders is white on white in a light theme."""
-_COMPACT = f"""@media (max-height: 720px) {{
-  .{PANEL} > .widget-html:has([role=note]), .{PANEL} > .heapr-earlier {{order: 1}}
-  {_ANSWERS} {{gap: clamp(8px, 4vw - 18px, 28px)}}
-  {_ANSWERS} > div {{margin: 0 !important}}
-  {_ANSWERS} > div > span {{font-size: 1em !important}}
-  .{PANEL} > .widget-tab > .widget-tab-contents {{padding: 4px}}
-}}
-@media (max-height: 560px) {{.{PANEL} > .widget-accordion {{order: 1}}}}
-.{PANEL} {{container-type: inline-size}}
-@media (max-height: 500px) {{
-  @container (max-width: 400px) {{.{PANEL} > :has({_NUMBERS}) {{order: 1}}}}
-}}"""
-"""In a low window what the panel is of and what it offers stand last, as Advanced does
-in a lower one, and in one as narrow as beside the files of JupyterLab at 150 % the
-numbers, so that the picture is seen without scrolling."""
-_ARROW = (
-    '--jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg xmlns='
-    "'http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E%3Cpath fill='%23bbb' "
-    "d='M5 6.5h8L9 11.5z'/%3E%3C/svg%3E\")"
-)
-"""The arrow of lists in a dark theme: that of ipywidgets is dark in any."""
-_TURNED = "invert(0.88) hue-rotate(180deg)"
-_GREY = "opacity: 0.35; filter: grayscale(1)"
+_CSS = Path(__file__).with_name("panel.css")
 MEASURED = "measured"
 """The word before a number that the model was run for."""
 _STYLE = (
@@ -91,19 +56,9 @@ class InPage(anywidget.AnyWidget):
 
 
 def panel_style() -> ipw.HTML:
-    """The style of the classes, needed once in a panel.
-
-    Turning hues back after the inversion leaves blue blue and orange orange; white
-    becomes the grey of the page.
-    """
-    rules = [f".{STALE} {{{_GREY}}}", f"{_TITLES} {{{_LEGIBLE}}}"]
-    for dark in _DARK:
-        rules.append(f"{dark} .{PICTURE} {{filter: {_TURNED}}}")
-        rules.append(f"{dark} .{PICTURE}.{STALE} {{{_GREY} {_TURNED}}}")
-        rules.append(f"{dark} .{PANEL} {{{_ARROW}; color-scheme: dark}}")
-    rules += [f"{_ANSWERS} {{{_IN_A_ROW}}}", f".{PANEL} .noUi-handle {{{_HANDLE}}}"]
-    rules.append(_COMPACT)
-    return ipw.HTML(f"<style>{' '.join(rules)}</style>", layout={"display": "none"})
+    """The style of the classes, needed once in a panel."""
+    css = _CSS.read_text("utf-8")
+    return ipw.HTML(f"<style>{css}</style>", layout={"display": "none"})
 
 
 def mark_stale(widget: ipw.DOMWidget, stale: bool) -> None:
