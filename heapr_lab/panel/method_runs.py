@@ -112,14 +112,13 @@ def method_rows(results: pd.DataFrame) -> list[dict[str, Any]]:
 def _row(dense: pd.Series, rows: pd.DataFrame, losses: pd.Series) -> dict[str, Any]:
     first = rows.iloc[0]
     reduced = {name: 1 - first[size] / dense[size] for size, name in _REDUCED.items()}
+    changes = {
+        f"{LOSS}{row.dataset}": row.nll - losses[row.dataset]
+        for row in rows.itertuples()
+    }
+    numbers = dict(first[["ratio", "achieved_ratio"]]) | reduced | changes
     return {
         "label": f"{first['method']} {100 * first['ratio']:.4g}%",
         "method": first["method"],
-        "ratio": first["ratio"],
-        "achieved_ratio": first["achieved_ratio"],
-        **reduced,
-        **{
-            f"{LOSS}{row.dataset}": row.nll - losses[row.dataset]
-            for row in rows.itertuples()
-        },
+        **{name: float(number) for name, number in numbers.items()},
     }

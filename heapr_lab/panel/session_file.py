@@ -5,7 +5,7 @@ A file is checked whole when it is read, and never evaluated.
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,6 +26,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
+from heapr_lab.storage.hashing import without_nan
 from heapr_lab.storage.paths import path_of
 from heapr_lab.text.calibration_spec import Calibration
 
@@ -106,20 +107,7 @@ def points_of(frame: pd.DataFrame) -> tuple[Point, ...]:
     Args:
         frame: as `PruningSession.points`.
     """
-    return tuple(
-        Point(**{name: _plain(value) for name, value in row.items()})
-        for row in frame.to_dict("records")
-    )
-
-
-def rows_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The rows of methods as Python's own values; None for what is not finite."""
-    return tuple({name: _plain(value) for name, value in row.items()} for row in rows)
-
-
-def _plain(value: Any) -> Any:
-    value = value.item() if isinstance(value, np.generic) else value
-    return None if isinstance(value, float) and not np.isfinite(value) else value
+    return tuple(Point(**row) for row in without_nan(frame.to_dict("records")))
 
 
 # --- files ----------------------------------------------------------------------------
@@ -299,7 +287,7 @@ class SessionBar(ipw.VBox):
             tuple(self._comparison.pins),
             points_of(session.points),
             self._inspected(),
-            rows_of(session.method_rows),
+            tuple(without_nan(session.method_rows)),
         )
         if session.workbench is None and self._opened is not None:
             # What only a model can use is passed on.
