@@ -25,7 +25,7 @@ from heapr_lab.panel.looks import (
 )
 from heapr_lab.panel.pictures import drawn_png, figure_points
 from heapr_lab.panel.session import PruningSession, setting_text
-from heapr_lab.panel.sweep import NO_MODEL, SweepSection, differences
+from heapr_lab.panel.sweep import Sweep, differences, read_ratios, sweep_of
 from heapr_lab.progress import duration
 from heapr_lab.recipes.weights import MASKED
 from heapr_lab.storage.paths import path_of
@@ -34,6 +34,8 @@ from heapr_lab.text.corpora import load_corpus
 _SHOWN = ["dataset", "weights", "estimator", "scope", "granularity", "structure"]
 _SHOWN += ["achieved_ratio"]
 _MEASURED = ["nll", "delta_nll", "perplexity", "accuracy", "stderr"]
+_NO_MODEL = "a table without a model cannot be evaluated"
+_NOT_YET = "how long is known once the model is loaded and was evaluated"
 _NOTHING_YET = (
     "Nothing has been evaluated yet. Evaluate measures the dense and the pruned model."
 )
@@ -74,7 +76,7 @@ class EvaluateTab(ipw.VBox):
             self._evaluate,
             tooltip="measure the dense and the pruned model",
             of=session.named,
-            never="" if session.workbench else NO_MODEL,
+            never="" if session.workbench else _NO_MODEL,
             apart=True,
         )
         self.chart = picture("losses", display="none", max_width="min(100%, 840px)")
@@ -229,3 +231,87 @@ def _table(points: pd.DataFrame) -> str:
     shown = points.sort_values(["dataset", "achieved_ratio"], kind="stable")[columns]
     removed = shown["achieved_ratio"].map("{:.1%}".format)
     return table_html(shown.assign(achieved_ratio=removed).drop(columns=dull(shown)))
+
+
+# --- several at once ------------------------------------------------------------------
+
+
+class SweepSection(ipw.VBox):
+    """Ratios, estimators, and a button that evaluates all of them."""
+
+    def __init__(
+        self,
+        session: PruningSession,
+        *,
+        corpora: ipw.SelectMultiple,
+        tasks: ipw.SelectMultiple,
+    ) -> None:
+        """Lay it out.
+
+        Args:
+            session: its selection is evaluated at other ratios.
+            corpora: the list of the tab, of which those chosen are measured.
+            tasks: the same for tasks.
+        """
+        self.session = session
+        self._corpora, self._tasks = corpora, tasks
+        self.ratios = line("ratios", "10%, 20%, 40%")
+        names = session.table.estimators
+        usual = ["heapr"] if "heapr" in names else names[:1]
+        self.estimators = several_of("estimators", names, usual)
+        self.note = ipw.HTML()
+        self.job = Job(
+            "Sweep",
+            self._sweep,
+            tooltip="evaluate each estimator at each ratio",
+            of=lambda: f"{', '.join(self.estimators.value)} at {self.ratios.value}",
+            never="" if session.workbench else _NO_MODEL,
+        )
+        super().__init__([beside(self.ratios, self.estimators), self.note, self.job])
+        for box in (self.ratios, self.estimators, corpora, tasks):
+            box.observe(self.refresh, names="value")
+        self.refresh()
+
+    def refresh(self, _change: Any = None) -> None:
+        """Say what Sweep would measure, and how long that takes."""
+        try:
+            text = _planned(self._asked(), self.session)
+        except HeaprLabError as error:
+            text = str(error)
+        self.note.value = status(text)
+
+    def _asked(self) -> Sweep:
+        """What is chosen.
+
+        Raises:
+            SpecError: it is nothing, or the current selection is infeasible.
+        """
+        return sweep_of(
+            self.session.selection,
+            self.session.recipe,
+            ratios=read_ratios(self.ratios.value),
+            estimators=self.estimators.value,
+            corpora=self._corpora.value,
+            tasks=self._tasks.value,
+        )
+
+    def _sweep(self, report: Report) -> None:
+        sweep = self._asked()
+        if not sweep.missing(self.session):
+            raise SpecError(
+                "all of this is measured already: choose other ratios, estimators, "
+                "corpora or weights"
+            )
+        sweep.run(self.session, report=report)
+        self.refresh()
+
+
+def _planned(sweep: Sweep, session: PruningSession) -> str:
+    """How many evaluations are left of a sweep, and how long they take."""
+    missing, total = len(sweep.missing(session)), len(sweep.selections)
+    names = ", ".join((*sweep.corpora, *sweep.tasks))
+    if not missing:
+        return f"All {total} are measured on {names}."
+    seconds = sweep.seconds(session)
+    known = _NOT_YET if seconds is None else f"about {duration(seconds)}"
+    return f"{missing} of {total} are left to be measured on {names}: {known}."

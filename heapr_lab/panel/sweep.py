@@ -3,33 +3,26 @@
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import ipywidgets as ipw
 import pandas as pd
 
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.budgets import largest_ratio
-from heapr_lab.panel.controls import several_of
-from heapr_lab.panel.jobs import Job, Report
-from heapr_lab.panel.looks import beside, line, status
+from heapr_lab.panel.jobs import Report
 from heapr_lab.panel.session import PruningSession, named, setting_text
-from heapr_lab.progress import duration
 from heapr_lab.pruning.options import Selection, read_ratio
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
 
 DIFFERENCES = ("dataset", "removed", "setting", "against", "difference", "stderr")
 """Columns of `differences`."""
-NO_MODEL = "a table without a model cannot be evaluated"
 SEARCH = "Find the ratio"
 """The button that searches."""
 _HIGHEST = 95
 """The largest per cent that is tried."""
-_NOT_YET = "how long is known once the model is loaded and was evaluated"
 
 
 def read_ratios(text: str) -> tuple[float, ...]:
@@ -245,84 +238,3 @@ def differences(session: PruningSession) -> pd.DataFrame:
                 texts = setting_text(*pair), setting_text(*pairs[0])
                 table.append((dataset, removed, *texts, *paired_difference(nll, first)))
     return pd.DataFrame(table, columns=list(DIFFERENCES))
-
-
-class SweepSection(ipw.VBox):
-    """Ratios, estimators, and a button that evaluates all of them."""
-
-    def __init__(
-        self,
-        session: PruningSession,
-        *,
-        corpora: ipw.SelectMultiple,
-        tasks: ipw.SelectMultiple,
-    ) -> None:
-        """Lay it out.
-
-        Args:
-            session: its selection is evaluated at other ratios.
-            corpora: the list of the tab, of which those chosen are measured.
-            tasks: the same for tasks.
-        """
-        self.session = session
-        self._corpora, self._tasks = corpora, tasks
-        self.ratios = line("ratios", "10%, 20%, 40%")
-        names = session.table.estimators
-        usual = ["heapr"] if "heapr" in names else names[:1]
-        self.estimators = several_of("estimators", names, usual)
-        self.note = ipw.HTML()
-        self.job = Job(
-            "Sweep",
-            self._sweep,
-            tooltip="evaluate each estimator at each ratio",
-            of=lambda: f"{', '.join(self.estimators.value)} at {self.ratios.value}",
-            never="" if session.workbench else NO_MODEL,
-        )
-        super().__init__([beside(self.ratios, self.estimators), self.note, self.job])
-        for box in (self.ratios, self.estimators, corpora, tasks):
-            box.observe(self.refresh, names="value")
-        self.refresh()
-
-    def refresh(self, _change: Any = None) -> None:
-        """Say what Sweep would measure, and how long that takes."""
-        try:
-            text = _planned(self._asked(), self.session)
-        except HeaprLabError as error:
-            text = str(error)
-        self.note.value = status(text)
-
-    def _asked(self) -> Sweep:
-        """What is chosen.
-
-        Raises:
-            SpecError: it is nothing, or the current selection is infeasible.
-        """
-        return sweep_of(
-            self.session.selection,
-            self.session.recipe,
-            ratios=read_ratios(self.ratios.value),
-            estimators=self.estimators.value,
-            corpora=self._corpora.value,
-            tasks=self._tasks.value,
-        )
-
-    def _sweep(self, report: Report) -> None:
-        sweep = self._asked()
-        if not sweep.missing(self.session):
-            raise SpecError(
-                "all of this is measured already: choose other ratios, estimators, "
-                "corpora or weights"
-            )
-        sweep.run(self.session, report=report)
-        self.refresh()
-
-
-def _planned(sweep: Sweep, session: PruningSession) -> str:
-    """How many evaluations are left of a sweep, and how long they take."""
-    missing, total = len(sweep.missing(session)), len(sweep.selections)
-    names = ", ".join((*sweep.corpora, *sweep.tasks))
-    if not missing:
-        return f"All {total} are measured on {names}."
-    seconds = sweep.seconds(session)
-    known = _NOT_YET if seconds is None else f"about {duration(seconds)}"
-    return f"{missing} of {total} are left to be measured on {names}: {known}."
