@@ -172,13 +172,13 @@ for _name, _maker in NAMED.items():
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Handle `%load_ext heapr_lab`; see `heapr_lab.panel.magic`."""
-    importlib.import_module(f"{__name__}.panel.magic").load(ipython)
+    """Handle `%load_ext heapr_lab`; see `heapr_lab.panel.app`."""
+    importlib.import_module(f"{__name__}.panel.app").load(ipython)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
     """Handle `%unload_ext heapr_lab`."""
-    importlib.import_module(f"{__name__}.panel.magic").unload(ipython)
+    importlib.import_module(f"{__name__}.panel.app").unload(ipython)
 
 
 def __getattr__(name: str) -> Any:

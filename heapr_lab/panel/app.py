@@ -1,8 +1,9 @@
-"""The panel as a page: served by Voilà on this machine only, behind a token.
+"""The panel without Python: by `%heapr` in a notebook, and as a page.
 
-Voilà runs one notebook, which is written to a temporary folder, in a kernel of this
-Python for each page that is opened, and ends it when that page is closed. A content
-security policy keeps the browser from contacting any other machine.
+A page is served by Voilà on this machine only, behind a token. Voilà runs one notebook,
+which is written to a temporary folder, in a kernel of this Python for each page that is
+opened, and ends it when that page is closed. A content security policy keeps the
+browser from contacting any other machine. Importing this needs no torch.
 """
 
 import functools
@@ -11,7 +12,7 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,9 @@ from heapr_lab.storage.paths import cached_folders, kernel_transport
 if TYPE_CHECKING:
     from voila.app import Voila
 
+_MAGIC = "heapr"
+_INLINE = {None, "inline", "module://matplotlib_inline.backend_inline"}
+_USAGE = "%heapr lab, %heapr importance.parquet, or %heapr NAME of a table or workbench"
 HOST: Final = "127.0.0.1"
 _TEMPLATE = Path(__file__).parent / "app_template"
 # Voilà's scripts and styles are inline, and widgets are compiled in the page. A kernel
@@ -50,6 +54,55 @@ _SLOW = ("rfc3987_syntax", "chardet")
 """The first compiles a grammar for 1.5 s when it is imported, to check addresses that
 have letters of other alphabets, the second compiles many expressions, to guess how
 bytes are encoded; those who import them go on without them."""
+
+
+def load(ipython: Any) -> None:
+    """Register `%heapr`, and in a kernel show figures in cells by default."""
+
+    def explore_line(line: str) -> Any:
+        """Explore a model, a table of `heapr-lab score`, or a variable."""
+        from heapr_lab.panel.opening import explore
+
+        return explore(source_of(line, ipython.user_ns))
+
+    ipython.register_magic_function(explore_line, "line", _MAGIC)
+    if getattr(ipython, "kernel", None) is not None and _undecided():
+        # A preset inline backend has not yet set how IPython shows figures.
+        ipython.run_line_magic("matplotlib", "inline")
+
+
+def unload(ipython: Any) -> None:
+    """Remove `%heapr`; the way figures are shown does not change."""
+    ipython.magics_manager.magics["line"].pop(_MAGIC, None)
+
+
+def source_of(line: str, variables: Mapping[str, Any]) -> Any:
+    """The argument of `%heapr`: a variable, else the name of a model or a file.
+
+    Args:
+        line: one name or path, with or without quotes.
+        variables: the variables of the notebook.
+
+    Raises:
+        SpecError: the line is empty.
+
+    Example:
+        >>> source_of("table", {"table": 7}), source_of("'a b.parquet'", {})
+        (7, 'a b.parquet')
+    """
+    name = line.strip().strip("'\"")
+    if not name:
+        raise SpecError(f"%heapr needs an argument: {_USAGE}")
+    return variables.get(name, name)
+
+
+def _undecided() -> bool:
+    import matplotlib as mpl
+
+    return mpl.get_backend(auto_select=False) in _INLINE
+
+
+# --- as a page ------------------------------------------------------------------------
 
 
 def panel_source(

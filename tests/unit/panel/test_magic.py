@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from processes import says
 
 from heapr_lab.errors import SpecError
-from heapr_lab.panel import magic
+from heapr_lab.panel import app
 
 _KERNEL = """
 import sys
@@ -58,8 +58,8 @@ def test_the_magic_takes_a_variable_or_a_name() -> None:
     """A variable of the notebook is meant where there is one, else a model or file."""
     frame = pd.DataFrame()
     variables = {"table": frame}
-    assert magic.source_of(" table ", variables) is frame
-    assert magic.source_of("lab", variables) == "lab"
-    assert magic.source_of('"my table.parquet"', variables) == "my table.parquet"
+    assert app.source_of(" table ", variables) is frame
+    assert app.source_of("lab", variables) == "lab"
+    assert app.source_of('"my table.parquet"', variables) == "my table.parquet"
     with pytest.raises(SpecError, match=r"needs an argument.*%heapr lab"):
-        magic.source_of("  ", variables)
+        app.source_of("  ", variables)
