@@ -99,16 +99,12 @@ class CompareTab(ipw.VBox):
 
     def _build_pins(self) -> None:
         self.label = ipw.Text("A", description="label", layout={"width": "200px"})
-        self.pin_button = button(
-            "Pin", "save the current selection", self.pin, primary=True
-        )
+        self.pin_button = button("Pin", self.pin, primary=True)
         self.pinned = one_of("pinned", width="200px")
-        self.load_button, self.remove_button, self.clear_button, self.undo_button = (
-            button("Load", "show the settings of the pin that is chosen", self.load),
-            button("Remove", "remove the pin that is chosen", self.remove),
-            button("Clear", "remove all pins and methods", self.clear),
-            button("Undo", "bring back what was removed or replaced", self.undo),
-        )
+        self.load_button = button("Load", self.load)
+        self.remove_button = button("Remove", self.remove)
+        self.clear_button = button("Clear", self.clear)
+        self.undo_button = button("Undo", self.undo)
         self._offer_pins()
 
     def _build_views(self) -> None:
@@ -117,8 +113,7 @@ class CompareTab(ipw.VBox):
         self._width = NARROWEST
         self.table = ipw.HTML()
         self.folder = line("folder", "comparison")
-        hint = "write CSV, parquet, Markdown, PNG and PDF"
-        self.export_button = button("Export comparison", hint, self._press_export)
+        self.export_button = button("Export comparison", self._press_export)
         self.clear_button.disabled = self.export_button.disabled = True
         self.exported = ipw.HTML(status(""))
 

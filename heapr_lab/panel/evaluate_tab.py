@@ -74,7 +74,6 @@ class EvaluateTab(ipw.VBox):
         self.job = Job(
             "Evaluate",
             self._evaluate,
-            tooltip="measure the dense and the pruned model",
             of=session.named,
             never="" if session.workbench else _NO_MODEL,
             apart=True,
@@ -263,7 +262,6 @@ class SweepSection(ipw.VBox):
         self.job = Job(
             "Sweep",
             self._sweep,
-            tooltip="evaluate each estimator at each ratio",
             of=lambda: f"{', '.join(self.estimators.value)} at {self.ratios.value}",
             never="" if session.workbench else _NO_MODEL,
         )

@@ -61,7 +61,6 @@ class ExportTab(ipw.VBox):
             "Export",
             self._export,
             asked=self._asked,
-            tooltip="write the pruned model to the folder",
             of=session.named,
             never="" if session.workbench else _NO_MODEL,
             said=_WRITTEN_BEFORE,

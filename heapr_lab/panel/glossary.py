@@ -16,7 +16,7 @@ import ipywidgets as ipw
 from heapr_lab.importance.estimators import ESTIMATORS, Estimator
 
 _UNIT = re.compile(r"\s*\[[^]]*\]$")
-_DATA = Path(__file__).with_suffix(".toml")
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _EXPLAINED = re.compile(r'<span title="[^"]*">(.*)</span>', re.DOTALL)
 
 
@@ -47,9 +47,11 @@ def _estimator(estimator: Estimator) -> Term:
     return Term(estimator.name, text, "method.md", paper)
 
 
+BUTTONS: dict[str, str] = _DATA.pop("buttons")
+"""What each button does, by its name."""
 GLOSSARY = {
     heading: [_term(name, **fields) for name, fields in terms.items()]
-    for heading, terms in tomllib.loads(_DATA.read_text("utf-8")).items()
+    for heading, terms in _DATA.items()
 }
 """The terms by the heading they stand under."""
 GLOSSARY["Scores"] += map(_estimator, ESTIMATORS.values())

@@ -125,7 +125,6 @@ class InspectTab(ipw.VBox):
             asked=self.session.settings,
             controls=(self.text, self.n_tokens),
             of=self.session.named,
-            tooltip="continue the text with the dense and with the pruned model",
         )
         self.compare = ResultJob(
             "Compare losses",
@@ -133,7 +132,6 @@ class InspectTab(ipw.VBox):
             asked=self.session.settings,
             controls=(self.text,),
             of=self.session.named,
-            tooltip="what each token of the text costs the dense and the pruned model",
         )
         self.attribute = ResultJob(
             "Attribute",
@@ -141,7 +139,6 @@ class InspectTab(ipw.VBox):
             asked=self.session.settings,
             controls=(self.text,),
             of=self.session.named,
-            tooltip="share of each layer and token in the loss increase, first order",
         )
 
     def _build_token(self) -> None:
@@ -153,7 +150,6 @@ class InspectTab(ipw.VBox):
             asked=self.session.settings,
             controls=(self.text, self.layer, self.position),
             of=lambda: said_by(self.layer, self.position),
-            tooltip="which experts and atoms serve the token",
         )
         self.explain = ResultJob(
             "Attribute to atoms",
@@ -161,7 +157,6 @@ class InspectTab(ipw.VBox):
             asked=self.session.settings,
             controls=(self.text, self.layer, self.position),
             of=lambda: f"{self.session.named()}; {said_by(self.layer, self.position)}",
-            tooltip="which pruned experts and atoms of the token change the loss",
         )
 
     def _build_atom(self) -> None:
@@ -179,7 +174,6 @@ class InspectTab(ipw.VBox):
             asked=self.session.settings,
             controls=self._boxes,
             of=lambda: said_by(*self._boxes),
-            tooltip="where in the calibration corpus the atom is most active",
         )
 
     def _rows(self) -> list[ipw.Widget]:

@@ -69,7 +69,6 @@ class Job(ipw.VBox):
         name: str,
         work: Callable[[Report], None],
         *,
-        tooltip: str = "",
         of: Callable[[], str] = str,
         never: str = "",
         apart: bool = False,
@@ -80,7 +79,6 @@ class Job(ipw.VBox):
         Args:
             name: label of the button.
             work: called in a thread with a `Report`; it sets the values of widgets.
-            tooltip: what pressing it does.
             of: the settings that it starts with as text, which stands before its
                 progress; a `HeaprLabError` is shown as that of the work.
             never: why the work can never start; empty if it can.
@@ -90,9 +88,9 @@ class Job(ipw.VBox):
         self.work, self._of = work, of
         self.blocked: Callable[[], str] = str
         """Why the work cannot start now; empty if it can."""
-        self.button = button(name, tooltip, self.start, primary=True)
+        self.button = button(name, self.start, primary=True)
         stops = f"stop {name} at its next step"
-        self.cancel_button = button("Cancel", stops, self.cancel)
+        self.cancel_button = button("Cancel", self.cancel, said=stops)
         self.bar = ipw.FloatProgress(min=0.0, max=1.0, description="progress")
         self.text = ipw.HTML()
         self.error = ipw.HTML()

@@ -69,8 +69,7 @@ class LastSession(ipw.HBox):
         self.message = ipw.HTML()
         options = [(_said_of(when, path), path) for when, path in earlier]
         self.earlier = one_of("session", options, width="420px")
-        hint = "show the pins, evaluations and settings of that session"
-        self.resume = button("Resume", hint, self._press)
+        self.resume = button("Resume", self._press)
         layout = {"flex_flow": "row wrap", "display": "none"}
         super().__init__([self.message, self.earlier, self.resume], layout=layout)
         self.add_class("heapr-earlier")  # for the style

@@ -17,7 +17,7 @@ import pandas as pd
 import traitlets
 
 from heapr_lab.errors import HeaprLabError
-from heapr_lab.panel.glossary import TERMS
+from heapr_lab.panel.glossary import BUTTONS, TERMS
 
 PANEL: Final = "heapr-panel"
 """The class of a panel, in which names are set."""
@@ -79,13 +79,14 @@ def picture(kind: str, **layout: str) -> ipw.Image:
 
 def button(
     name: str,
-    said: str,
     press: Callable[[ipw.Button], object],
     *,
+    said: str = "",
     primary: bool = False,
 ) -> ipw.Button:
-    """A button as wide as its name, with a tooltip."""
-    widget = ipw.Button(description=name, tooltip=said, layout={"width": "auto"})
+    """A button as wide as its name; its tooltip is `said`, or that of the name."""
+    told = said or BUTTONS.get(name)
+    widget = ipw.Button(description=name, tooltip=told, layout={"width": "auto"})
     widget.button_style = "primary" if primary else ""
     widget.on_click(press)
     return widget

@@ -42,7 +42,6 @@ class MethodRuns(ipw.VBox):
         self.job = Job(
             "Run methods",
             self._run,
-            tooltip="fit the methods and measure perplexity",
             of=lambda: ", ".join(self.methods.value),
             never="" if session.workbench else _NO_MODEL,
         )

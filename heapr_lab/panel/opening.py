@@ -372,7 +372,7 @@ class Measuring(ipw.VBox):
         """
         self._bench: Any = bench
         text = f"The scores of {bench.name} are not in the cache, so they are measured."
-        self.job = Job("Measure", self._measure, tooltip="measure, or go on with it")
+        self.job = Job("Measure", self._measure)
         super().__init__([ipw.HTML(status(text)), self.job])
         self.job.start()
 

@@ -155,12 +155,7 @@ class Explorer(ipw.VBox):
         self.weights = WeightsBar(session)
         self.header, self.status, self.cautions = ipw.HTML(), ipw.HTML(), ipw.HTML()
         self.error, self.answers, self.numbers = ipw.HTML(), ipw.HTML(), ipw.HTML()
-        self.search = Job(
-            SEARCH,
-            self._search,
-            tooltip="evaluate one ratio after the other, about five, up to the target",
-            of=lambda: session.recipe.text,
-        )
+        self.search = Job(SEARCH, self._search, of=lambda: session.recipe.text)
         self.advanced = folded("Advanced", self.controls, self.weights, self.search)
         self.picture, self.caption = picture("choice"), ipw.HTML()
         self._picture = ChoicePicture(session.table)

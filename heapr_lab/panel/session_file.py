@@ -242,18 +242,14 @@ class SessionBar(ipw.VBox):
         self._undo: Callable[[], object] = lambda: None
         self.file = line("session file", "session.json")
         self.save_button = button(
-            "Save session",
-            "write selection, calibration, pins, evaluations and text",
-            lambda _: self._tried(self._save, "Saved to {}"),
+            "Save session", lambda _: self._tried(self._save, "Saved to {}")
         )
         self.open_button = button(
-            "Open session",
-            "show one that was saved with the same model and calibration",
-            lambda _: self._tried(self._open, "Opened {}"),
+            "Open session", lambda _: self._tried(self._open, "Opened {}")
         )
         back = "go back to the previous session, or file; once more comes back here"
         self.undo_button = button(
-            "Undo", back, lambda _: self._tried(self._undo, "Undone")
+            "Undo", lambda _: self._tried(self._undo, "Undone"), said=back
         )
         self.undo_button.layout.display = "none"
         self.message = ipw.HTML(status(""))
