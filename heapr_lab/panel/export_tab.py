@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ipywidgets as ipw
 
@@ -58,10 +58,10 @@ class ExportTab(ipw.VBox):
         self.folder = line("folder", "pruned")
         self.heal = slider("heal [windows]", 0, most=512, step=32)
         self.job = ResultJob(
+            session,
             "Export",
             self._export,
-            asked=self._asked,
-            of=session.named,
+            (self.folder, self.heal),
             never="" if session.workbench else _NO_MODEL,
             said=_WRITTEN_BEFORE,
         )
@@ -69,17 +69,11 @@ class ExportTab(ipw.VBox):
         self.code = Written("The same as Python", self._code_html)
         row = beside(self.folder, self.heal)
         super().__init__([row, self.note, self.job, self.code])
-        self.heal.observe(self.refresh, names="value")
-        self.folder.observe(self.code.refresh, names="value")
-        self.folder.observe(self.job.check, names="value")
+        for control in (self.folder, self.heal):
+            control.observe(self.code.refresh, names="value")
         self.refresh()
 
-    def _asked(self) -> tuple[JobSettings, str]:
-        """What is chosen, with healing, and the folder."""
-        recipe = replace(self.session.recipe, heal=self.heal.value)
-        return JobSettings(self.session.selection, recipe), self.folder.value
-
-    def refresh(self, _change: Any = None) -> None:
+    def refresh(self) -> None:
         """Describe what Export would write."""
         self.code.refresh()
         self.job.check()
@@ -120,11 +114,11 @@ class ExportTab(ipw.VBox):
             n_sequences=calibration.n_sequences or bench.profile.n_sequences,
             seq_len=calibration.seq_len or bench.profile.seq_len,
         )
-        chosen, folder = self._asked()
-        place = str(path_of(folder))
+        chosen = _healed(session.settings(), self.heal.value)
+        place = str(path_of(self.folder.value))
         return python_of_model(bench.opening, counted, *chosen, folder=place)
 
-    def _export(self, report: Report, chosen: JobSettings, name: str) -> str:
+    def _export(self, report: Report, chosen: JobSettings, name: str, heal: int) -> str:
         from heapr_lab.checkpoints.folder import check_new
         from heapr_lab.recipes import export
 
@@ -132,7 +126,7 @@ class ExportTab(ipw.VBox):
         assert bench is not None  # without one the button is off
         check_new(folder)
         part = parts_of(report)
-        made = self.session.made(*chosen, part=part)
+        made = self.session.made(*_healed(chosen, heal), part=part)
         export.write_checkpoint(folder, made, bench, corpora=self._corpora(), part=part)
         return _written_text(folder, bench)
 
@@ -144,6 +138,11 @@ class ExportTab(ipw.VBox):
         evaluated = points.loc[points["nll"].notna(), "dataset"]
         names = dict.fromkeys([self.session.calibration.corpus, *map(str, evaluated)])
         return available_corpora(list(names))[0]
+
+
+def _healed(chosen: JobSettings, n_windows: int) -> JobSettings:
+    """The settings, with so many windows to heal on."""
+    return chosen._replace(recipe=replace(chosen.recipe, heal=n_windows))
 
 
 def _written_text(folder: Path, bench: "Workbench") -> str:

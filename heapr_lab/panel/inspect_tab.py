@@ -120,42 +120,30 @@ class InspectTab(ipw.VBox):
         )
         self.n_tokens = NumberBox("tokens to write", 40, least=1, most=1000)
         self.generate = ResultJob(
-            "Generate",
-            self._generated,
-            asked=self.session.settings,
-            controls=(self.text, self.n_tokens),
-            of=self.session.named,
+            self.session, "Generate", self._generated, (self.text, self.n_tokens)
         )
         self.compare = ResultJob(
-            "Compare losses",
-            self._compared,
-            asked=self.session.settings,
-            controls=(self.text,),
-            of=self.session.named,
+            self.session, "Compare losses", self._compared, (self.text,)
         )
         self.attribute = ResultJob(
-            "Attribute",
-            self._attributed,
-            asked=self.session.settings,
-            controls=(self.text,),
-            of=self.session.named,
+            self.session, "Attribute", self._attributed, (self.text,)
         )
 
     def _build_token(self) -> None:
         self.layer = _box("layer of the token", self.session.table.shapes())
         self.position = NumberBox("position of the token", 1, least=0, most=1)
         self.route = ResultJob(
+            self.session,
             "Show routing",
             self._routed,
-            asked=self.session.settings,
-            controls=(self.text, self.layer, self.position),
+            (self.text, self.layer, self.position),
             of=lambda: said_by(self.layer, self.position),
         )
         self.explain = ResultJob(
+            self.session,
             "Attribute to atoms",
             self._explained,
-            asked=self.session.settings,
-            controls=(self.text, self.layer, self.position),
+            (self.text, self.layer, self.position),
             of=lambda: f"{self.session.named()}; {said_by(self.layer, self.position)}",
         )
 
@@ -169,10 +157,10 @@ class InspectTab(ipw.VBox):
         self.nearest = one_of("pruned last", [("none", ())], width="460px")
         self.note = ipw.HTML()
         self.show_contexts = ResultJob(
+            self.session,
             "Show contexts",
             self._contexts,
-            asked=self.session.settings,
-            controls=self._boxes,
+            self._boxes,
             of=lambda: said_by(*self._boxes),
         )
 

@@ -20,6 +20,7 @@ from heapr_lab.panel.looks import (
     mark_stale,
     status,
 )
+from heapr_lab.panel.session import PruningSession
 from heapr_lab.progress import StartPart, TimeLeft, time_left_text
 
 SECONDS: Final = 1.0
@@ -223,29 +224,29 @@ class ResultJob(Job):
 
     def __init__(
         self,
+        session: PruningSession,
         name: str,
         make: Callable[..., str],
+        controls: Sequence[ipw.Widget],
         *,
-        asked: Callable[[], tuple[Any, ...]] = tuple,
-        controls: Sequence[ipw.Widget] = (),
         said: str = _OUT_OF_DATE,
         **options: Any,
     ) -> None:
         """Lay out the button; there is no result.
 
         Args:
+            session: its settings are those of the work.
             name: label of the button.
-            make: called in a thread with a `Report` and each of the settings at the
-                start; the result as HTML.
-            asked: the current settings, without those of `controls`; a `HeaprLabError`
-                counts as a change.
-            controls: their values are settings too, after the others.
+            make: called in a thread with a `Report`, the `JobSettings` at the start,
+                and the values of the controls then; the result as HTML.
+            controls: their values are settings too.
             said: what stands above a result that is out of date.
-            **options: the options of `Job`.
+            **options: the options of `Job`; by default the work is of what is chosen.
         """
         note, view = ipw.HTML(), ipw.HTML()
+        options = {"of": session.named} | options
         super().__init__(name, self._work, below=(note, view), **options)
-        self._make, self._asked, self._said = make, asked, said
+        self._session, self._make, self._said = session, make, said
         self._controls = controls
         for control in controls:
             control.observe(self.check, names="value")
@@ -279,7 +280,7 @@ class ResultJob(Job):
         self.check()
 
     def _settings(self) -> tuple[Any, ...]:
-        return *self._asked(), *map(shown_by, self._controls)
+        return self._session.settings(), *map(shown_by, self._controls)
 
     def _current(self) -> object:
         try:

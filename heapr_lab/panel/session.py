@@ -216,13 +216,13 @@ class PruningSession(traitlets.HasTraits):
             raise self._rejected
         return self.recipe.asked(self._selection)
 
-    def settings(self) -> tuple[JobSettings]:
+    def settings(self) -> JobSettings:
         """The settings of a job on what is chosen.
 
         Raises:
             SpecError: as `selection`.
         """
-        return (JobSettings(self.selection, self.recipe),)
+        return JobSettings(self.selection, self.recipe)
 
     def reject(self, why: Exception) -> None:
         """Have no selection until the next `choose`: the settings are infeasible.
