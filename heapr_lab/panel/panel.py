@@ -267,8 +267,7 @@ class Explorer(ipw.VBox):
         session.choose(self.controls.selection)
         scope, chooses = session.selection.scope, session.recipe.chooses
         self.controls.show_use(scope, estimator=not chooses)
-        if self.controls.to_target:
-            self._show_target()
+        target = self._show_target() if self.controls.to_target else ""
         selection = session.selection
         try:
             text = session.describe()
@@ -287,7 +286,7 @@ class Explorer(ipw.VBox):
             # At most as wide as it was drawn: if stretched, its text would blur.
             self.picture.layout.max_width = f"{self._picture.width}px"
             # After the picture: counts are never seen beside an earlier one.
-            self.status.value = status(f"{text}{self._target_text()}")
+            self.status.value = status(f"{text}{target}")
             self.error.value = ""
             for widget in (self.picture, self.behind):
                 mark_stale(widget, False)
@@ -305,8 +304,11 @@ class Explorer(ipw.VBox):
         }
         update.get(TABS[self.tabs.selected_index or 0], lambda: None)()
 
-    def _show_target(self) -> None:
+    def _show_target(self) -> str:
         """Show the largest ratio that was measured to be within the target.
+
+        Returns:
+            What the ratio is, and the points that it was found by, as text.
 
         Raises:
             SpecError: none was measured yet, or there is no such target.
@@ -321,24 +323,17 @@ class Explorer(ipw.VBox):
         ratios = losses.index[losses <= rise]
         self.controls.show_ratio(float(max(ratios, default=0.0)))
         session.choose(self.controls.selection)
+        points = ", ".join(f"{ratio:.0%} {loss:+.4g}" for ratio, loss in losses.items())
+        return (
+            f" It is the largest measured ratio whose Δloss on {corpus} is at most "
+            f"{rise:g} {PER_TOKEN}. Measured: {points}."
+        )
 
     @property
     def _target_corpus(self) -> str:
         """The first corpus that is chosen in the Evaluate tab."""
         corpora = self.evaluation.corpora
         return str((corpora.value or corpora.options)[0])
-
-    def _target_text(self) -> str:
-        """What the ratio of a target is, and the points that it was found by."""
-        if not self.controls.to_target:
-            return ""
-        corpus, rise = self._target_corpus, self.controls.target
-        losses = self.session.measured_losses(corpus)
-        points = ", ".join(f"{ratio:.0%} {loss:+.4g}" for ratio, loss in losses.items())
-        return (
-            f" It is the largest measured ratio whose Δloss on {corpus} is at most "
-            f"{rise:g} {PER_TOKEN}. Measured: {points}."
-        )
 
     def _search(self, report: Report) -> None:
         """Evaluate ratios until the largest within the target is known."""
