@@ -104,14 +104,7 @@ class Explorer(ipw.VBox):
         self._numbers: list[Row] = []
         self._build_choice()
         self._build_tabs(corpora, tasks)
-        self.files = SessionBar(
-            session,
-            self.controls,
-            self.comparison,
-            self.inspection,
-            weights=self.weights,
-            refresh=self._shown_again,
-        )
+        self.files = SessionBar(self)
         self.last = LastSession(self.files)
         self.help = Written(_HELP, terms_html)
         self.in_page = InPage(pictures=_NAMES, layout={"display": "none"})
@@ -146,7 +139,7 @@ class Explorer(ipw.VBox):
         session.observe(self._on_points, names="points")
         session.observe(self._changed, names="method_rows")
         self.comparison.observe(self._changed, names="pins")
-        self._shown_again()
+        self.show_again()
 
     def _build_choice(self) -> None:
         """The controls, and what is said and drawn of a selection."""
@@ -250,9 +243,9 @@ class Explorer(ipw.VBox):
         table, selection = self.session.table, pin.selection
         self.controls.show(Controls(table, selection, lambda: None))
         self.weights.show(pin.recipe)
-        self._shown_again()
+        self.show_again()
 
-    def _shown_again(self) -> None:
+    def show_again(self) -> None:
         """Show another selection, with what is advanced only if it is used."""
         if self.controls.are_unusual or self.weights.is_unusual:
             self.advanced.selected_index = 0

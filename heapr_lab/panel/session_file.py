@@ -17,9 +17,7 @@ import pandas as pd
 from heapr_lab.errors import CacheError, HeaprLabError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS, find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.controls import Controls, WeightsBar
-from heapr_lab.panel.inspect_tab import InspectTab
+from heapr_lab.panel.controls import Controls
 from heapr_lab.panel.looks import beside, button, failure, line, status
 from heapr_lab.panel.session import POINT_COLUMNS, Pin, Point, PruningSession
 from heapr_lab.pruning.options import Selection
@@ -215,29 +213,14 @@ def _hash_of(table: ImportanceTable) -> str:
 class SessionBar(ipw.VBox):
     """A file name, a button that saves and one that opens, and what came of it."""
 
-    def __init__(
-        self,
-        session: PruningSession,
-        controls: Controls,
-        comparison: CompareTab,
-        inspection: InspectTab,
-        *,
-        weights: WeightsBar,
-        refresh: Callable[[], None],
-    ) -> None:
+    def __init__(self, panel: Any) -> None:
         """Lay the bar out.
 
         Args:
-            session: its selection, calibration and points are saved.
-            controls: they show the selection.
-            comparison: its pins are saved.
-            inspection: its text is saved.
-            weights: its recipe is saved.
-            refresh: called after a file was opened.
+            panel: the `Explorer` whose state is saved, and which shows another again.
         """
-        self._session, self._controls = session, controls
-        self._comparison, self._inspection = comparison, inspection
-        self._weights, self._refresh = weights, refresh
+        self._panel = panel
+        self._session: PruningSession = panel.session
         self._opened: SavedSession | None = None
         self._undo: Callable[[], object] = lambda: None
         self.file = line("session file", "session.json")
@@ -280,7 +263,7 @@ class SessionBar(ipw.VBox):
             session.calibration,
             session.selection,
             session.recipe,
-            tuple(self._comparison.pins),
+            tuple(self._panel.comparison.pins),
             points_of(session.points),
             self._inspected(),
             tuple(without_nan(session.method_rows)),
@@ -305,7 +288,7 @@ class SessionBar(ipw.VBox):
     def _inspected(self) -> Inspected | None:
         if self._session.workbench is None:
             return None
-        return Inspected(self._inspection.text.value)
+        return Inspected(self._panel.inspection.text.value)
 
     # --- opening ------------------------------------------------------------------
 
@@ -335,14 +318,14 @@ class SessionBar(ipw.VBox):
         fresh = self._check_selections(saved)
         self._session.points, self._session.texts = saved.frame(), saved.texts
         methods = list(map(dict, saved.methods))
-        self._comparison.show_pins(list(saved.pins), methods)
+        self._panel.comparison.show_pins(list(saved.pins), methods)
         if self._session.workbench is not None:
-            self._weights.show(saved.recipe)
+            self._panel.weights.show(saved.recipe)
             if saved.inspected is not None:
-                self._inspection.text.value = saved.inspected.text
-        self._controls.show(fresh)
+                self._panel.inspection.text.value = saved.inspected.text
+        self._panel.controls.show(fresh)
         self._opened = saved
-        self._refresh()
+        self._panel.show_again()
 
     def _check_same(self, saved: SavedSession) -> None:
         table = fingerprint_of(self._session.table)

@@ -128,7 +128,7 @@ def test_what_is_advanced_is_open_where_it_is_used() -> None:
         assert panel.advanced.selected_index == index
     panel = explore(small_table())
     panel.weights.show(replace(METHODS[DEFAULT].recipe, own_text=0.6))
-    panel._shown_again()
+    panel.show_again()
     assert panel.advanced.selected_index == 0
 
 
