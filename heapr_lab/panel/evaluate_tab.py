@@ -82,7 +82,7 @@ class EvaluateTab(ipw.VBox):
         self.message = ipw.HTML(status(_NOTHING_YET))
         self.note, self.cautions = ipw.HTML(), ipw.HTML()
         self.results, self.differences = ipw.HTML(), ipw.HTML()
-        self.sweep = SweepSection(session, corpora=self.corpora, tasks=self.tasks)
+        self.sweep = SweepSection(self)
         super().__init__(
             [
                 beside(self.corpora, self.another, self.tasks),
@@ -238,24 +238,16 @@ def _table(points: pd.DataFrame) -> str:
 class SweepSection(ipw.VBox):
     """Ratios, estimators, and a button that evaluates all of them."""
 
-    def __init__(
-        self,
-        session: PruningSession,
-        *,
-        corpora: ipw.SelectMultiple,
-        tasks: ipw.SelectMultiple,
-    ) -> None:
+    def __init__(self, tab: EvaluateTab) -> None:
         """Lay it out.
 
         Args:
-            session: its selection is evaluated at other ratios.
-            corpora: the list of the tab, of which those chosen are measured.
-            tasks: the same for tasks.
+            tab: what is chosen in its lists is measured, and the selection of its
+                session is evaluated at other ratios.
         """
-        self.session = session
-        self._corpora, self._tasks = corpora, tasks
+        self.session, self._tab = tab.session, tab
         self.ratios = line("ratios", "10%, 20%, 40%")
-        names = session.table.estimators
+        names = self.session.table.estimators
         usual = ["heapr"] if "heapr" in names else names[:1]
         self.estimators = several_of("estimators", names, usual)
         self.note = ipw.HTML()
@@ -263,10 +255,10 @@ class SweepSection(ipw.VBox):
             "Sweep",
             self._sweep,
             of=lambda: f"{', '.join(self.estimators.value)} at {self.ratios.value}",
-            never="" if session.workbench else _NO_MODEL,
+            never="" if self.session.workbench else _NO_MODEL,
         )
         super().__init__([beside(self.ratios, self.estimators), self.note, self.job])
-        for box in (self.ratios, self.estimators, corpora, tasks):
+        for box in (self.ratios, self.estimators, tab.corpora, tab.tasks):
             box.observe(self.refresh, names="value")
         self.refresh()
 
@@ -289,8 +281,8 @@ class SweepSection(ipw.VBox):
             self.session.recipe,
             ratios=read_ratios(self.ratios.value),
             estimators=self.estimators.value,
-            corpora=self._corpora.value,
-            tasks=self._tasks.value,
+            corpora=self._tab.corpora.value,
+            tasks=self._tab.tasks.value,
         )
 
     def _sweep(self, report: Report) -> None:
