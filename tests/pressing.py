@@ -2,13 +2,23 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from heapr_lab.panel.jobs import Job
 from heapr_lab.panel.looks import STALE
+from heapr_lab.panel.panel import Explorer
+from heapr_lab.panel.session import PruningSession
 
 PATIENCE_SECONDS = 120
+
+
+def panel_on(
+    session: PruningSession, corpora: Sequence[str], tasks: Sequence[str] = ()
+) -> Explorer:
+    """The panel of a session, in which these corpora and tasks can be measured."""
+    session.corpora, session.tasks = corpora, tasks
+    return Explorer(session)
 
 
 def error_of(job: Job) -> str:

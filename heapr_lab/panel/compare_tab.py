@@ -3,7 +3,7 @@
 import itertools
 import math
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,12 @@ class CompareTab(ipw.VBox):
         self,
         session: PruningSession,
         *,
-        corpora: Sequence[str] = ("pydocs",),
         load: Callable[[Pin], None] = lambda _: None,
     ) -> None:
         """Lay the tab out for `session`; nothing is pinned.
 
         Args:
             session: its selections and model are compared.
-            corpora: methods can be measured on their test splits.
             load: called to show the settings of a pin.
         """
         self.session, self._load = session, load
@@ -78,7 +76,7 @@ class CompareTab(ipw.VBox):
         self._texts_before = session.texts
         self._numbers: dict[str, int] = {}
         """The numbers of the looks of the rows, by their labels."""
-        self.runs = MethodRuns(session, corpora)
+        self.runs = MethodRuns(session)
         self._build_pins()
         self._build_views()
         super().__init__(

@@ -1,7 +1,6 @@
 """The tab that runs the model: perplexity and accuracy of the selection."""
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets as ipw
@@ -53,23 +52,15 @@ _MADE = (
 class EvaluateTab(ipw.VBox):
     """The corpora, the tasks, a button, and a chart and a table of all points."""
 
-    def __init__(
-        self,
-        session: PruningSession,
-        *,
-        corpora: Sequence[str],
-        tasks: Sequence[str],
-    ) -> None:
+    def __init__(self, session: PruningSession) -> None:
         """Lay the tab out.
 
         Args:
             session: what is evaluated.
-            corpora: perplexity can be measured on their test splits.
-            tasks: the tasks of the harness.
         """
         self.session = session
-        self.corpora = several_of("corpora", corpora, list(corpora)[:1])
-        self.tasks = several_of("tasks", tasks, [])
+        self.corpora = several_of("corpora", session.corpora, session.corpora[:1])
+        self.tasks = several_of("tasks", session.tasks, [])
         self.another = line("another corpus", hint="pydocs:torch, or a file")
         self.job = Job(
             "Evaluate",

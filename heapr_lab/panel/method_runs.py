@@ -26,19 +26,18 @@ _NO_MODEL = "methods need a model, not a table alone"
 class MethodRuns(ipw.VBox):
     """Methods, a ratio, corpora, and a button that fits and measures them."""
 
-    def __init__(self, session: PruningSession, corpora: Sequence[str]) -> None:
+    def __init__(self, session: PruningSession) -> None:
         """Lay it out.
 
         Args:
             session: its model and calibration are used.
-            corpora: perplexity can be measured on their test splits.
         """
         self.session = session
         self.methods = several_of("methods", [], [])
         self.offer()
         # Named unlike the box above the tabs.
         self.ratio = line("remove", "25%", width="160px")
-        self.corpora = several_of("corpora", corpora, list(corpora)[:1])
+        self.corpora = several_of("corpora", session.corpora, session.corpora[:1])
         self.job = Job(
             "Run methods",
             self._run,

@@ -217,15 +217,14 @@ def explore(
     pruning = session_of(source, selection, calibration, **options)
     first = selection or pruning.selection
     pruning.choose(first)
-    if pruning.workbench is not None and corpora is None:
-        corpora = available_corpora(TEST_CORPORA)[0]
-    if pruning.workbench is not None and tasks is None:
-        tasks = "continuation", *available_tasks()
-    panel = Explorer(
-        pruning,
-        corpora=("pydocs",) if corpora is None else corpora,
-        tasks=("continuation",) if tasks is None else tasks,
-    )
+    if pruning.workbench is not None:
+        pruning.corpora = available_corpora(TEST_CORPORA)[0]
+        pruning.tasks = "continuation", *available_tasks()
+    if corpora is not None:
+        pruning.corpora = corpora
+    if tasks is not None:
+        pruning.tasks = tasks
+    panel = Explorer(pruning)
     panel.controls.check_shows(first)
     if saved is not None:
         panel.files.restore(saved)

@@ -2,7 +2,6 @@
 
 import html
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets as ipw
@@ -84,26 +83,18 @@ class Explorer(ipw.VBox):
         in_page: what runs in the page.
     """
 
-    def __init__(
-        self,
-        session: PruningSession,
-        *,
-        corpora: Sequence[str] = ("pydocs",),
-        tasks: Sequence[str] = ("continuation",),
-    ) -> None:
+    def __init__(self, session: PruningSession) -> None:
         """Lay out the panel and show the selection of the session.
 
         Args:
             session: what to show.
-            corpora: perplexity can be measured on their test splits.
-            tasks: their accuracy can be measured.
         """
         self.session = session
         self.copy = StaticCopy(self._copied)
         self._drawn = "none yet"
         self._numbers: list[Row] = []
         self._build_choice()
-        self._build_tabs(corpora, tasks)
+        self._build_tabs()
         self.files = SessionBar(self)
         self.last = LastSession(self.files)
         self.help = Written(_HELP, terms_html)
@@ -154,10 +145,10 @@ class Explorer(ipw.VBox):
         self._picture = ChoicePicture(session.table)
         self.behind = Written("All numbers", self._layers_html, self.numbers)
 
-    def _build_tabs(self, corpora: Sequence[str], tasks: Sequence[str]) -> None:
+    def _build_tabs(self) -> None:
         session = self.session
-        self.evaluation = EvaluateTab(session, corpora=corpora, tasks=tasks)
-        self.comparison = CompareTab(session, corpora=corpora, load=self._load)
+        self.evaluation = EvaluateTab(session)
+        self.comparison = CompareTab(session, load=self._load)
         self.inspection = InspectTab(session)
         self.export = ExportTab(session)
         choice = ipw.VBox([self.picture, self.caption, self.behind])

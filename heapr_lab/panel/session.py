@@ -157,6 +157,10 @@ class PruningSession(traitlets.HasTraits):
         self.workbench = workbench
         self.calibration = calibration or Calibration()
         self.file: Path | None = None
+        self.corpora: Sequence[str] = ("pydocs",)
+        """Perplexity can be measured on their test splits."""
+        self.tasks: Sequence[str] = ("continuation",)
+        """Their accuracy can be measured."""
         self.points = pd.DataFrame(columns=list(POINT_COLUMNS))
         self.windows: dict[tuple[Selection | None, str, str], tuple[float, ...]] = {}
         """Mean losses of single windows, by selection, weights and hash of the text."""

@@ -8,6 +8,7 @@ from commands import run, text_of
 from families import tiny_model
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from pressing import panel_on
 from tiny_folder import write_model, write_text
 from torch import nn
 
@@ -74,7 +75,7 @@ def panel(bench: Workbench, root: Path) -> Explorer:
     table = bench.measure(bench.test_windows(text))
     calibration = Calibration(text)
     session = PruningSession(table, workbench=bench, calibration=calibration)
-    panel = Explorer(session, corpora=(text,), tasks=(f"continuation:{text}",))
+    panel = panel_on(session, (text,), (f"continuation:{text}",))
     panel.weights.weights.value = "unchanged"
     return panel
 

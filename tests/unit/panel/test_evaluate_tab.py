@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from html_text import cells
-from pressing import failed, held, press
+from pressing import failed, held, panel_on, press
 
 from heapr_lab.panel.answer import answers
 from heapr_lab.panel.panel import Explorer
@@ -121,7 +121,7 @@ def test_panel_cancels(panel: Explorer) -> None:
 
 def test_panel_shows_errors(panel: Explorer) -> None:
     """A corpus that does not exist: the message stands in the panel."""
-    job = Explorer(panel.session, corpora=("no <such> corpus",)).evaluation.job
+    job = panel_on(panel.session, ("no <such> corpus",)).evaluation.job
     assert "no &lt;such&gt; corpus" in failed(job)
     assert not job.button.disabled
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pressing import panel_on
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
@@ -30,7 +31,7 @@ def code_of(panel: Explorer) -> str:
 def shown(session: PruningSession, tmp_path: Path, monkeypatch: Any) -> Explorer:
     """A panel of the model and the text, whose code is shown."""
     monkeypatch.chdir(tmp_path)
-    panel = Explorer(session, corpora=(session.calibration.corpus,), tasks=())
+    panel = panel_on(session, (session.calibration.corpus,))
     panel.export.code.selected_index = 0
     return panel
 
@@ -117,7 +118,7 @@ def test_an_edited_table_is_not_said_to_be_measured(session: PruningSession) -> 
     edited = ImportanceTable(table.frame.assign(sum_h2=1.0), table.metadata)
     calibration = session.calibration
     other = PruningSession(edited, workbench=session.workbench, calibration=calibration)
-    panel = Explorer(other, corpora=(calibration.corpus,), tasks=())
+    panel = panel_on(other, (calibration.corpus,))
     panel.export.code.selected_index = 0
     assert "Python would measure others" in panel.export.code.text.value
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from figure_rows import dots_of
 from matplotlib.colors import to_hex
-from pressing import error_of, held, press
+from pressing import error_of, held, panel_on, press
 from random_tables import random_table
 
 from heapr_lab import methods
@@ -149,11 +149,11 @@ def test_rows_are_of_the_text_that_they_were_measured_on(
     """They go once the corpus has another; a session of them alone is refused."""
     file, text = tmp_path / "mine.txt", (root / "text.txt").read_text()
     file.write_text(text)
-    first = Explorer(session, corpora=(str(file),), tasks=())
+    first = panel_on(session, (str(file),))
     run(first.comparison, "heapr")
     saved = first.files.saved()
     other = PruningSession(session.table, workbench=session.workbench)
-    panel = Explorer(other, corpora=(str(file),), tasks=())
+    panel = panel_on(other, (str(file),))
     panel.files.restore(saved)
     assert panel.comparison.frame()["label"].tolist() == ["heapr 50%"]
     file.write_text(text[::-1])

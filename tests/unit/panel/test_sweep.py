@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from keeps import window_nll
-from pressing import error_of, press
+from pressing import error_of, panel_on, press
 from tiny_folder import write_text
 
 from heapr_lab.errors import SpecError
@@ -166,7 +166,7 @@ def test_the_first_estimate_is_that_of_the_scores(session: PruningSession) -> No
     told = ImportanceTable.from_frame(table.frame, **facts)
     fresh = PruningSession(told, workbench=session.workbench)
     assert fresh.seconds_a_window == 96 / 8 / 3 / 2  # windows of 64 tokens
-    panel = Explorer(fresh, corpora=(session.calibration.corpus,), tasks=())
+    panel = panel_on(fresh, (session.calibration.corpus,))
     assert "about 16 s" in panel.evaluation.job.text.value  # 2 models on 4 windows
     del facts["provenance"]
     silent = ImportanceTable.from_frame(table.frame, **facts)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pressing import press
+from pressing import panel_on, press
 from random_tables import random_table, small_table
 from tiny_folder import write_text
 
@@ -37,7 +37,7 @@ def panel(bench: Workbench, root: Any, monkeypatch: pytest.MonkeyPatch) -> Explo
     # The table has enough atoms for whole per cent, and the model has not.
     monkeypatch.setattr(making, "check_table", lambda *_: None)
     corpora = (str(root / "text.txt"), str(write_text(root / "other.txt")))
-    panel = Explorer(session, corpora=corpora)
+    panel = panel_on(session, corpora)
     panel.weights.weights.value = "unchanged"
     panel.controls.rise.value = RISE
     panel.controls.budget.value = TARGET

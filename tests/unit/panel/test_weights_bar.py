@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pandas as pd
 import pytest
-from pressing import cancel, export, held, press
+from pressing import cancel, export, held, panel_on, press
 
 from heapr_lab.checkpoints import folder as folders
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -35,7 +35,7 @@ def test_what_waits_for_weights_can_be_cancelled(
     session: PruningSession, tmp_path: Path
 ) -> None:
     """Export does not wait to the end of Evaluate, which makes the same."""
-    panel = Explorer(session, corpora=(session.calibration.corpus,), tasks=())
+    panel = panel_on(session, (session.calibration.corpus,))
     panel.controls.ratio.value, panel.weights.weights.value = "0.43", "compress"
     job, panel.export.folder.value = panel.export.job, str(tmp_path / "pruned")
     with held(panel.evaluation.job, "in all"):
@@ -46,7 +46,7 @@ def test_what_waits_for_weights_can_be_cancelled(
 
 def test_the_mask_of_the_first_weights_is_known(session: PruningSession) -> None:
     """Others have a share of self-generated text; a table alone has no switch."""
-    panel = Explorer(session, corpora=(), tasks=())
+    panel = panel_on(session, ())
     assert session.recipe == MASKED
     assert panel.weights.weights.layout.display is None
     panel.weights.weights.value = "compress"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import manifest_of, one_line, run
 from families import tiny_model
-from pressing import cancel, export, failed
+from pressing import cancel, export, failed, panel_on
 from stored_tensors import tensors_in
 from tiny_folder import D_VOCAB, write_model, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM
@@ -56,7 +56,7 @@ def panel_of(root: Path, bench: Workbench) -> Explorer:
     text = str(root / "text.txt")
     table = ImportanceTable.read(root / "table.parquet")
     session = PruningSession(table, workbench=bench, calibration=Calibration(text))
-    return Explorer(session, corpora=(text,), tasks=())
+    return panel_on(session, (text,))
 
 
 def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> None:
