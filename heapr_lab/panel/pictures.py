@@ -4,7 +4,7 @@ Drawing a whole figure takes about a tenth of a second. Here the fixed parts are
 once and kept as pixels; an update draws only the bars and cells on top of them.
 """
 
-import functools
+import contextlib
 import io
 import math
 import textwrap
@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -52,19 +52,12 @@ _N_COLORS = 7
 # matplotlib's caches of fonts and text are not thread-safe.
 _DRAWING = threading.RLock()
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def _alone(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, run while no other thread draws."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _DRAWING:
-            return function(*args, **kwargs)
-
-    return run
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """What is done while no other thread draws."""
+    with _DRAWING:
+        yield
 
 
 class ChoicePicture:
@@ -74,7 +67,7 @@ class ChoicePicture:
     to white as its atoms are pruned. In the histogram pruned scores are in front.
     """
 
-    @_alone
+    @_alone()
     @styled
     def __init__(self, table: ImportanceTable, width: int = NARROWEST) -> None:
         """Draw the fixed parts.
@@ -111,7 +104,7 @@ class ChoicePicture:
         for artist in self._moving:
             artist.set_animated(True)
 
-    @_alone
+    @_alone()
     def draw(
         self, keep: KeepMask, *, estimator: str, granularity: str = "atom"
     ) -> bytes:
@@ -340,7 +333,7 @@ def _plot_losses(
     ax.legend(fontsize=8)
 
 
-@_alone
+@_alone()
 def drawn_png(draw: Callable[[], Figure], width: int | None = None) -> bytes:
     """A new figure as PNG, `width` pixels wide if it is given."""
     figure = draw()
