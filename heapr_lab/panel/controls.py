@@ -74,22 +74,14 @@ class NumberBox(ipw.FloatText):
         """The number that is shown.
 
         Raises:
-            SpecError: as `check`.
-        """
-        self.check(self.value)
-        return int(self.value)
-
-    def check(self, value: float) -> None:
-        """Make sure that the box takes a value.
-
-        Raises:
             SpecError: it is not whole, or not from `least` to `most`.
         """
-        if value % 1 or not self.least <= value <= self.most:
+        if self.value % 1 or not self.least <= self.value <= self.most:
             raise SpecError(
-                f"{label_of(self)} is {value:g}, expected a whole number from "
+                f"{label_of(self)} is {self.value:g}, expected a whole number from "
                 f"{self.least} to {self.most}"
             )
+        return int(self.value)
 
 
 def shown_by(control: ipw.Widget) -> Any:
