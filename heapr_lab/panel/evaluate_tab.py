@@ -91,6 +91,11 @@ class EvaluateTab(ipw.VBox):
         self.another.observe(self._add_corpus, names="value")
         session.observe(self.refresh, names="points")
 
+    @property
+    def datasets(self) -> list[str]:
+        """The corpora and tasks that are chosen."""
+        return [*self.corpora.value, *self.tasks.value]
+
     def _add_corpus(self, change: Any) -> None:
         """Offer the corpus that was typed, and choose it too, if it is there."""
         name, chosen = change["new"].strip(), self.corpora.value
@@ -126,12 +131,11 @@ class EvaluateTab(ipw.VBox):
 
     def _not_evaluated(self) -> list[str]:
         """The chosen corpora and tasks that have no point of the current settings."""
-        chosen = [*self.corpora.value, *self.tasks.value]
         try:
             known = self.session.evaluated()
         except SpecError:  # nothing is selected, of which the panel speaks
-            return chosen
-        return [name for name in chosen if name not in known]
+            return self.datasets
+        return [name for name in self.datasets if name not in known]
 
     def refresh(self, _change: Any = None) -> None:
         """Draw all points again."""
@@ -152,8 +156,7 @@ class EvaluateTab(ipw.VBox):
 
     def _evaluate(self, report: Report) -> None:
         self.session.evaluate(
-            tuple(self.corpora.value),
-            tasks=tuple(self.tasks.value),
+            self.datasets,
             report=report,
             masked_first=True,
         )
@@ -168,10 +171,9 @@ class EvaluateTab(ipw.VBox):
         if each is None or not self._not_evaluated():
             return
         with contextlib.suppress(HeaprLabError):  # of which Evaluate speaks
-            chosen = [*self.corpora.value], [*self.tasks.value]
             models = {None, MASKED, session.recipe}
             n_windows = sum(
-                session.n_windows(*chosen, session.selection, recipe or MASKED)
+                session.n_windows(self.datasets, session.selection, recipe or MASKED)
                 for recipe in models
             )
             self.job.text.value = status(
@@ -272,8 +274,7 @@ class SweepSection(ipw.VBox):
             self.session.recipe,
             ratios=read_ratios(self.ratios.value),
             estimators=self.estimators.value,
-            corpora=self._tab.corpora.value,
-            tasks=self._tab.tasks.value,
+            datasets=self._tab.datasets,
         )
 
     def _sweep(self, report: Report) -> None:
@@ -290,7 +291,7 @@ class SweepSection(ipw.VBox):
 def _planned(sweep: Sweep, session: PruningSession) -> str:
     """How many evaluations are left of a sweep, and how long they take."""
     missing, total = len(sweep.missing(session)), len(sweep.selections)
-    names = ", ".join((*sweep.corpora, *sweep.tasks))
+    names = ", ".join(sweep.datasets)
     if not missing:
         return f"All {total} are measured on {names}."
     seconds = sweep.seconds(session)

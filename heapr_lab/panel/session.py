@@ -383,23 +383,21 @@ class PruningSession(traitlets.HasTraits):
 
     def evaluate(
         self,
-        corpora: Sequence[str],
+        datasets: Sequence[str],
         *,
-        tasks: Sequence[str] = (),
         selection: Selection | None = None,
         recipe: WeightRecipe | None = None,
         report: "Callable[..., None] | None" = None,
         masked_first: bool = False,
     ) -> pd.DataFrame:
-        """Measure perplexity on the test splits of `corpora`, and accuracy of `tasks`.
+        """Measure perplexity on the test splits of corpora, and accuracy of tasks.
 
         The dense model is measured, and the pruned one with weights of `recipe`;
         earlier results of the dense and of the masked model come from the cache. It may
         run in any thread.
 
         Args:
-            corpora: names or paths.
-            tasks: tasks of the harness, or `continuation`.
+            datasets: corpora, by their names or paths, and tasks among `tasks`.
             selection: by default the current one.
             recipe: by default the current one.
             report: called for each window as that of a `Job` is; an exception it raises
@@ -416,7 +414,7 @@ class PruningSession(traitlets.HasTraits):
         """
         recipe = recipe or self.recipe
         selection = recipe.asked(selection or self.selection)
-        parts = self._parts(corpora, tasks)  # only now, for it waits for the model
+        parts = self._parts(datasets)  # only now, for it waits for the model
         texts = {part.dataset: part.text for part in parts}
         ranked = self._ranked(selection)
         first = [MASKED] if recipe != MASKED and masked_first else []
@@ -442,7 +440,7 @@ class PruningSession(traitlets.HasTraits):
         self._add(new, texts)
         return new
 
-    def _parts(self, corpora: Sequence[str], tasks: Sequence[str]) -> list[Part]:
+    def _parts(self, datasets: Sequence[str]) -> list[Part]:
         """What each model is measured on.
 
         Raises:
@@ -453,12 +451,11 @@ class PruningSession(traitlets.HasTraits):
                 "the session has a table but no model, so nothing can be evaluated; "
                 "open it with a workbench, such as open_workbench('lab')"
             )
-        if not corpora and not tasks:
+        if not datasets:
             raise SpecError(
                 "no corpus and no task are selected; select one, such as pydocs"
             )
-        tried = [(name, False) for name in corpora] + [(task, True) for task in tasks]
-        return [self._part(name, is_task=is_task) for name, is_task in tried]
+        return [self._part(name, is_task=name in self.tasks) for name in datasets]
 
     def _part(self, dataset: str, *, is_task: bool) -> Part:
         bench = self.workbench
@@ -505,8 +502,7 @@ class PruningSession(traitlets.HasTraits):
 
     def n_windows(
         self,
-        corpora: Sequence[str],
-        tasks: Sequence[str],
+        datasets: Sequence[str],
         selection: Selection | None = None,
         recipe: WeightRecipe = MASKED,
     ) -> int:
@@ -516,7 +512,7 @@ class PruningSession(traitlets.HasTraits):
             SpecError: as `evaluate`.
         """
         making = 0 if selection is None else self._windows_to_make(selection, recipe)
-        return making + sum(part.n_windows for part in self._parts(corpora, tasks))
+        return making + sum(part.n_windows for part in self._parts(datasets))
 
     def _with_differences(self, rows: list[dict[str, Any]]) -> pd.DataFrame:
         """Points, with the difference to the dense model of each, which comes first."""

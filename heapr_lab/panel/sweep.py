@@ -46,15 +46,6 @@ def read_ratios(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Missing:
-    """A selection, and what it is not measured on yet."""
-
-    selection: Selection
-    corpora: tuple[str, ...]
-    tasks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Sweep:
     """Selections that are evaluated one after the other, on the same text.
 
@@ -64,38 +55,34 @@ class Sweep:
     """
 
     selections: tuple[Selection, ...]
-    corpora: tuple[str, ...]
-    tasks: tuple[str, ...] = ()
+    datasets: tuple[str, ...]
     recipe: WeightRecipe = MASKED
 
-    def missing(self, session: PruningSession) -> list["Missing"]:
+    def missing(self, session: PruningSession) -> dict[Selection, list[str]]:
         """Selections with the corpora and tasks that they have no point of.
 
         Points of what the text of a corpus was before do not count.
         """
         points = session.points
         rows = points[points["weights"].eq(self.recipe.text)]
-        texts = {k: text for k, text in session.texts.items() if k in self.corpora}
+        corpora = {*self.datasets} - {*session.tasks}
+        texts = {k: text for k, text in session.texts.items() if k in corpora}
         rows = rows[~rows["dataset"].isin(session.changed(texts))]
         known = set(zip(rows["selection"], rows["dataset"], strict=True))
-        parts = [
-            Missing(
-                selection,
-                tuple(name for name in self.corpora if (selection, name) not in known),
-                tuple(name for name in self.tasks if (selection, name) not in known),
-            )
-            for selection in dict.fromkeys(map(self.recipe.asked, self.selections))
-        ]
-        return [part for part in parts if part.corpora or part.tasks]
+        left = {
+            selection: [k for k in self.datasets if (selection, k) not in known]
+            for selection in map(self.recipe.asked, self.selections)
+        }
+        return {selection: datasets for selection, datasets in left.items() if datasets}
 
     def seconds(self, session: PruningSession) -> float | None:
         """How long the missing ones take, if nothing is cached; None if not known."""
         missing, each = self.missing(session), session.seconds_a_window
         if each is None or not missing or not session.is_ready:
             return None
-        n_windows = session.n_windows(self.corpora, self.tasks) + sum(
-            session.n_windows(part.corpora, part.tasks, part.selection, self.recipe)
-            for part in missing
+        n_windows = session.n_windows(self.datasets) + sum(
+            session.n_windows(datasets, selection, self.recipe)
+            for selection, datasets in missing.items()
         )
         return each * n_windows
 
@@ -111,12 +98,11 @@ class Sweep:
             SpecError: there is no model, or a selection is infeasible.
         """
         missing = self.missing(session)
-        for number, part in enumerate(missing):
-            name = named(part.selection, self.recipe)
+        for number, (selection, datasets) in enumerate(missing.items()):
+            name = named(selection, self.recipe)
             session.evaluate(
-                part.corpora,
-                tasks=part.tasks,
-                selection=part.selection,
+                datasets,
+                selection=selection,
                 recipe=self.recipe,
                 report=_of_several(report, name, number, len(missing)),
             )
@@ -140,8 +126,7 @@ def sweep_of(
     *,
     ratios: Sequence[float],
     estimators: Sequence[str],
-    corpora: Sequence[str],
-    tasks: Sequence[str] = (),
+    datasets: Sequence[str],
 ) -> Sweep:
     """The current selection at other ratios, by several estimators.
 
@@ -152,11 +137,11 @@ def sweep_of(
     """
     if not estimators:
         raise SpecError("no estimator is selected; select one, such as heapr")
-    if not corpora and not tasks:
+    if not datasets:
         raise SpecError("no corpus and no task are selected; select one above")
     names = [current.estimator] if recipe.chooses else estimators
     selections = [_with(current, ratio, name) for name in names for ratio in ratios]
-    return Sweep(tuple(selections), tuple(corpora), tuple(tasks), recipe)
+    return Sweep(tuple(selections), tuple(datasets), recipe)
 
 
 def _with(current: Selection, ratio: float, estimator: str) -> Selection:

@@ -109,14 +109,14 @@ def test_only_what_is_missing_is_measured(
     session: PruningSession, corpora: tuple[str, str]
 ) -> None:
     """A second sweep with a further ratio and corpus measures only these."""
-    first = plain_sweep(ratios=RATIOS, corpora=corpora[:1], estimators=("heapr",))
+    first = plain_sweep(ratios=RATIOS, datasets=corpora[:1], estimators=("heapr",))
     first.run(session, report=quiet)
     assert len(session.points) == 1 + 2
-    assert first.missing(session) == []
-    more = plain_sweep(ratios=(0.25, 0.75), corpora=corpora, estimators=("heapr",))
+    assert first.missing(session) == {}
+    more = plain_sweep(ratios=(0.25, 0.75), datasets=corpora, estimators=("heapr",))
     missing = [
-        (part.selection.ratio, [Path(name).name for name in part.corpora])
-        for part in more.missing(session)
+        (selection.ratio, [Path(name).name for name in names])
+        for selection, names in more.missing(session).items()
     ]
     assert missing == [(0.25, ["second.txt"]), (0.75, ["text.txt", "second.txt"])]
     assert len(replace(more, recipe=WeightRecipe("compensated")).missing(session)) == 2
@@ -133,12 +133,12 @@ def test_a_cancelled_sweep_goes_on_where_it_was(session: PruningSession) -> None
 
     with pytest.raises(InterruptedError):
         sweep.run(session, report=stopping)
-    assert [part.selection.ratio for part in sweep.missing(session)] == [0.5, 0.75]
+    assert [selection.ratio for selection in sweep.missing(session)] == [0.5, 0.75]
     seen: list[int] = []
     session.observe(lambda change: seen.append(len(change["new"])), names="points")
     sweep.run(session, report=quiet)
     assert seen == [3, 4]  # the dense model among them
-    assert sweep.missing(session) == []
+    assert sweep.missing(session) == {}
 
 
 def test_the_time_is_that_of_evaluations_so_far(
@@ -191,9 +191,10 @@ def test_tasks_and_weights_count_as_the_time_they_took(
 ) -> None:
     """In windows, once they were measured."""
     task, recipe = f"continuation:{corpora[0]}", WeightRecipe("compensated")
-    work: Any = (), (task,), Selection(0.5), recipe
+    session.tasks = (task,)
+    work: Any = (task,), Selection(0.5), recipe
     guess = session.n_windows(*work)
-    session.evaluate(corpora, tasks=(task,), selection=Selection(0.25), recipe=recipe)
+    session.evaluate((*corpora, task), selection=Selection(0.25), recipe=recipe)
     assert session.seconds.keys() == {task, "compensated"}
     session.seconds_a_window = 2.0
     session.seconds = {task: 100.0, "compensated": 30.0}
@@ -202,7 +203,7 @@ def test_tasks_and_weights_count_as_the_time_they_took(
 
 def test_estimators_that_compare_within_layers_have_that_scope() -> None:
     """`compress` has no estimators of its own."""
-    options: Any = {"ratios": RATIOS, "corpora": ("a",)}
+    options: Any = {"ratios": RATIOS, "datasets": ("a",)}
     options["estimators"] = ("heapr", "camera")
     sweep = plain_sweep(**options)
     assert [(pick.estimator, pick.scope, pick.ratio) for pick in sweep.selections] == [
@@ -211,7 +212,7 @@ def test_estimators_that_compare_within_layers_have_that_scope() -> None:
     ]  # fmt: skip
     alone = sweep_of(Selection(0.1), WeightRecipe("compress"), **options)
     assert len(alone.selections) == 2
-    for missing in ("estimators", "corpora"):
+    for missing in ("estimators", "datasets"):
         with pytest.raises(SpecError, match="select one"):
             plain_sweep(**(options | {missing: ()}))
 
