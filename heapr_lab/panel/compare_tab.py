@@ -3,7 +3,6 @@
 import itertools
 import math
 import string
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +58,9 @@ class CompareTab(ipw.VBox):
 
     pins = traitlets.List[Pin]()
 
-    def __init__(
-        self,
-        session: PruningSession,
-        *,
-        load: Callable[[Pin], None] = lambda _: None,
-    ) -> None:
-        """Lay the tab out for `session`; nothing is pinned.
-
-        Args:
-            session: its selections and model are compared.
-            load: called to show the settings of a pin.
-        """
-        self.session, self._load = session, load
+    def __init__(self, session: PruningSession) -> None:
+        """Lay the tab out for `session`; nothing is pinned."""
+        self.session = session
         self._before: tuple[list[Pin], list[dict[str, Any]]] = [], []
         self._texts_before = session.texts
         self._numbers: dict[str, int] = {}
@@ -99,7 +88,7 @@ class CompareTab(ipw.VBox):
         self.label = ipw.Text("A", description="label", layout={"width": "200px"})
         self.pin_button = button("Pin", self.pin, primary=True)
         self.pinned = one_of("pinned", width="200px")
-        self.load_button = button("Load", self.load)
+        self.load_button = button("Load")
         self.remove_button = button("Remove", self.remove)
         self.clear_button = button("Clear", self.clear)
         self.undo_button = button("Undo", self.undo)
@@ -127,17 +116,13 @@ class CompareTab(ipw.VBox):
         self._replace([*others, pin], self.session.method_rows)
 
     @property
-    def _chosen(self) -> Pin:
+    def chosen(self) -> Pin:
         """The pin that is chosen in the list."""
         return self.pins[int(self.pinned.index)]
 
-    def load(self, _button: ipw.Button | None = None) -> None:
-        """Show the settings of the pin that is chosen in the list."""
-        self._load(self._chosen)
-
     def remove(self, _button: ipw.Button | None = None) -> None:
         """Remove the pin that is chosen in the list."""
-        others = [pin for pin in self.pins if pin != self._chosen]
+        others = [pin for pin in self.pins if pin != self.chosen]
         self._replace(others, self.session.method_rows)
 
     def clear(self, _button: ipw.Button | None = None) -> None:

@@ -79,7 +79,7 @@ def picture(kind: str, **layout: str) -> ipw.Image:
 
 def button(
     name: str,
-    press: Callable[[ipw.Button], object],
+    press: Callable[[ipw.Button], object] = lambda _: None,
     *,
     said: str = "",
     primary: bool = False,

@@ -42,7 +42,7 @@ from heapr_lab.panel.looks import (
     table_html,
 )
 from heapr_lab.panel.pictures import NARROWEST, WIDEST, ChoicePicture
-from heapr_lab.panel.session import NotKnownError, Pin, PruningSession
+from heapr_lab.panel.session import NotKnownError, PruningSession
 from heapr_lab.panel.session_file import SessionBar
 from heapr_lab.panel.sweep import SEARCH, search_ratio
 
@@ -130,6 +130,7 @@ class Explorer(ipw.VBox):
         session.observe(self._on_points, names="points")
         session.observe(self._changed, names="method_rows")
         self.comparison.observe(self._changed, names="pins")
+        self.comparison.load_button.on_click(self._load)
         self.show_again()
 
     def _build_choice(self) -> None:
@@ -148,7 +149,7 @@ class Explorer(ipw.VBox):
     def _build_tabs(self) -> None:
         session = self.session
         self.evaluation = EvaluateTab(session)
-        self.comparison = CompareTab(session, load=self._load)
+        self.comparison = CompareTab(session)
         self.inspection = InspectTab(session)
         self.export = ExportTab(session)
         choice = ipw.VBox([self.picture, self.caption, self.behind])
@@ -229,8 +230,9 @@ class Explorer(ipw.VBox):
         self.search.layout.display = None if searches else "none"
         self._changed()
 
-    def _load(self, pin: Pin) -> None:
-        """Show the settings of a pin."""
+    def _load(self, _button: ipw.Button) -> None:
+        """Show the settings of the pin that is chosen in the list."""
+        pin = self.comparison.chosen
         table, selection = self.session.table, pin.selection
         self.controls.show(Controls(table, selection, lambda: None))
         self.weights.show(pin.recipe)
