@@ -228,15 +228,14 @@ class CompareTab(ipw.VBox):
         names = *(f"{name}_reduction" for name in _REDUCED), "seq_len"
         return {name: saved[name] for name in names}
 
-    def layers(self) -> pd.DataFrame:
-        """Removed share of each layer, a row for each pin and layer; NaN if unknown."""
-        frames = []
+    def layers(self) -> dict[str, pd.Series]:
+        """Removed share of each layer, by the label of a pin; NaN if unknown."""
+        unknown = KeepMask.full(self.session.table).layer_ratios() + math.nan
+        ratios = {}
         for pin in self.pins:
             keep = self._known(pin)
-            drawn = keep or KeepMask.full(self.session.table)
-            ratios = drawn.layer_ratios() + (0.0 if keep else math.nan)
-            frames.append(ratios.reset_index().assign(label=pin.label))
-        return pd.concat(frames, ignore_index=True)
+            ratios[pin.label] = unknown if keep is None else keep.layer_ratios()
+        return ratios
 
     def figure(self, frame: pd.DataFrame) -> Figure:
         """The chart of the rows of `frame`, as `figure_compared` draws it.
@@ -249,8 +248,7 @@ class CompareTab(ipw.VBox):
         self._numbers = {
             label: old[label] if label in old else next(free) for label in labels
         }
-        layers = self.layers() if self.pins else None
-        return figure_compared(frame, layers, numbers=self._numbers)
+        return figure_compared(frame, self.layers(), numbers=self._numbers)
 
     def export(self, folder: Path | str) -> list[Path]:
         """Write the figure and the tables of all rows.

@@ -250,7 +250,7 @@ def _finish(ax: Axes) -> None:
 
 @styled
 def figure_compared(
-    frame: pd.DataFrame, layers: pd.DataFrame | None, *, numbers: Mapping[str, int]
+    frame: pd.DataFrame, layers: Mapping[str, pd.Series], *, numbers: Mapping[str, int]
 ) -> Figure:
     """Removed share by layer, and Δloss against the parameters saved.
 
@@ -259,19 +259,18 @@ def figure_compared(
 
     Args:
         frame: as `CompareTab.frame`.
-        layers: as `CompareTab.layers`, of the first rows; None leaves the left one out.
+        layers: as `CompareTab.layers`, of the first rows; without any, the left one is
+            left out.
         numbers: the number of the look of each row, by its label.
     """
     looks = {label: _look(number) for label, number in numbers.items()}
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-    pinned: set[str] = set()
-    if layers is not None:
-        pinned = set(layers["label"])
-        _plot_layers(figure.add_subplot(1, 2, 1), layers, looks)
-    right = figure.add_subplot(1, 2 if pinned else 1, 2 if pinned else 1)
-    _plot_losses(right, frame, looks)
-    handles = [_handle(label, look, label in pinned) for label, look in looks.items()]
-    title = "pins" if pinned == set(looks) else "compared"
+    n = 2 if layers else 1
+    if layers:
+        _plot_layers(figure.add_subplot(1, n, 1), layers, looks)
+    _plot_losses(figure.add_subplot(1, n, n), frame, looks)
+    handles = [_handle(label, look, label in layers) for label, look in looks.items()]
+    title = "pins" if layers.keys() == looks.keys() else "compared"
     figure.legend(handles=handles, loc="outside right upper", title=title)
     return figure
 
@@ -290,11 +289,10 @@ def _handle(label: str, look: dict[str, Any], pinned: bool) -> Line2D:
 
 
 def _plot_layers(
-    ax: Axes, layers: pd.DataFrame, looks: Mapping[str, dict[str, Any]]
+    ax: Axes, layers: Mapping[str, pd.Series], looks: Mapping[str, dict[str, Any]]
 ) -> None:
-    for label, rows in layers.groupby("label", sort=False):
-        look = looks[str(label)] | {"ms": 4, "label": str(label)}
-        ax.plot(rows["layer"], rows["pruning_ratio"], **look)
+    for label, ratios in layers.items():
+        ax.plot(ratios.index, ratios, **looks[label], ms=4, label=label)
     ax.set(xlabel="MoE layer [index]", ylabel=LABELS["layer_ratio"], ylim=(0, 1))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
