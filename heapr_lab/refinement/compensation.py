@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """The ridges tried, relative to each feature's own products."""
+Edited = contextlib.AbstractContextManager[nn.Module]
+"""A context in which a model has other weights."""
 Losses = tuple[float, ...]
 """The loss of each window, in nats per token."""
 STANDARD_ERRORS = 2.0
@@ -203,11 +205,7 @@ def _unless_worse(
     return Compensation({}, report, compensation.settings)
 
 
-def losses_on(
-    edited: contextlib.AbstractContextManager[nn.Module],
-    windows: CalibrationSet,
-    progress: Progress,
-) -> Losses:
+def losses_on(edited: Edited, windows: CalibrationSet, progress: Progress) -> Losses:
     """The losses of the model inside a context, window by window."""
     with edited as model:
         return evaluate_perplexity(model, windows.ids, progress=progress).windows

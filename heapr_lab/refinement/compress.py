@@ -31,6 +31,7 @@ from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import (
     Compensation,
+    Edited,
     Losses,
     describe_weights,
     is_less,
@@ -168,7 +169,7 @@ def fit_compression(
         last(1, 1)  # where that was measured before, it needs no pass
         return FittedCompression(keep, None, _report(decided, {}))
     keep, columns = compensated
-    edits = {
+    edits: dict[str, Edited] = {
         PAPER: masking(model, paper),
         _chosen(decided): masking(model, keep, columns.down_projs),
         _DENSE: contextlib.nullcontext(model),
