@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import MixtralConfig
+from transformers import LlamaConfig, MixtralConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from heapr_lab.errors import LayoutError, SpecError
@@ -35,26 +35,7 @@ VERSION = 1
 """Increased whenever the files of a converted model change."""
 _FAMILIES = ("llama", "mistral")
 _ROPE = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "rope_parameters",
-    "attention_dropout",
-    "tie_word_embeddings",
-    "use_cache",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
+SHARED = sorted(LlamaConfig.__annotations__.keys() & MixtralConfig.__annotations__)
 """Settings of Llama that Mixtral has too."""
 _BLOCK = "block_sparse_moe"
 _FFN = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
