@@ -125,7 +125,7 @@ def _carve_layer(
         router, intercept = ridge.fit(_log_energies(few, parts, layout))
         chosen = _membership(few_x @ router.T + intercept, layout.top_k)
         gain = torch.cat([torch.ones(len(some), 1), chosen], 1).T @ few
-        parts = _assigned(gain.T, layout.sizes)
+        parts = _assigned(gain.T, _sizes(layout))
     router, intercept = _Ridge(x).fit(_log_energies(energy, parts, layout))
     scale = _LOGIT_STD / float((x @ router.T).std())
     router, intercept = router * scale, intercept * scale
@@ -154,7 +154,7 @@ def _clustered(
     features = energy[:, rest].sqrt()
     features = nn.functional.normalize(features - features.mean(0), dim=0)
     centres = features[:, _spread(features, layout.n_experts, generator)]
-    sizes = layout.sizes[1:]
+    sizes = _sizes(layout)[1:]
     for _ in range(_N_CLUSTERINGS):
         label = _assigned(features.T @ centres, sizes)
         means = [features[:, label == part].mean(1) for part in range(layout.n_experts)]
@@ -174,6 +174,11 @@ def _spread(
         chosen.append(int(nearest.argmin()))
         nearest = torch.maximum(nearest, features.T @ features[:, chosen[-1]])
     return chosen
+
+
+def _sizes(layout: Layout) -> list[int]:
+    """Neurons of the shared part, and of each expert."""
+    return [layout.n_shared, *[layout.d_inter] * layout.n_experts]
 
 
 def _assigned(gain: torch.Tensor, sizes: list[int]) -> np.ndarray:

@@ -116,11 +116,6 @@ class Layout:
         """Neurons of the layer."""
         return self.n_shared + self.n_experts * self.d_inter
 
-    @property
-    def sizes(self) -> list[int]:
-        """Neurons of the shared part, and of each expert."""
-        return [self.n_shared, *[self.d_inter] * self.n_experts]
-
 
 @dataclass(frozen=True, eq=False)
 class Carved:
@@ -169,12 +164,6 @@ class Carved:
             ) from error
 
 
-def change_of(layer: Mapping[str, torch.Tensor], name: str) -> Ternary:
-    """The change of one of `MATRICES`, a row for each neuron in its new order."""
-    d_model = layer["router"].shape[1]
-    return Ternary(layer[f"{name}.packed"], layer[f"{name}.scale"], d_model)
-
-
 def as_glm4_moe(
     carved: Carved, dense: Mapping[str, torch.Tensor], config: Any, dtype: torch.dtype
 ) -> Any:
@@ -213,11 +202,11 @@ def _mlp(
     layer: Mapping[str, torch.Tensor], dense: Mapping[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
     """The weights of one carved layer, by the names of `glm4_moe`."""
-    rows = {
-        name: (weight.T if name == "down" else weight)[layer["order"].long()]
-        + change_of(layer, name).values()
-        for name, weight in dense.items()
-    }
+    d_model, rows = layer["router"].shape[1], {}
+    for name, weight in dense.items():
+        before = (weight.T if name == "down" else weight)[layer["order"].long()]
+        change = Ternary(layer[f"{name}.packed"], layer[f"{name}.scale"], d_model)
+        rows[name] = before + change.values()
     scale = layer["expert_scale"].repeat_interleave(layout.d_inter)
     rows["down"] *= F.pad(scale, (layout.n_shared, 0), value=1.0)[:, None]
     shared = {name: weight[: layout.n_shared] for name, weight in rows.items()}
