@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import number_to
 from heapr_lab.methods.collectors import sum_over_windows
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.experts import lowest_of
@@ -180,9 +180,7 @@ def _camera(request: Request) -> AtomCompression:
     Raises:
         SpecError: alpha is not in [0, 1].
     """
-    alpha = request.options["alpha"]
-    if not 0 <= alpha <= 1:
-        raise SpecError(f"alpha is {alpha!r}, expected a number in [0, 1]")
+    number_to(1, request.options["alpha"], name="alpha")
     return request.keeping(dict(_sequential(request)))
 
 

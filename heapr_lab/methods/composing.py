@@ -173,10 +173,18 @@ def composing(
     with exchanging(model), contextlib.ExitStack() as contexts:
         if kept is not None:
             contexts.enter_context(dropping(model, kept))
+        check_in_memory(model)
+        layers = {layer.layer: layer for layer in find_experts(model)}
+        unknown = sorted(set(compositions) - set(layers))
+        if unknown:
+            raise SpecError(
+                f"there are experts for the layers {unknown}, the model's MoE layers "
+                f"are {list(layers)}: they were made for another model"
+            )
         new = []
-        for layer, module in _made(model, compositions):
-            path, _, name = layer.name.rpartition(".")
-            module.train(layer.module.training)
+        for number, composition in compositions.items():
+            path, _, name = layers[number].name.rpartition(".")
+            module = experts_of(layers[number], composition)
             new.append((model.get_submodule(path), name, module))
         contexts.enter_context(assigned(new))
         yield model
@@ -203,25 +211,6 @@ def composed(
         return copied(twin, {id(t): t for t in tensors if id(t) not in dense})
 
 
-def _made(
-    model: nn.Module, compositions: Compositions
-) -> list[tuple[ExpertsLayer, nn.Module]]:
-    """The layers with other experts, and their modules.
-
-    Raises:
-        SpecError: a composition is for another model, or the model is streamed.
-    """
-    check_in_memory(model)
-    layers = {layer.layer: layer for layer in find_experts(model)}
-    unknown = sorted(set(compositions) - set(layers))
-    if unknown:
-        raise SpecError(
-            f"there are experts for the layers {unknown}, the model's MoE layers are "
-            f"{list(layers)}: they were made for another model"
-        )
-    return [(layers[k], experts_of(layers[k], c)) for k, c in compositions.items()]
-
-
 @torch.no_grad()
 def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
     """The experts module of `composition`, of the family's own class if it can be.
@@ -235,7 +224,7 @@ def experts_of(layer: ExpertsLayer, composition: Composition) -> nn.Module:
         for experts in (composition, dense_experts(layer))
     )
     if shapes != dense or len(distinct(composition)) < sum(map(len, composition)):
-        return ComposedExperts(layer.module, composition)
+        return ComposedExperts(layer.module, composition).train(layer.module.training)
     module: nn.Module = copy.deepcopy(layer.module)
     twin = ExpertsLayer(layer.layer, layer.name, module)
     for mine, new in zip(dense_experts(twin), composition, strict=True):

@@ -427,33 +427,27 @@ def _nearest(lefts: torch.Tensor, inner: torch.Tensor, n_kept: int) -> list[int]
 
 
 def _moe_svd(request: Request) -> ExpertComposition:
-    """The least sensitive layers decomposed, within one budget."""
-    most = _most(request)
+    """The least sensitive layers decomposed, within one budget.
+
+    Raises:
+        SpecError: the most that one layer loses is not in (0, 1].
+    """
+    most = request.options["most_of_layer"]
+    if not 0 < most <= 1:
+        raise SpecError(f"most_of_layer is {most!r}, expected a share in (0, 1]")
     if not request.ratio:
         return request.composed({})
     shapes = request.shapes
     layers = {layer.layer: layer for layer in find_experts(request.model)}
     moments = request.measured.collected(MOMENTS, request.progress)
     scores = {k: sensitivity(layer, moments[k]) for k, layer in layers.items()}
-    numbers, ratio = chosen(scores, shapes, request.ratio, most)
+    numbers, ratio = chosen(scores, shapes, request.ratio, Fraction(str(most)))
     compositions, left = {}, Fraction(0)
     for number in numbers:
         budget = left + _budget(shapes[number], ratio)
         layer, sums = layers[number], moments[number]
         compositions[number], left = _decomposed(layer, sums, budget)
     return request.composed(compositions)
-
-
-def _most(request: Request) -> Fraction:
-    """The largest share that one layer loses.
-
-    Raises:
-        SpecError: it is not in (0, 1].
-    """
-    most = request.options["most_of_layer"]
-    if not 0 < most <= 1:
-        raise SpecError(f"most_of_layer is {most!r}, expected a share in (0, 1]")
-    return Fraction(str(most))
 
 
 def _budget(shape: LayerShape, ratio: Fraction) -> Fraction:

@@ -360,8 +360,13 @@ def _mc_smoe(request: Request) -> ExpertComposition:
 
     def merge(layer: ExpertsLayer, group: Sequence[int]) -> Matrices:
         (first,) = set(group) & set(leaders[layer.layer])
-        like = atoms_of(layer.expert(first))
-        experts = [_like(layer.expert(e), like) for e in group]
+        like = atoms_of(layer.expert(first))  # (I, F)
+        # As the lengths of atoms are given, the squared distances are least where the
+        # inner products are largest.
+        experts = [
+            aligned(expert, -(like @ atoms_of(expert).T))
+            for expert in map(layer.expert, group)
+        ]
         return averaged(experts, [float(shares[layer.layer, e]) for e in group])
 
     return merged(request, groups, merge)
@@ -416,15 +421,6 @@ def joined(cosines: np.ndarray, leaders: Sequence[int]) -> Groups:
     nearest = np.asarray(leaders)[cosines[:, leaders].argmax(1)]
     nearest[leaders] = leaders
     return groups_of(nearest.tolist())
-
-
-def _like(matrices: Matrices, atoms: torch.Tensor) -> Matrices:
-    """The same expert with its atoms in the order of the least squared distances.
-
-    As their lengths are given, that is the order of the largest inner products with
-    `atoms` (I, F).
-    """
-    return aligned(matrices, -(atoms @ atoms_of(matrices).T))
 
 
 MC_SMOE = ours("mc-smoe", _mc_smoe, LOGIT_COSINES, EXPERT_SUMS)

@@ -95,13 +95,11 @@ def _sparse(
 
 def _moe_pruner(request: Request) -> SparseWeights:
     """The weights of the lowest scores of each row are 0."""
-    if not request.ratio:
-        return SparseWeights(request.made, {}, request.shapes)
-    squares = request.measured.collected(WEIGHTED_INPUTS, request.progress)
-    compositions = {
-        layer.layer: _sparse(layer, squares[layer.layer], request)
-        for layer in find_experts(request.model)
-    }
+    compositions = {}
+    if request.ratio:
+        squares = request.measured.collected(WEIGHTED_INPUTS, request.progress)
+        for layer in find_experts(request.model):
+            compositions[layer.layer] = _sparse(layer, squares[layer.layer], request)
     return SparseWeights(request.made, compositions, request.shapes)
 
 

@@ -59,15 +59,6 @@ Order = Mapping[int, tuple[int, ...]]
 """The experts of each layer, from the lowest REAP score."""
 
 
-def check_budget(request: Request) -> None:
-    """Check that there are candidates enough.
-
-    Raises:
-        SpecError: there are not.
-    """
-    whole_number(request.options["population"], name="population", least=_LEAST)
-
-
 def judging_windows(request: Request) -> torch.Tensor:
     """At most `most_windows` of the windows, the same in whatever order they come."""
     prints = request.calibration.window_fingerprints()
@@ -143,7 +134,7 @@ def _evoesap(request: Request) -> ExpertComposition:
     Raises:
         SpecError: an option is invalid, or too many experts would go.
     """
-    check_budget(request)
+    whole_number(request.options["population"], name="population", least=_LEAST)
     find_expert_axes(request.model)  # refused before any text is read
     total, most = budget(request)
     order, model = ranked(request), request.model
@@ -405,7 +396,7 @@ def _moe_i2(request: Request) -> ExpertComposition:
     Raises:
         SpecError: an option is invalid.
     """
-    check_budget(request)
+    whole_number(request.options["population"], name="population", least=_LEAST)
     find_expert_axes(request.model)  # refused before any text is read
     if not request.ratio:
         return request.composed({})

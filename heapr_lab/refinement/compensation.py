@@ -292,7 +292,9 @@ class LayerSolver:
         # A ridge given by the caller is always used.
         changed = ridge is not None or errors < dropped
         if changed:
-            new, singular = _joined(batch.solved(chosen) for batch in problems)
+            solved = zip(*(batch.solved(chosen) for batch in problems), strict=True)
+            new, failed = map(torch.cat, solved)
+            singular = int(failed.sum())
         else:
             new, singular = self.weight * masks[0][:, None].to(self.weight), 0
         untouched = (~enough).nonzero()[:, 0].tolist()
@@ -386,14 +388,6 @@ class _Problems:
         new = self.kept_weight.clone()
         self.free.put(change if self.lost is None else self.lost @ change, new)
         return new, singular
-
-
-def _joined(
-    solutions: Iterable[tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, int]:
-    """All weights (P, D, F), and how many solves were singular."""
-    weights, singular = zip(*solutions, strict=True)
-    return torch.cat(weights), int(torch.cat(singular).sum())
 
 
 def _best_ridge(
