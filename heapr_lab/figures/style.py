@@ -1,12 +1,12 @@
 """The style of all figures: a style file, and a colour and a marker for each name.
 
 Names are estimators (`heapr`), granularities (`atom`), scopes (`layer`) and corpora
-(`ptb`). A name has the same look in every figure.
-Colours are those of Okabe and Ito; control methods are grey or orange.
+(`ptb`). A name has the same look in every figure, from `looks.toml`.
 """
 
 import functools
 import textwrap
+import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,28 +24,16 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from heapr_lab.importance.estimators import PER_TOKEN
-
-STYLE_FILE = Path(__file__).parent / "heapr.mplstyle"
+STYLE_FILE = Path(__file__).with_name("heapr.mplstyle")
 """The matplotlib style every figure is drawn and saved with."""
+_DATA = tomllib.loads(Path(__file__).with_name("looks.toml").read_text("utf-8"))
 
 PAPER_GREY = "#555555"
 REFERENCE_GREY = "#888888"
 ATOM_COLOR = "#D55E00"
 """Colour of removed atoms."""
 
-LABELS = {
-    "ratio": "atomic experts removed [%]",
-    "parameter_reduction": "of the whole model [%]",
-    "layer_ratio": "removed [% of the layer]",
-    "perplexity": "perplexity ↓",
-    "relative perplexity": "perplexity ÷ dense [×] ↓",
-    "accuracy": "accuracy [%] ↑",
-    "relative accuracy": "accuracy kept [% of dense] ↑",
-    "flops_reduction": "FLOPs saved [%] ↑",
-    "delta_nll": f"measured Δloss [{PER_TOKEN}]",
-    "n_sequences": "calibration [windows]",
-}
+LABELS: dict[str, str] = _DATA["axes"]
 """Axis label of each quantity: name, unit, and an arrow towards the better end."""
 
 _LABEL_WIDTH, _NARROW = 40, 26
@@ -92,26 +80,7 @@ class Look:
         return asdict(self)
 
 
-_LOOKS = {
-    "dense": Look("#222222", "", "dense model"),
-    "heapr": Look("#0072B2", "o", "HEAPr"),
-    "heapr_total": Look("#56B4E9", "s", "HEAPr, weighted by use"),
-    "fisher": Look("#009E73", "^", "Fisher"),
-    "camera": Look("#D55E00", "v", "CAMERA-P (layer-wise)"),
-    "magnitude": Look("#E69F00", "P", "magnitude"),
-    "frequency": Look("#444444", "X", "frequency"),
-    "random": Look("#999999", "*", "random"),
-    "atom": Look("#0072B2", "o", "atomic experts"),
-    "expert": Look("#D55E00", "s", "whole experts"),
-    "global": Look("#0072B2", "o", "global (HEAPr-G)"),
-    "layer": Look("#D55E00", "s", "layer-wise (HEAPr-L)"),
-    "pydocs": Look("#0072B2", "o", "pydocs"),
-    "wikitext2": Look("#D55E00", "s", "WikiText-2"),
-    "ptb": Look("#009E73", "^", "PTB"),
-    "c4": Look("#CC79A7", "D", "C4"),
-    "continuation": Look("#E69F00", "D", "continuation"),
-    "flops_reduction": Look("#222222", "X", "FLOPs"),
-}
+_LOOKS = {name: Look(**entry) for name, entry in _DATA["looks"].items()}
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -173,9 +142,9 @@ def styled(function: Callable[P, R]) -> Callable[P, R]:
     return in_style
 
 
-def own_axes(ax: Axes | None, *, size: tuple[float, float] = (4.6, 3.2)) -> Axes:
-    """`ax`, or the Axes of a new figure of `size` inches; never the current Axes."""
-    return plt.subplots(figsize=size)[1] if ax is None else ax
+def own_axes(ax: Axes | None) -> Axes:
+    """`ax`, or the Axes of a new small figure; never the current Axes."""
+    return plt.subplots(figsize=(4.6, 3.2))[1] if ax is None else ax
 
 
 def figure_of(
