@@ -48,12 +48,6 @@ from heapr_lab.text.corpora import Corpus
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
-_DEFINITIONS = {
-    "arc_easy": "arc/arc_easy.yaml",
-    "arc_challenge": "arc/arc_challenge.yaml",
-    "winogrande": "winogrande/default.yaml",
-}
-"""Paths of the stock definitions that are not `<task>/<task>.yaml`."""
 N_CONTEXT_WORDS = 48
 N_CHOICE_WORDS = 12
 N_CHOICES = CHOICES["continuation"]
@@ -225,10 +219,9 @@ def _definition(name: str) -> dict[str, Any]:
     """The stock definition of `name`, with the items on this machine if available."""
     import lm_eval.tasks
 
-    stock = Path(lm_eval.tasks.__file__).parent
-    include = str(stock / _DEFINITIONS.get(name, f"{name}/{name}.yaml"))
-    split, n_official = PAPER_TASKS[name]
-    path = local_items(name)
+    task, path = PAPER_TASKS[name], local_items(name)
+    include = str(Path(lm_eval.tasks.__file__).parent / task["definition"])
+    split = task["split"]
     if path is None:
         return {"include": include, "task": name}
     splits = dict.fromkeys(("training_split", "validation_split", "test_split"))
@@ -243,7 +236,7 @@ def _definition(name: str) -> dict[str, Any]:
         "metadata": {
             "version": 1.0,
             "source": f"{path.parent.parent.name}/{name}/{path.name}",
-            "n_official": n_official,
+            "n_official": task["n_items"],
         },
     }
 

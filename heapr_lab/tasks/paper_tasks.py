@@ -14,9 +14,11 @@ WinoGrande has no acc_norm; its acc stands in for it.
 
 import math
 import os
+import tomllib
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -24,27 +26,13 @@ from heapr_lab.errors import SpecError, one_of
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
 from heapr_lab.workbench.settings import CONTINUATION
 
-PAPER_TASKS = {
-    "openbookqa": ("test", 500),
-    "arc_easy": ("test", 2376),
-    "winogrande": ("validation", 1267),
-    "hellaswag": ("validation", 10042),
-    "arc_challenge": ("test", 1172),
-    "piqa": ("validation", 1838),
-    "mathqa": ("test", 2985),
-}
-"""Names in the order of the paper's main table, with the split that the harness
-evaluates and its number of items."""
-CHOICES = {
-    "openbookqa": 4,
-    "arc_easy": 4,
-    "winogrande": 2,
-    "hellaswag": 4,
-    "arc_challenge": 4,
-    "piqa": 2,
-    "mathqa": 5,
-    "continuation": 4,
-}
+PAPER_TASKS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("paper_tasks.toml").read_text("utf-8")
+)
+"""What is known of each task of the paper, in the order of its main table: `split`,
+`n_items`, `choices` and `definition`."""
+_CHOICES = {name: task["choices"] for name, task in PAPER_TASKS.items()}
+CHOICES = _CHOICES | {"continuation": 4}
 """How many answers an item has, but for a few of ARC that have three or five."""
 GUESSING = sum(1 / CHOICES[task] for task in PAPER_TASKS) / len(PAPER_TASKS)
 """The mean accuracy of guessing on the seven."""
@@ -64,7 +52,7 @@ def local_items(name: str) -> Path | None:
     folder = os.environ.get("HEAPR_TASKS_DIR")
     if not folder or name not in PAPER_TASKS:
         return None
-    split, _ = PAPER_TASKS[name]
+    split = PAPER_TASKS[name]["split"]
     whole = Path(folder) / name / f"{split}.parquet"
     if whole.is_file():
         return whole
