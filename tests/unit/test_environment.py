@@ -99,3 +99,22 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
     requirements = settings["dependencies"] + extras["test"] + extras["docs"]
     for item in map(Requirement, requirements):
         assert pins[re.sub(r"[-_.]+", "-", item.name).lower()] in item.specifier
+
+
+def test_what_a_wheel_has_is_all_that_the_package_is() -> None:
+    """Each file that is no code is named by a pattern of its package."""
+    package = ROOT / "heapr_lab"
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]
+    named = {
+        path
+        for name, globs in patterns.items()
+        for pattern in globs
+        for path in (ROOT / name.replace(".", "/")).glob(pattern)
+    }
+    data = {
+        path
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in {".py", ".pyc"}
+    }
+    assert data - named == {package / "README.md"}
