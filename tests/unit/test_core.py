@@ -25,10 +25,10 @@ SMALLER = {
     "n_sequences=64": "n_sequences=2",
     "seq_len=256": "seq_len=32",
 }
-ASKING = re.compile(
-    r"\b(stream_of|open_streamed|runs_whole|require_loaded)\b|weights?\.is_meta"
-)
-"""What opens models on disk, asks whether one is, or refuses it."""
+ASKING = re.compile(r"\b(stream_of|runs_whole|require_loaded)\b|weights?\.is_meta")
+"""What asks whether a model is on disk, or refuses it."""
+OPENING = re.compile(r"\bopen_(streamed|stepping)\b")
+"""What opens models on disk."""
 ALONE = """
 import importlib.abc, sys
 
@@ -70,13 +70,19 @@ def test_the_core_is_small() -> None:
 
 def test_models_on_disk_are_asked_for_in_few_files() -> None:
     """All others ask the backend, which is the same for models in memory."""
-    asking = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if ASKING.search(path.read_text("utf-8")) and path.parent.name != "streaming"
-    } - {"models/backend.py"}
-    assert len(asking) <= 6
-    assert not {path.partition("/")[0] for path in asking} & {*CORE}
+    asking, opening = (
+        {
+            path.relative_to(PACKAGE).as_posix()
+            for path in PACKAGE.rglob("*/*.py")
+            if pattern.search(path.read_text("utf-8"))
+            and path.parent.name != "streaming"
+        }
+        for pattern in (ASKING, OPENING)
+    )
+    asking -= {"models/backend.py"}
+    assert len(asking) <= 4
+    assert len(opening) <= 2
+    assert not {path.partition("/")[0] for path in asking | opening} & {*CORE}
 
 
 def test_what_is_read_first_is_read_in_an_hour() -> None:
