@@ -109,11 +109,7 @@ class ExportTab(ipw.VBox):
         session.check_ready()
         check_calibration(session, bench)
         calibration = session.recipe.calibration(session.calibration)
-        counted = replace(  # which come from the profile
-            calibration,
-            n_sequences=calibration.n_sequences or bench.profile.n_sequences,
-            seq_len=calibration.seq_len or bench.profile.seq_len,
-        )
+        counted = bench.profile.counted(calibration)
         chosen = _healed(session.settings(), self.heal.value)
         place = str(path_of(self.folder.value))
         return python_of_model(bench.opening, counted, *chosen, folder=place)

@@ -495,9 +495,9 @@ class PruningSession(traitlets.HasTraits):
         if self._last_made is not None and self._last_made[0] == (selection, recipe):
             return 0
         assert self.workbench is not None
-        calibration = recipe.calibration(self.calibration)
-        n_sequences = calibration.n_sequences or self.workbench.profile.n_sequences
-        n_windows = n_sequences + calibration.n_own(n_sequences)
+        asked = recipe.calibration(self.calibration)
+        n_sequences: Any = self.workbench.profile.counted(asked).n_sequences
+        n_windows = n_sequences + asked.n_own(n_sequences)
         return self._counted(recipe.text, recipe.n_passes * n_windows)
 
     def n_windows(

@@ -89,6 +89,14 @@ class Profile:
         """The number of items of a task."""
         return self.n_items if task.startswith(CONTINUATION) else self.n_task_items
 
+    def counted(self, calibration: Calibration) -> Calibration:
+        """`calibration` with the numbers of windows and tokens that it leaves open."""
+        return replace(
+            calibration,
+            n_sequences=calibration.n_sequences or self.n_sequences,
+            seq_len=calibration.seq_len or self.seq_len,
+        )
+
 
 CONTINUATION = "continuation"
 """The name of the task that is made of any corpus."""

@@ -166,23 +166,18 @@ class Workbench:
         asked = calibration or Calibration()
         if not isinstance(asked, Calibration):
             asked = Calibration(asked)
-        n_sequences = self._n_sequences(asked)
-        n_own = asked.n_own(n_sequences)
-        seq_len = asked.seq_len or self.profile.seq_len
-        key = windows_key(asked.corpus, split="train")
+        asked = self.profile.counted(asked)
+        shape: dict[str, Any] = {
+            name: getattr(asked, name) for name in ("n_sequences", "seq_len", "seed")
+        }
         windows = self._remembered(
-            (key, n_sequences, seq_len, asked.seed),
-            lambda: load_calibration(
-                asked.corpus,
-                self.tokenizer,
-                n_sequences=n_sequences,
-                seq_len=seq_len,
-                seed=asked.seed,
-            ),
+            (windows_key(asked.corpus, split="train"), *shape.values()),
+            lambda: load_calibration(asked.corpus, self.tokenizer, **shape),
         )
+        n_own = asked.n_own(shape["n_sequences"])
         if n_own:
-            shape = {"n_sequences": n_own, "seq_len": seq_len, "seed": asked.seed}
-            windows = windows.joined(self._own_text(shape, progress))
+            more = self._own_text(shape | {"n_sequences": n_own}, progress)
+            windows = windows.joined(more)
         return windows
 
     def _own_text(
@@ -204,10 +199,6 @@ class Workbench:
         return CalibrationSet(
             torch.from_numpy(ids), {"corpus": OWN_TEXT, "seed": shape["seed"]}
         )
-
-    def _n_sequences(self, calibration: Calibration | None) -> int:
-        number = None if calibration is None else calibration.n_sequences
-        return number or self.profile.n_sequences
 
     def importance(
         self, calibration: Calibration | None = None, *, estimator: str = "heapr"
@@ -460,10 +451,9 @@ class Workbench:
     def columns(self, setting: Setting | None, keep: KeepMask | None) -> dict[str, Any]:
         """The columns of a row of results that describe how its model was made."""
         columns = DENSE if setting is None else setting.columns()
-        calibration = None if setting is None else setting.calibration
         return {
             **columns,
-            "n_sequences": self._n_sequences(calibration),
+            "n_sequences": columns["n_sequences"] or self.profile.n_sequences,
             "achieved_ratio": 0.0 if keep is None else keep.achieved_ratio,
             "model": self.name,
         }
