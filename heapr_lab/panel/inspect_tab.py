@@ -33,7 +33,6 @@ from heapr_lab.pruning.masks import KeepMask
 
 if TYPE_CHECKING:
     from heapr_lab.inspection.passages import Passage
-    from heapr_lab.workbench.workbench import Workbench
 
 _LONGEST: Final = 2048
 """The largest number of tokens of a text that are read and shown."""
@@ -223,7 +222,7 @@ class InspectTab(ipw.VBox):
     ) -> str:
         from heapr_lab.inspection.passages import continue_text
 
-        bench, prompt = self._bench, self._passage(text, room=n_tokens)
+        bench, prompt = self.session.bench, self._passage(text, room=n_tokens)
         keep, down_projs, pruned = self._made(chosen, report)
 
         def write(name: str, mask: KeepMask | None, before: int) -> pd.DataFrame:
@@ -251,7 +250,7 @@ class InspectTab(ipw.VBox):
         keep, down_projs, pruned = self._made(chosen, report)
         report(0, 2, "dense")
         self.losses = token_losses(
-            self._bench.model,
+            self.session.bench.model,
             passage,
             keep=keep,
             down_projs=down_projs,
@@ -264,7 +263,7 @@ class InspectTab(ipw.VBox):
         from heapr_lab.inspection.attribution import attribute_loss
         from heapr_lab.inspection.passages import token_losses
 
-        model = self._bench.model
+        model = self.session.bench.model
         passage, keep, pruned = self._masked(chosen, text)
         report(0, 3, "first order")
         self.attribution = attribute_loss(model, keep, passage.ids)
@@ -290,7 +289,7 @@ class InspectTab(ipw.VBox):
         from heapr_lab.inspection.activations import atoms_of_token, routing
 
         place = dict(zip(("layer", "position"), token, strict=True))
-        model = self._bench.model
+        model = self.session.bench.model
         passage, keep, pruned = self._masked(chosen, text)
         report(0, 2, "atoms")
         self.atoms = atoms_of_token(model, passage, **place)
@@ -308,7 +307,9 @@ class InspectTab(ipw.VBox):
         passage, keep, pruned = self._masked(chosen, text)
         report(0, 1, "atoms")
         place = dict(zip(("layer", "position"), token, strict=True))
-        self.shares = attribute_token(self._bench.model, keep, passage.ids, **place)
+        self.shares = attribute_token(
+            self.session.bench.model, keep, passage.ids, **place
+        )
         report(1, 1, "atoms")
         view = token_html(self.shares, passage.tokens, **place, pruned=pruned)
         return left_out_html(passage.n_left_out, "end") + view
@@ -316,7 +317,7 @@ class InspectTab(ipw.VBox):
     def _contexts(self, report: Report, chosen: JobSettings, *numbers: int) -> str:
         from heapr_lab.inspection.activations import top_contexts
 
-        bench, (layer, expert, atom) = self._bench, numbers
+        bench, (layer, expert, atom) = self.session.bench, numbers
         keep, pruned = self._pruned(chosen)
         is_kept = keep.by_layer(layer)[expert, atom]
         report(0, 1, "reading the corpus")
@@ -339,16 +340,10 @@ class InspectTab(ipw.VBox):
 
     # --- what they work on --------------------------------------------------------
 
-    @property
-    def _bench(self) -> "Workbench":
-        bench = self.session.workbench
-        assert bench is not None  # without one there are no buttons
-        return bench
-
     def _passage(self, text: str, *, room: int = 0) -> "Passage":
         from heapr_lab.inspection.passages import read_passage
 
-        bench = self._bench
+        bench = self.session.bench
         return read_passage(
             bench.model, bench.tokenizer, text=text, room=room, most=_LONGEST
         )

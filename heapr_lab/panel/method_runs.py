@@ -70,9 +70,9 @@ class MethodRuns(ipw.VBox):
         """
         from heapr_lab.methods.comparison import compare_methods, entries
 
-        names, bench = self.methods.value, self.session.workbench
+        names = self.methods.value
         ratios = read_ratios(self.ratio.value)
-        if not names or not corpora or bench is None:
+        if not names or not corpora:
             raise SpecError("nothing to compare: select methods and corpora")
         done, total = 0, (1 + len(names) * len(ratios)) * len(corpora)
 
@@ -86,7 +86,7 @@ class MethodRuns(ipw.VBox):
             )
 
         return compare_methods(
-            bench,
+            self.session.bench,
             entries(names, ratios),
             corpora,
             calibration=self.session.calibration,

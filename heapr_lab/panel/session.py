@@ -184,9 +184,8 @@ class PruningSession(traitlets.HasTraits):
         """Masks that were chosen with the weights."""
         # For the selection that is shown, each is computed once.
         last = functools.lru_cache(maxsize=2)
-        bench: Any = workbench
         self._windows_of_task = functools.cache(
-            lambda task: windows_of_task(task, bench)
+            lambda task: windows_of_task(task, self.bench)
         )
         self._ranked = last(functools.partial(select, table))
         self._last_savings = last(self.savings_of)
@@ -197,6 +196,20 @@ class PruningSession(traitlets.HasTraits):
         """Whether there is a model that can be asked without waiting for it."""
         bench = self.workbench
         return bench is not None and getattr(bench, "is_loaded", True)
+
+    @property
+    def bench(self) -> "Workbench":
+        """The workbench.
+
+        Raises:
+            SpecError: there is none.
+        """
+        if self.workbench is None:
+            raise SpecError(
+                "the session has a table but no model, so nothing can be evaluated; "
+                "open it with a workbench, such as open_workbench('lab')"
+            )
+        return self.workbench
 
     def check_ready(self) -> None:
         """Make sure that no model would be waited for.
@@ -446,11 +459,6 @@ class PruningSession(traitlets.HasTraits):
         Raises:
             SpecError: there is no model, or nothing to measure it on.
         """
-        if self.workbench is None:
-            raise SpecError(
-                "the session has a table but no model, so nothing can be evaluated; "
-                "open it with a workbench, such as open_workbench('lab')"
-            )
         if not datasets:
             raise SpecError(
                 "no corpus and no task are selected; select one, such as pydocs"
@@ -458,13 +466,11 @@ class PruningSession(traitlets.HasTraits):
         return [self._part(name, is_task=name in self.tasks) for name in datasets]
 
     def _part(self, dataset: str, *, is_task: bool) -> Part:
-        bench = self.workbench
-        assert bench is not None  # or there is nothing to measure
         if is_task:
             guess = self._windows_of_task(dataset)
-            return Part(bench, dataset, None, self._counted(dataset, guess))
-        text = bench.test_windows(dataset)
-        return Part(bench, dataset, text, text.n_sequences)
+            return Part(self.bench, dataset, None, self._counted(dataset, guess))
+        text = self.bench.test_windows(dataset)
+        return Part(self.bench, dataset, text, text.n_sequences)
 
     def changed(
         self, texts: Mapping[str, str], tasks: Collection[str] = ()
@@ -494,9 +500,8 @@ class PruningSession(traitlets.HasTraits):
         """The work of making weights, in windows of an evaluation."""
         if self._last_made is not None and self._last_made[0] == (selection, recipe):
             return 0
-        assert self.workbench is not None
         asked = recipe.calibration(self.calibration)
-        n_sequences: Any = self.workbench.profile.counted(asked).n_sequences
+        n_sequences: Any = self.bench.profile.counted(asked).n_sequences
         n_windows = n_sequences + asked.n_own(n_sequences)
         return self._counted(recipe.text, recipe.n_passes * n_windows)
 
@@ -558,9 +563,8 @@ class PruningSession(traitlets.HasTraits):
         from heapr_lab.recipes.making import make
         from heapr_lab.workbench.settings import Setting
 
-        assert self.workbench is not None
         setting = Setting(selection, self.calibration)
-        work = functools.partial(make, self.workbench, self.table, setting)
+        work = functools.partial(make, self.bench, self.table, setting)
         if recipe.weights == "unchanged":
             return work(recipe, part=part)
         fitted = replace(recipe, heal=0)
