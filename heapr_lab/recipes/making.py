@@ -98,27 +98,22 @@ def make(
     writing = part(f"own text of {bench.name}", "token")
     windows = bench.calibration_set(calibration, progress=writing)
     made = replace(made, windows=windows)
-    if recipe.chooses:
-        fitted = bench.fitted(calibration)
-        best = fit_compression(
-            bench.model,
-            windows,
-            selection,
-            fitted=fitted,
-            progress=part(f"compression on {windows.label}", "window"),
-        )
-        return replace(
-            made,
-            keep=with_model(best.keep, table),
-            table=fitted.table(),
-            compensation=best.compensation,
-            report=best.report,
-        )
-    if recipe.weights == "compensated":
+    if not recipe.chooses:
         step = part(f"compensation on {windows.label}", "window")
         new = fit_compensation(bench.model, made.keep, windows, progress=step)
         return replace(made, compensation=new)
-    return made
+    fitted = bench.fitted(calibration)
+    step = part(f"compression on {windows.label}", "window")
+    best = fit_compression(
+        bench.model, windows, selection, fitted=fitted, progress=step
+    )
+    return replace(
+        made,
+        keep=with_model(best.keep, table),
+        table=fitted.table(),
+        compensation=best.compensation,
+        report=best.report,
+    )
 
 
 def _check_table(bench: Workbench, table: ImportanceTable) -> None:
@@ -138,17 +133,12 @@ def with_model(keep: KeepMask, table: ImportanceTable) -> KeepMask:
     return replace(keep, settings={**keep.settings, "model": identity})
 
 
-@dataclass(frozen=True)
-class HealingRun:
-    """A training of a pruned model on more of its calibration text."""
-
-    text: CalibrationSet
-    state: Path
-    """Where it is saved, and resumes."""
+Healing = tuple[CalibrationSet, Path] | None
+"""The text to heal on, and the file where the training is saved, and resumes."""
 
 
 @contextlib.contextmanager
-def healing_of(bench: Workbench, made: PruningResult) -> Iterator[HealingRun | None]:
+def healing_of(bench: Workbench, made: PruningResult) -> Iterator[Healing]:
     """The training that a recipe asks for, if it does, of no other process meanwhile.
 
     It is forgotten when the block ends, unless by an error or an interruption.
@@ -171,12 +161,12 @@ def healing_of(bench: Workbench, made: PruningResult) -> Iterator[HealingRun | N
     state = cache.cache_path("healing", key, extension="safetensors")
     state.parent.mkdir(parents=True, exist_ok=True)
     with cache.writing(state):
-        yield HealingRun(text, state)
+        yield text, state
         forget(state)
 
 
 def pruned_model(
-    bench: Workbench, made: PruningResult, healing: HealingRun | None, part: StartPart
+    bench: Workbench, made: PruningResult, healing: Healing, part: StartPart
 ) -> tuple[Any, dict[str, Any]]:
     """The pruned copy of the model of `bench`, and the facts on its weights."""
     compensation, windows = made.compensation, made.windows
@@ -188,8 +178,9 @@ def pruned_model(
         errors = records(compensation.report)
         facts |= {"compensation": compensation.settings, "errors": errors}
     if healing is not None:
-        text, step = healing.text, part(f"healing on {healing.text.label}", "step")
-        heal(pruned, bench.model, text, state=healing.state, progress=step)
+        text, state = healing
+        step = part(f"healing on {text.label}", "step")
+        heal(pruned, bench.model, text, state=state, progress=step)
         facts |= {"healing": records(pruned.heapr_healing)}
     return pruned, facts
 

@@ -62,14 +62,16 @@ def test_a_training_is_kept_until_its_weights_are_written(
     table = bench.importance(setting.calibration)
     made = make(bench, table, setting, WeightRecipe(heal=8))
     with contextlib.suppress(OSError), healing_of(bench, made) as healing:
-        healing.state.write_text("trained")
+        assert healing is not None
+        healing[1].write_text("trained")
         second = healing_of(bench, made)
         with pytest.raises(SpecError, match="is being written by another process"):
             second.__enter__()
         raise OSError("the disk is full")
     with healing_of(bench, made) as again:
-        assert again.state.read_text() == "trained"
-    assert not again.state.exists()
+        assert again is not None
+        assert again[1].read_text() == "trained"
+    assert not again[1].exists()
 
 
 @pytest.mark.parametrize(
