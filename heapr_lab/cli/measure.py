@@ -68,13 +68,9 @@ def score(
             model, profile, seq_len, local, dtype, stream, host_memory
         )
         windows = bench.calibration_set(calibration)
-        if ranks is None:
-            table = bench.measure(windows, batch_size=batch_size)
-        else:
-            merged = bench.measure_on(ranks, windows, batch_size=batch_size)
-            if merged is None:  # rank 0 does the rest
-                return
-            table = merged
+        table = bench.measure_on(ranks, windows, batch_size=batch_size)
+    if table is None:  # rank 0 does the rest
+        return
     if eliminated:  # only elimination is measured, the rest is cached
         table = bench.importance(calibration, estimator="elimination")
     if out is not None:

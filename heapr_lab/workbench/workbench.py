@@ -242,35 +242,33 @@ class Workbench:
 
         `progress` is called, as the progress bar is, if they are computed.
         """
-        return _cached_table(
-            *self._collecting(windows, also=progress, batch_size=batch_size)
-        )
+        table = self.measure_on(None, windows, batch_size=batch_size, progress=progress)
+        assert table is not None  # one process has all of it
+        return table
 
     def measure_on(
-        self, ranks: Ranks, windows: CalibrationSet, *, batch_size: int | None = None
+        self,
+        ranks: Ranks | None,
+        windows: CalibrationSet,
+        *,
+        batch_size: int | None = None,
+        progress: Progress | None = None,
     ) -> ImportanceTable | None:
         """As `measure`, by all `ranks` together, each of which has to call this.
 
         Only rank 0 reads and writes the cache, and gets the table; others get None.
         """
-        spec, compute = self._collecting(windows, ranks=ranks, batch_size=batch_size)
-        return ranks.stored(functools.partial(_cached_table, spec), compute)
-
-    def _collecting(
-        self, windows: CalibrationSet, *, also: Progress | None = None, **options: Any
-    ) -> tuple[dict[str, Any], Callable[[], ImportanceTable]]:
-        """The key of the statistics on `windows`, and what computes or resumes them."""
         spec = statistics_spec(self.identity, windows)
         state = cache.cache_path("importance", spec, extension="state")
+        options: Any = {"batch_size": batch_size, "state": state, "ranks": ranks}
 
         def compute() -> ImportanceTable:
             label = f"importance on {windows.label}"
-            with progress_bar(label, "window", also=also) as bar:
-                return collect_statistics(
-                    self.model, windows, state=state, progress=bar, **options
-                )
+            with progress_bar(label, "window", also=progress) as bar:
+                return collect_statistics(self.model, windows, progress=bar, **options)
 
-        return spec, compute
+        store = functools.partial(_cached_table, spec)
+        return store(compute) if ranks is None else ranks.stored(store, compute)
 
     def fitted(self, calibration: Calibration | None = None) -> Any:
         """The model on those windows of `calibration` that `compress` fits to."""
