@@ -57,6 +57,7 @@ from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.weights import METHODS
+from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compress import COMPENSATED
 from heapr_lab.refinement.own_text import own_text
 from heapr_lab.storage import paths
@@ -242,7 +243,8 @@ class Pruner:
         measured = self.measured(state)
         if state.method in COMPENSATED:
             selection = Selection(state.ratio, estimator=COMPENSATED[state.method])
-            keep, compensation = measured.calibrated.compensated(selection)
+            calibrated = measured.once("calibrated", lambda: _calibrated(measured))
+            keep, compensation = calibrated.compensated(selection)
             masked = masking(self.model, keep, compensation.down_projs)
             return masked, _sizes_of(keep, measured.table())
         if state.method in ESTIMATORS:
@@ -262,6 +264,15 @@ class Pruner:
             before, after = fitted.savings(self.model).parameters
             sizes = _sizes(fitted.achieved_ratio, 1 - after / before)
         return fitted.apply(self.model), sizes
+
+
+def _calibrated(measured: Measurements) -> CalibratedModel:
+    """The statistics and sums that compensated weights are made of."""
+    return CalibratedModel(
+        measured.model,
+        measured.calibration,
+        measure=lambda _windows, progress: measured.table(progress),
+    )
 
 
 def _sizes_of(keep: KeepMask, table: ImportanceTable) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def stacked(
 class Measurements:
     """What is measured on one model and one set of windows, when it is first needed.
 
-    Methods that are fitted with the same measurements read the text once: each of
-    `table` and `calibrated` takes one pass, and all collectors together take one, if
-    they are expected; whatever the number of methods and ratios.
+    Methods that are fitted with the same measurements read the text once: `table` takes
+    one pass, and all collectors together take one, if they are expected; whatever the
+    number of methods and ratios.
     """
 
     def __init__(
@@ -153,17 +153,8 @@ class Measurements:
         return measured
 
     @functools.cached_property
-    def calibrated(self) -> CalibratedModel:
-        """The statistics and sums that compensated weights are made of."""
-        return CalibratedModel(
-            self.model,
-            self.calibration,
-            measure=lambda _windows, progress: self.table(progress),
-        )
-
-    @functools.cached_property
     def fitted(self) -> CalibratedModel:
-        """The same for the windows that `compress` fits to.
+        """Statistics and sums on the windows that `compress` fits to.
 
         Raises:
             SpecError: there are too few windows.
