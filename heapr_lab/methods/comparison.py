@@ -25,6 +25,8 @@ METHODS_SCHEMA = 1
 """Increased whenever results change for the same input."""
 DENSE = "dense"
 """The name of the model without compression in the table."""
+SIZES = ("parameters", "bytes", "routed_flops")
+"""The sizes in the table, of those before and after in `Savings`."""
 
 
 @dataclass(frozen=True)
@@ -152,36 +154,32 @@ class _Run:
             SpecError: a ratio is infeasible for a method, and nobody asks which.
             LayoutError: likewise, a method cannot treat the model's experts exactly.
         """
-        yield from map(self._dense, self.data)
+        for dataset in self.data:
+            yield _row(DENSE, "", 0.0, dataset, self._dense(dataset))
         for entry in wanted:
             fit = functools.cache(functools.partial(self._fitted, entry))
             try:
                 for dataset in self.data:
-                    row = self._cached(entry, dataset, fit)
                     labels = entry.method.name, entry.method.compresses, entry.ratio
-                    yield _row(dataset, row, *labels)
+                    yield _row(*labels, dataset, self._cached(entry, dataset, fit))
             except (SpecError, LayoutError) as error:
                 if refused is None:
                     raise
                 refused(entry, error)
 
     def _dense(self, dataset: str) -> dict[str, Any]:
+        """The same of the dense model, by the workbench's own cache."""
         whole, bench = self.shared.architecture, self.bench
-        progress = self.part(f"{DENSE} on {dataset}", "step")
-        result: dict[str, Any]
+        part: Any = {"progress": self.part(f"{DENSE} on {dataset}", "step")}
+        result: dict[str, Any] = {"achieved_ratio": 0.0}
         if dataset in self.tests:
-            windows = self.tests[dataset]
-            result = {"nll": bench.perplexity(None, windows, progress=progress).nll}
+            result["nll"] = bench.perplexity(None, self.tests[dataset], **part).nll
         else:
-            limit = self.limit
-            rows = bench.task_results(None, dataset, limit=limit, progress=progress)
-            result = {"metrics": rows}
-        sizes = {
-            "parameters": whole.n_parameters,
-            "bytes": round(whole.n_parameters * whole.bytes_per_parameter),
-            "routed_flops": whole.routed_flops_per_token(),
-        }
-        return _row(dataset, {"achieved_ratio": 0.0, **result, **sizes}, DENSE, "", 0.0)
+            options = {"limit": self.limit, **part}
+            result["metrics"] = bench.task_results(None, dataset, **options)
+        n_bytes = round(whole.n_parameters * whole.bytes_per_parameter)
+        sizes = whole.n_parameters, n_bytes, whole.routed_flops_per_token()
+        return result | dict(zip(SIZES, sizes, strict=True))
 
     def _measured(self, dataset: str, also: Progress) -> dict[str, Any]:
         """The loss or the metrics of the model as it is."""
@@ -215,13 +213,8 @@ class _Run:
                 measured = self._measured(dataset, also)
             saved = compression.savings(model)
             check_unchanged(model, state)
-            return {
-                "achieved_ratio": compression.achieved_ratio,
-                **measured,
-                "parameters": saved.parameters[1],
-                "bytes": saved.bytes[1],
-                "routed_flops": saved.routed_flops[1],
-            }
+            sizes = {name: getattr(saved, name)[1] for name in SIZES}
+            return {"achieved_ratio": compression.achieved_ratio, **measured, **sizes}
 
         row: dict[str, Any] = cache.cached_json("methods", key, compute)
         return row
@@ -241,24 +234,23 @@ class _Run:
 
 
 def _row(
-    dataset: str, result: Mapping[str, Any], method: str, compresses: str, ratio: float
+    method: str, compresses: str, ratio: float, dataset: str, result: dict[str, Any]
 ) -> dict[str, Any]:
     """A row of the table.
 
     Raises:
         SpecError: the metrics are those of a group of several tasks.
     """
-    row = {
+    row: dict[str, Any] = {
         "method": method,
         "compresses": compresses,
         "ratio": ratio,
         "dataset": dataset,
-        "achieved_ratio": result["achieved_ratio"],
+        **result,
     }
-    if "nll" in result:
-        row |= {"nll": result["nll"], "perplexity": exp_nll(result["nll"])}
-    row |= {name: result[name] for name in ("parameters", "bytes", "routed_flops")}
-    metrics = result.get("metrics")
+    metrics = row.pop("metrics", None)
+    if "nll" in row:
+        row["perplexity"] = exp_nll(row["nll"])
     return row | (_metrics(dataset, metrics) if metrics else {})
 
 
