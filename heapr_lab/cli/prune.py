@@ -9,6 +9,7 @@ from heapr_lab.checkpoints.engines import check_computed, widths_for
 from heapr_lab.cli import options
 from heapr_lab.cli.console import print_facts, say
 from heapr_lab.cli.options import check_model_runs, check_out, is_folder
+from heapr_lab.errors import one_of
 from heapr_lab.models.sources import Source, read_source
 from heapr_lab.progress import progress_bars
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from heapr_lab.recipes.making import PruningResult
-    from heapr_lab.recipes.weights import Method, WeightRecipe
+    from heapr_lab.recipes.weights import WeightRecipe
     from heapr_lab.workbench.settings import Setting
     from heapr_lab.workbench.workbench import Workbench
 
@@ -57,11 +58,11 @@ def prune(
     published.
     """
     from heapr_lab.pruning.options import Selection, read_ratio
-    from heapr_lab.recipes.weights import MASKED, find_method
+    from heapr_lab.recipes.weights import MASKED, METHODS, WeightRecipe
     from heapr_lab.workbench.settings import Setting
 
     check_model_runs(importance, out, own_text=own_text, heal=heal)
-    preset = find_method(method)
+    preset = METHODS[one_of(method, METHODS, name="method")]
     structure, multiple = widths_for(engine, structure, multiple)
     unset = multiple is None and structure in _WITH_DEFAULT_MULTIPLE
     usual = preset.estimator if importance is None else preset.of_table
@@ -72,7 +73,9 @@ def prune(
         multiple=1 if unset else multiple,
         of=of,
     )
-    recipe = preset.recipe_for(importance, estimator=estimator)
+    recipe = preset.recipe if importance is None else MASKED
+    if recipe.chooses and estimator is not None:
+        recipe = WeightRecipe("compensated")
     if not (recipe.chooses or is_folder(out)):
         recipe = MASKED  # its mask is known without fitting weights
     generated = recipe.own_text if own_text is None else own_text
@@ -80,7 +83,7 @@ def prune(
     calibration = Calibration(corpus, n_sequences, own_text=generated)
     request = Request(
         model=model,
-        method=preset,
+        method=method,
         setting=Setting(selection, calibration),
         recipe=recipe,
         default_multiple=unset,
@@ -98,7 +101,7 @@ class Request:
     """One call of `prune`: its settings, and the steps from a table to files."""
 
     model: str
-    method: "Method"
+    method: str
     setting: "Setting"
     """The multiple is 1 if it is set later."""
     recipe: "WeightRecipe"
@@ -136,7 +139,7 @@ class Request:
         fitted = outcome.compensation
         return {
             "model": self.model,
-            "method": self.method.name,
+            "method": self.method,
             "estimator": outcome.keep.settings.get(
                 "estimator", self.setting.selection.estimator
             ),

@@ -97,7 +97,6 @@ MASKED = WeightRecipe()
 class Method:
     """An estimator, and how the kept weights are made."""
 
-    name: str
     estimator: str
     """The estimator of its masks; with `compress`, before the best one is known."""
     of_table: str
@@ -105,33 +104,12 @@ class Method:
     recipe: WeightRecipe
     """How its weights are made, where there is text to fit them to."""
 
-    def recipe_for(
-        self, importance: object | None, *, estimator: str | None
-    ) -> WeightRecipe:
-        """How weights are made where an estimator may be given."""
-        if importance is not None:
-            return MASKED
-        fixed = estimator is not None and self.recipe.chooses
-        return WeightRecipe("compensated") if fixed else self.recipe
-
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        method.name: method
-        for method in (
-            Method("best", "elimination", "fisher", WeightRecipe("compress", 0.25)),
-            Method("paper", "heapr", "heapr", MASKED),
-        )
+        "best": Method("elimination", "fisher", WeightRecipe("compress", 0.25)),
+        "paper": Method("heapr", "heapr", MASKED),
     }
 )
 DEFAULT = "best"
 """The method of the command line and of the panel's export."""
-
-
-def find_method(name: str) -> Method:
-    """The method of that name.
-
-    Raises:
-        SpecError: there is none of that name.
-    """
-    return METHODS[one_of(name, METHODS, name="method")]
