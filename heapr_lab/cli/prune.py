@@ -227,7 +227,7 @@ class Request:
             setting = replace(setting, selection=selection)
         if self.importance is not None:
             keep = select(table, setting.selection)
-            return PruningResult(with_model(keep, table), table)
+            return PruningResult(with_model(keep, table), table=table)
         with progress_bars() as part:
             return make(self.bench, table, setting, self.recipe, part=part)
 

@@ -1,13 +1,12 @@
 """Make the weights of a pruned model, as a recipe says."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
 from heapr_lab.checkpoints.save import structure_of
 from heapr_lab.checkpoints.stored_type import stored_dtype
@@ -19,12 +18,8 @@ from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import check_table, prune
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
-from heapr_lab.refinement.compensation import (
-    Compensation,
-    describe_weights,
-    fit_compensation,
-)
-from heapr_lab.refinement.compress import fit_compression
+from heapr_lab.refinement.compensation import describe_weights, fit_compensation
+from heapr_lab.refinement.compress import FittedCompression, fit_compression
 from heapr_lab.refinement.healing import forget, heal
 from heapr_lab.storage import cache
 from heapr_lab.storage.hashing import without_nan
@@ -34,11 +29,10 @@ from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench
 
 
-@dataclass(frozen=True)
-class PruningResult:
-    """The kept atoms, and the compensation of the pruned ones, if any."""
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PruningResult(FittedCompression):
+    """What was kept and fitted, of which table and recipe, and on what text."""
 
-    keep: KeepMask
     table: ImportanceTable
     """The statistics that they were selected by; with `compress`, of a part of its
     windows."""
@@ -47,14 +41,6 @@ class PruningResult:
     """What the atoms were measured on, if the model is at hand."""
     windows: CalibrationSet | None = None
     """The windows that weights are fitted to, if any are."""
-    compensation: Compensation | None = None
-    report: pd.DataFrame | None = None
-    """The report of `compress`, if it chose."""
-
-    @property
-    def down_projs(self) -> Mapping[int, torch.Tensor] | None:
-        """The compensated W_down by layer; None where the atoms are only masked."""
-        return None if self.compensation is None else self.compensation.down_projs
 
     @property
     def differs(self) -> bool:
@@ -91,7 +77,12 @@ def make(
     keep = select(table, selection)
     if structure_of(keep) == "uniform":
         uniform_width(keep, stored_dtype(bench.model))
-    made = PruningResult(with_model(keep, table), table, recipe, setting.calibration)
+    made = PruningResult(
+        with_model(keep, table),
+        table=table,
+        recipe=recipe,
+        calibration=setting.calibration,
+    )
     if not recipe.fits:
         return made
     calibration = recipe.calibration(setting.calibration)

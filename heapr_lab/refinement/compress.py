@@ -54,15 +54,16 @@ class FittedCompression:
     """The kept atoms, the weights that make up for the others, and how they came."""
 
     keep: KeepMask
-    compensation: Compensation | None
+    compensation: Compensation | None = None
     """The new weights; None for weights that are unchanged."""
-    report: pd.DataFrame
+    report: pd.DataFrame | None = None
     """A row for "heapr" and for each of `COMPENSATED`: `made`; the difference to HEAPr
     on the windows that decide, `deciding`, and its standard error `deciding_stderr`;
     whether it is `chosen`; and on the windows that are reported `nll`, its difference
     to the dense model `delta_nll` and to HEAPr `against_paper`, with the standard error
     of the latter `stderr`, all in nats per token. These four are measured of the chosen
-    one and of HEAPr's mask of the fit, where another is chosen; else they are NaN."""
+    one and of HEAPr's mask of the fit, where another is chosen; else they are NaN. None
+    where nothing was to choose."""
 
     @property
     def down_projs(self) -> ReplacedDownProj | None:

@@ -153,7 +153,7 @@ def test_sliced_files_are_compared_with_the_mask(
     text = str(root / "text.txt")
     setting = Setting(Selection(0.5, structure=structure), Calibration(text))
     table = bench.importance(setting.calibration)
-    made = PruningResult(select(table, setting.selection), table)
+    made = PruningResult(select(table, setting.selection), table=table)
 
     def write_slices(out: Path) -> dict[str, Any]:
         options: Any = {"base": "moe", "bench": bench, "corpora": [text]}
