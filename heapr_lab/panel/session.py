@@ -267,9 +267,10 @@ class PruningSession(traitlets.HasTraits):
             NotKnownError: the weights choose the mask, and have not been made.
         """
         recipe = recipe or self.recipe
-        if not recipe.chooses or self.removes_nothing(recipe.asked(selection)):
-            return self._ranked(recipe.asked(selection))
-        keep = self._chosen.get((recipe.asked(selection), recipe))
+        asked = recipe.asked(selection)
+        if not recipe.chooses or self.removes_nothing(asked):
+            return self._ranked(asked)
+        keep = self._chosen.get((asked, recipe))
         if keep is None:
             raise NotKnownError(
                 f"not known yet: {recipe.text} chooses the atoms itself; Evaluate does "
@@ -436,17 +437,16 @@ class PruningSession(traitlets.HasTraits):
         each = sum(part.n_windows for part in parts)
         clock = Clock((1 + len(recipes)) * each + sum(to_make), report)
         score = self.score_of(ranked, selection)
-        point = functools.partial(_point, selection, score=score)
-        measured = measured_of(parts, None, clock)
-        rows = [point(None, row, recipe=recipe) for row in measured]
+        rows = [row | _DENSE for row in measured_of(parts, None, clock)]
         new = self._with_differences(rows)
         for one, n_windows in zip(recipes, to_make, strict=True):
             made = self.made(selection, one, part=clock.making(n_windows))
             if clock.seconds:
                 self.seconds[one.text] = clock.seconds
             named = "pruned" if one == recipe else "masked"
+            settings = _settings_of(selection, made) | {"summed_score": score}
             measured = measured_of(parts, made, clock, named=named)
-            rows += [point(made, row, recipe=one) for row in measured]
+            rows += [row | settings for row in measured]
             new = self._with_differences(rows)
             if one != recipe:
                 self._add(new, texts)
@@ -634,26 +634,24 @@ def without_losses(
     return [row for row in rows if not losses & row.keys()]
 
 
-def _point(
-    selection: Selection,
-    mask: "PruningResult | None",
-    measured: dict[str, Any],
-    *,
-    recipe: WeightRecipe,
-    score: float,
-) -> dict[str, Any]:
-    shown = Selection(0.0) if mask is None else selection
+_DENSE = {
+    "selection": None,
+    "estimator": "dense",
+    "weights": "dense",
+    **{name: getattr(Selection(0.0), name) for name in _SHOWN},
+    "achieved_ratio": 0.0,
+    "summed_score": 0.0,
+}
+"""What a point of the dense model says of its settings."""
+
+
+def _settings_of(selection: Selection, made: "PruningResult") -> dict[str, Any]:
+    """What a point of a pruned model says of its settings."""
     return {
-        **measured,
-        "selection": None if mask is None else selection,
-        "estimator": "dense" if mask is None else _estimator_of(mask, selection),
-        "weights": "dense" if mask is None else recipe.text,
-        **{name: getattr(shown, name) for name in _SHOWN},
-        "achieved_ratio": 0.0 if mask is None else mask.keep.achieved_ratio,
-        "summed_score": 0.0 if mask is None else score,
+        "selection": selection,
+        # That of `compress` is maybe not the one asked for.
+        "estimator": str(made.keep.settings.get("estimator", selection.estimator)),
+        "weights": made.recipe.text,
+        **{name: getattr(selection, name) for name in _SHOWN},
+        "achieved_ratio": made.keep.achieved_ratio,
     }
-
-
-def _estimator_of(made: "PruningResult", selection: Selection) -> str:
-    """The estimator that chose the mask; of `compress`, maybe not the one asked for."""
-    return str(made.keep.settings.get("estimator", selection.estimator))

@@ -63,12 +63,11 @@ class Sweep:
 
         Points of what the text of a corpus was before do not count.
         """
-        points = session.points
-        rows = points[points["weights"].eq(self.recipe.text)]
         corpora = {*self.datasets} - {*session.tasks}
         texts = {k: text for k, text in session.texts.items() if k in corpora}
-        rows = rows[~rows["dataset"].isin(session.changed(texts))]
-        known = set(zip(rows["selection"], rows["dataset"], strict=True))
+        points = session.points[session.points["weights"].eq(self.recipe.text)]
+        points = points[~points["dataset"].isin(session.changed(texts))]
+        known = set(zip(points["selection"], points["dataset"], strict=True))
         left = {
             selection: [k for k in self.datasets if (selection, k) not in known]
             for selection in map(self.recipe.asked, self.selections)
