@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,20 +70,6 @@ class Part:
             "windows": loss.windows,
             "text": self.text,
         }
-
-
-def measured_of(
-    parts: Sequence[Part],
-    made: "PruningResult | None",
-    clock: "Clock",
-    *,
-    named: str = "dense",
-) -> Iterator[dict[str, Any]]:
-    """The measurements of one model, a row for each corpus and task."""
-    for part in parts:
-        progress = clock.part(f"{named} on {part.dataset}", part.n_windows)
-        measured = part.measured(made, progress)
-        yield {"dataset": part.dataset, "seconds": clock.seconds, **measured}
 
 
 def seconds_of_scoring(table: ImportanceTable, profile: "Profile") -> float | None:

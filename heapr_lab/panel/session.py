@@ -24,7 +24,6 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.evaluations import (
     Clock,
     Part,
-    measured_of,
     seconds_of_scoring,
     windows_of_task,
 )
@@ -92,6 +91,15 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 POINT_COLUMNS = Point.__struct_fields__
 """Columns of `PruningSession.points`."""
+_DENSE = {
+    "selection": None,
+    **{name: getattr(Selection(0.0), name) for name in _SHOWN},
+    "estimator": "dense",
+    "weights": "dense",
+    "achieved_ratio": 0.0,
+    "summed_score": 0.0,
+}
+"""What is the same in all points of the dense model."""
 
 
 def named(selection: Selection, recipe: WeightRecipe) -> str:
@@ -403,12 +411,12 @@ class PruningSession(traitlets.HasTraits):
         recipe: WeightRecipe | None = None,
         report: "Callable[..., None] | None" = None,
         masked_first: bool = False,
-    ) -> pd.DataFrame:
+    ) -> None:
         """Measure perplexity on the test splits of corpora, and accuracy of tasks.
 
         The dense model is measured, and the pruned one with weights of `recipe`;
-        earlier results of the dense and of the masked model come from the cache. It may
-        run in any thread.
+        earlier results of the dense and of the masked model come from the cache. Their
+        rows are added to `points`. It may run in any thread.
 
         Args:
             datasets: corpora, by their names or paths, and tasks among `tasks`.
@@ -419,17 +427,12 @@ class PruningSession(traitlets.HasTraits):
             masked_first: whether the masked model is measured, too, and its points are
                 added before other weights are made.
 
-        Returns:
-            The new rows of `points`: the dense model (ratio 0) and the selection, by
-            `masked_first` also masked.
-
         Raises:
             SpecError: there is no model, or there are no corpora and no tasks.
         """
         recipe = recipe or self.recipe
         selection = recipe.asked(selection or self.selection)
         parts = self._parts(datasets)  # only now, for it waits for the model
-        texts = {part.dataset: part.text for part in parts}
         ranked = self._ranked(selection)
         first = [MASKED] if recipe != MASKED and masked_first else []
         recipes = [*first, recipe] if ranked.n_removed else []
@@ -437,21 +440,19 @@ class PruningSession(traitlets.HasTraits):
         each = sum(part.n_windows for part in parts)
         clock = Clock((1 + len(recipes)) * each + sum(to_make), report)
         score = self.score_of(ranked, selection)
-        rows = [row | _DENSE for row in measured_of(parts, None, clock)]
-        new = self._with_differences(rows)
+        dense = self._measured(parts, clock, _DENSE)
+        rows = [_compared(row, row) for row in dense]
         for one, n_windows in zip(recipes, to_make, strict=True):
             made = self.made(selection, one, part=clock.making(n_windows))
             if clock.seconds:
                 self.seconds[one.text] = clock.seconds
+            about = _about(selection, one, made.keep, score)
             named = "pruned" if one == recipe else "masked"
-            settings = _settings_of(selection, made) | {"summed_score": score}
-            measured = measured_of(parts, made, clock, named=named)
-            rows += [row | settings for row in measured]
-            new = self._with_differences(rows)
+            pruned = self._measured(parts, clock, about, made, named=named)
+            rows += map(_compared, pruned, dense)
             if one != recipe:
-                self._add(new, texts)
-        self._add(new, texts)
-        return new
+                self._add(rows)
+        self._add(rows)
 
     def _parts(self, datasets: Sequence[str]) -> list[Part]:
         """What each model is measured on.
@@ -519,39 +520,33 @@ class PruningSession(traitlets.HasTraits):
         making = 0 if selection is None else self._windows_to_make(selection, recipe)
         return making + sum(part.n_windows for part in self._parts(datasets))
 
-    def _with_differences(self, rows: list[dict[str, Any]]) -> pd.DataFrame:
-        """Points, with the difference to the dense model of each, which comes first."""
-        self._keep_seconds(rows)
-        self._keep_windows(rows)
-        new = pd.DataFrame(rows, columns=list(POINT_COLUMNS))
-        nll = new["nll"].astype(float)
-        new["delta_nll"] = nll - nll.groupby(new["dataset"]).transform("first")
-        return new
+    def _measured(
+        self,
+        parts: list[Part],
+        clock: Clock,
+        about: Mapping[str, Any],
+        made: "PruningResult | None" = None,
+        *,
+        named: str = "dense",
+    ) -> list[dict[str, Any]]:
+        """The rows of one model, `about` which is the same in all.
 
-    def _keep_seconds(self, rows: list[dict[str, Any]]) -> None:
-        """Keep how long a task took, and a window, unless it came from the cache."""
-        for row in rows:
-            if row["seconds"] and row.get("windows"):
-                self.seconds_a_window = row["seconds"] / len(row["windows"])
-            elif row["seconds"]:
-                self.seconds[row["dataset"]] = row["seconds"]
-
-    def _keep_windows(self, rows: list[dict[str, Any]]) -> None:
-        """Keep the losses of single windows, and which items are answered rightly.
-
-        `stderr` of each Δloss is over windows.
+        Losses of single windows, and which items are answered rightly, are kept; and
+        how long a task took, and a window, unless it came from the cache.
         """
-        dense: dict[str, tuple[float, ...]] = {}
-        for row in rows:
+        rows = []
+        for part in parts:
+            progress = clock.part(f"{named} on {part.dataset}", part.n_windows)
+            row = {**about, "dataset": part.dataset, **part.measured(made, progress)}
             losses = row.get("windows", ())
+            if clock.seconds and losses:
+                self.seconds_a_window = clock.seconds / len(losses)
+            elif clock.seconds:
+                self.seconds[part.dataset] = clock.seconds
             if each := losses or row.get("items"):
                 self.windows[row["selection"], row["weights"], row["text"]] = each
-            if not losses:
-                continue
-            if row["selection"] is None:  # which is first
-                dense[row["dataset"]] = losses
-            elif len(dense.get(row["dataset"], ())) == len(losses):
-                row["stderr"] = paired_difference(losses, dense[row["dataset"]])[1]
+            rows.append(row)
+        return rows
 
     def made(
         self, selection: Selection, recipe: WeightRecipe, *, part: StartPart = no_parts
@@ -589,11 +584,12 @@ class PruningSession(traitlets.HasTraits):
         finally:
             self._making.release()
 
-    def _add(self, new: pd.DataFrame, texts: dict[str, str]) -> None:
+    def _add(self, rows: list[dict[str, Any]]) -> None:
         """Add points in place of those of the same model, or of another text."""
         keys = ["dataset", "selection", "weights"]
+        new = pd.DataFrame(rows, columns=list(POINT_COLUMNS))
         with self._adding:  # two tabs may measure at the same time
-            self._keep_texts(texts)
+            self._keep_texts({row["dataset"]: row["text"] for row in rows})
             frames = [frame for frame in (self.points, new) if len(frame)]
             points = pd.concat(frames, ignore_index=True)
             self.points = points.drop_duplicates(keys, keep="last", ignore_index=True)
@@ -634,24 +630,27 @@ def without_losses(
     return [row for row in rows if not losses & row.keys()]
 
 
-_DENSE = {
-    "selection": None,
-    "estimator": "dense",
-    "weights": "dense",
-    **{name: getattr(Selection(0.0), name) for name in _SHOWN},
-    "achieved_ratio": 0.0,
-    "summed_score": 0.0,
-}
-"""What a point of the dense model says of its settings."""
-
-
-def _settings_of(selection: Selection, made: "PruningResult") -> dict[str, Any]:
-    """What a point of a pruned model says of its settings."""
+def _about(
+    selection: Selection, recipe: WeightRecipe, keep: KeepMask, score: float
+) -> dict[str, Any]:
+    """What is the same in all points of a pruned model, whose mask is `keep`."""
     return {
         "selection": selection,
-        # That of `compress` is maybe not the one asked for.
-        "estimator": str(made.keep.settings.get("estimator", selection.estimator)),
-        "weights": made.recipe.text,
+        # Of `compress`, maybe not the one asked for.
+        "estimator": str(keep.settings.get("estimator", selection.estimator)),
+        "weights": recipe.text,
         **{name: getattr(selection, name) for name in _SHOWN},
-        "achieved_ratio": made.keep.achieved_ratio,
+        "achieved_ratio": keep.achieved_ratio,
+        "summed_score": score,
     }
+
+
+def _compared(row: dict[str, Any], dense: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with its difference to that of the dense model on the same text."""
+    if "nll" not in row:
+        return row
+    windows = row["windows"], dense["windows"]
+    row["delta_nll"] = row["nll"] - dense["nll"]
+    if row is not dense and len(windows[0]) == len(windows[1]) > 0:
+        row["stderr"] = paired_difference(*windows)[1]
+    return row
