@@ -61,7 +61,8 @@ class ExportTab(ipw.VBox):
             session,
             "Export",
             self._export,
-            (self.folder, self.heal),
+            self.folder,
+            self.heal,
             never="" if session.workbench else _NO_MODEL,
             said=_WRITTEN_BEFORE,
         )

@@ -6,6 +6,7 @@ no torch.
 """
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -102,6 +103,7 @@ class InspectTab(ipw.VBox):
         if session.workbench is None:
             super().__init__([ipw.HTML(status(_NO_MODEL))])
             return
+        self._job = functools.partial(ResultJob, session)
         self._build_text()
         self._build_token()
         self._build_atom()
@@ -118,32 +120,23 @@ class InspectTab(ipw.VBox):
             _PROMPT, description="text", rows=4, continuous_update=False, layout=wide
         )
         self.n_tokens = NumberBox("tokens to write", 40, least=1, most=1000)
-        self.generate = ResultJob(
-            self.session, "Generate", self._generated, (self.text, self.n_tokens)
-        )
-        self.compare = ResultJob(
-            self.session, "Compare losses", self._compared, (self.text,)
-        )
-        self.attribute = ResultJob(
-            self.session, "Attribute", self._attributed, (self.text,)
-        )
+        self.generate = self._job("Generate", self._generated, self.text, self.n_tokens)
+        self.compare = self._job("Compare losses", self._compared, self.text)
+        self.attribute = self._job("Attribute", self._attributed, self.text)
 
     def _build_token(self) -> None:
         self.layer = _box("layer of the token", self.session.table.shapes())
         self.position = NumberBox("position of the token", 1, least=0, most=1)
-        self.route = ResultJob(
-            self.session,
-            "Show routing",
-            self._routed,
-            (self.text, self.layer, self.position),
-            of=lambda: said_by(self.layer, self.position),
+        place = self.layer, self.position
+
+        def explained() -> str:
+            return f"{self.session.named()}; {said_by(*place)}"
+
+        self.route = self._job(
+            "Show routing", self._routed, self.text, *place, of=lambda: said_by(*place)
         )
-        self.explain = ResultJob(
-            self.session,
-            "Attribute to atoms",
-            self._explained,
-            (self.text, self.layer, self.position),
-            of=lambda: f"{self.session.named()}; {said_by(self.layer, self.position)}",
+        self.explain = self._job(
+            "Attribute to atoms", self._explained, self.text, *place, of=explained
         )
 
     def _build_atom(self) -> None:
@@ -155,12 +148,9 @@ class InspectTab(ipw.VBox):
         self._boxes = (self.atom_layer, self.expert, self.atom)
         self.nearest = one_of("pruned last", [("none", ())], width="460px")
         self.note = ipw.HTML()
-        self.show_contexts = ResultJob(
-            self.session,
-            "Show contexts",
-            self._contexts,
-            self._boxes,
-            of=lambda: said_by(*self._boxes),
+        boxes = self._boxes
+        self.show_contexts = self._job(
+            "Show contexts", self._contexts, *boxes, of=lambda: said_by(*boxes)
         )
 
     def _rows(self) -> list[ipw.Widget]:

@@ -87,8 +87,8 @@ class Job(ipw.VBox):
             below: what else is laid out, below all that.
         """
         self.work, self._of = work, of
-        self.blocked: Callable[[], str] = str
-        """Why the work cannot start now; empty if it can."""
+        self.waits_for: Sequence[Job] = ()
+        """While one of them runs, the work cannot start."""
         self.button = button(name, self.start, primary=True)
         stops = f"stop {name} at its next step"
         self.cancel_button = button("Cancel", self.cancel, said=stops)
@@ -110,13 +110,14 @@ class Job(ipw.VBox):
         return self._worker is not None and self._worker.is_alive()
 
     def start(self, _button: ipw.Button | None = None) -> None:
-        """Start the work unless it is running or blocked, as the button does."""
+        """Start it, as the button does, unless it or what it waits for is running."""
         if self.running:
             return
-        why = self.blocked()
-        if why:
-            self.error.value = alert(why)
-            return
+        for job in self.waits_for:
+            if job.running:
+                name = job.button.description
+                self.error.value = alert(f"wait until {name} has ended, or cancel it")
+                return
         self._stop.clear()
         _stop_when_interrupted()
         self._left = TimeLeft()
@@ -187,15 +188,9 @@ def take_turns(alone: Job, jobs: Iterable[Job]) -> None:
 
     A method that drops experts changes the model in all threads while it is measured.
     """
-    others = [job for job in jobs if job is not alone]
-    alone.blocked = lambda: _busy(others)
-    for job in others:
-        job.blocked = lambda: _busy([alone])
-
-
-def _busy(jobs: Sequence[Job]) -> str:
-    running = [each.button.description for each in jobs if each.running]
-    return f"wait until {running[0]} has ended, or cancel it" if running else ""
+    alone.waits_for = [job for job in jobs if job is not alone]
+    for job in alone.waits_for:
+        job.waits_for = [alone]
 
 
 def jobs_in(widget: ipw.Widget) -> Iterator[Job]:
@@ -227,8 +222,7 @@ class ResultJob(Job):
         session: PruningSession,
         name: str,
         make: Callable[..., str],
-        controls: Sequence[ipw.Widget],
-        *,
+        *controls: ipw.Widget,
         said: str = _OUT_OF_DATE,
         **options: Any,
     ) -> None:
@@ -239,7 +233,7 @@ class ResultJob(Job):
             name: label of the button.
             make: called in a thread with a `Report`, the `JobSettings` at the start,
                 and the values of the controls then; the result as HTML.
-            controls: their values are settings too.
+            *controls: their values are settings too.
             said: what stands above a result that is out of date.
             **options: the options of `Job`; by default the work is of what is chosen.
         """
