@@ -170,28 +170,26 @@ class InspectTab(ipw.VBox):
 
     def refresh(self) -> None:
         """Show the atoms pruned last; called when the selection changes."""
-        if not self.session.is_ready:
+        session = self.session
+        if not session.is_ready:
             return
         self._limit_position()
         for job in jobs_in(self):
             job.check()
         try:
-            nearest = nearest_the_cut(
-                self.session.table,
-                self.session.keep,
-                estimator=self.session.selection.estimator,
-            )
+            keep, estimator = session.keep, session.selection.estimator
         except SpecError as error:  # an infeasible selection
             self.nearest.options = [("none", ())]
             self.note.value = failure(error)
             return
         self.note.value = ""
+        nearest = nearest_the_cut(session.table, keep, estimator=estimator)
         first = "choose an atom" if len(nearest) else "none: nothing is pruned"
-        atoms = nearest[list(KEYS)].itertuples(index=False, name=None)
-        options: list[tuple[str, tuple[int, ...]]] = [(first, ())]
-        for atom, score in zip(atoms, nearest["score"], strict=True):
-            options.append((f"{_place_text(atom)} (score {score:.3g})", atom))
-        self.nearest.options = options
+        atoms = [
+            (f"{_place_text(atom)} (score {score:.3g})", tuple(atom))
+            for *atom, score in nearest.itertuples(index=False, name=None)
+        ]
+        self.nearest.options = [(first, ()), *atoms]
 
     def _take_atom(self, change: Any) -> None:
         """Put layer, expert and atom into the boxes, if an atom is chosen."""
@@ -316,9 +314,7 @@ class InspectTab(ipw.VBox):
             bench.model,
             windows,
             tokenizer=bench.tokenizer,
-            layer=layer,
-            expert=expert,
-            atom=atom,
+            **dict(zip(KEYS, numbers, strict=True)),
             progress=lambda done, n: report(done, n, f"window {done} of {n}"),
         )
         summary = (
