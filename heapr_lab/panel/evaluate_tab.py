@@ -155,11 +155,7 @@ class EvaluateTab(ipw.VBox):
         self.differences.value = _differences(self.session)
 
     def _evaluate(self, report: Report) -> None:
-        self.session.evaluate(
-            self.datasets,
-            report=report,
-            masked_first=True,
-        )
+        self.session.evaluate(self.datasets, report=report, masked_first=True)
 
     def foresee(self) -> None:
         """Say how long Evaluate takes, unless it runs or that is not known."""

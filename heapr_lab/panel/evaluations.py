@@ -11,8 +11,6 @@ import pandas as pd
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.progress import Parts, Progress, StartPart
 from heapr_lab.storage.hashing import digest
-from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
-from heapr_lab.workbench.settings import CONTINUATION
 
 if TYPE_CHECKING:
     from heapr_lab.recipes.making import PruningResult
@@ -102,12 +100,12 @@ def windows_of_task(task: str, bench: "Workbench") -> int:
 def _items(task: str, n_items: int) -> pd.DataFrame | None:
     """The items of a task, a row for each; None if only the harness knows them."""
     from heapr_lab.tasks.harness import continuation_items
-    from heapr_lab.tasks.paper_tasks import local_items
+    from heapr_lab.tasks.paper_tasks import continued, local_items
     from heapr_lab.text.corpora import load_corpus
 
-    name, _, corpus = task.partition(":")
-    if name == CONTINUATION:
-        text = load_corpus(corpus or DEFAULT_CORPUS, split="test")
+    corpora, _ = continued([task])
+    if corpora:
+        text = load_corpus(corpora[0], split="test")
         return continuation_items(text, n_items=n_items)
     path = local_items(task)
     return None if path is None else pd.read_parquet(path)

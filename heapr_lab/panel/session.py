@@ -5,10 +5,10 @@ enough to follow a slider; the model runs only in `PruningSession.evaluate`.
 """
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -191,11 +191,9 @@ class PruningSession(traitlets.HasTraits):
         self._chosen: dict[tuple[Selection, WeightRecipe], KeepMask] = {}
         """Masks that were chosen with the weights."""
         # For the selection that is shown, each is computed once.
-        last = functools.lru_cache(maxsize=2)
-        self._windows_of_task = functools.cache(
-            lambda task: windows_of_task(task, self.bench)
-        )
-        self._ranked = last(functools.partial(select, table))
+        last = lru_cache(maxsize=2)
+        self._windows_of_task = cache(lambda task: windows_of_task(task, self.bench))
+        self._ranked = last(partial(select, table))
         self._last_savings = last(self.savings_of)
         self._score = last(self.score_of)
 
@@ -386,19 +384,12 @@ class PruningSession(traitlets.HasTraits):
         last = points.drop_duplicates("ratio", keep="last").set_index("ratio")
         return last["delta_nll"].astype(float).sort_index()
 
-    def loss_of(self, selection: Selection, recipe: WeightRecipe, corpus: str) -> float:
-        """The measured Δloss of a selection with weights of `recipe`, on a corpus."""
-        points = self.points_for(recipe.asked(selection), recipe.text)
-        return float(points.set_index("dataset")["delta_nll"][corpus])
-
     def _points_alike(self) -> pd.DataFrame:
         """Points with a loss and the same settings, except for the ratio."""
-        same = replace(self.selection, ratio=0.0)
+        same = self.selection.ranking_key
         points = self.points[self.points["nll"].notna()]
         points = points[points["weights"].eq(self.recipe.text)]
-        alike = [
-            s is not None and replace(s, ratio=0.0) == same for s in points.selection
-        ]
+        alike = [selection.ranking_key == same for selection in points["selection"]]
         return points[np.array(alike, dtype=bool)]
 
     # --- evaluating -------------------------------------------------------------
@@ -559,7 +550,7 @@ class PruningSession(traitlets.HasTraits):
         from heapr_lab.workbench.settings import Setting
 
         setting = Setting(selection, self.calibration)
-        work = functools.partial(make, self.bench, self.table, setting)
+        work = partial(make, self.bench, self.table, setting)
         if recipe.weights == "unchanged":
             return work(recipe, part=part)
         fitted = replace(recipe, heal=0)

@@ -182,7 +182,8 @@ def search_ratio(
         tried = replace(selection, ratio=round(ratio, 2))
         sweep = Sweep((tried,), (corpus,), recipe=recipe)
         sweep.run(session, report=report)
-        return session.loss_of(tried, recipe, corpus)
+        points = session.points_for(recipe.asked(tried), recipe.text)
+        return float(points.set_index("dataset")["delta_nll"][corpus])
 
     largest_ratio(loss_at, rise, highest=_feasible(session.table, selection))
 
