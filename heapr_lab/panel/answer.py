@@ -6,7 +6,6 @@ something else than what is chosen. Two tables have all other numbers.
 """
 
 import html
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -74,9 +73,7 @@ def compact(number: float, unit: str = "") -> str:
     """
     for step, letter in _STEPS:
         if number >= 0.9995 * step:
-            shown = number / step
-            digits = max(0, 2 - int(math.log10(max(1.0, shown))))
-            return f"{shown:.{digits}f} {letter}{unit}"
+            return f"{number / step:#.3g}".rstrip(".") + f" {letter}{unit}"
     return f"{number:.0f} {unit}".strip()
 
 
@@ -108,12 +105,9 @@ def _sizes(session: PruningSession) -> list[Answer]:
         return [Answer(name, "", "", "not known yet: Evaluate") for name in names]
     if saved is None:
         return [Answer(name, "", "", "not in the table") for name in names]
-    sizes = (
-        (names[0], "parameters", "", "counted"),
-        (names[1], "bytes", "B", session.bytes_are()),
-    )
+    kinds = ("parameters", "", "counted"), ("bytes", "B", session.bytes_are())
     answers = []
-    for name, what, unit, of in sizes:
+    for name, (what, unit, of) in zip(names, kinds, strict=True):
         before, after = _change(saved, what)
         span = _span(compact(before, unit), compact(after, unit))
         answers.append(Answer(name, span, f"−{_saved(before, after)}", of))
@@ -138,25 +132,18 @@ def _saved(before: float, after: float) -> str:
 def _perplexity(session: PruningSession) -> Answer:
     """The measured perplexity, else the nearest that was measured."""
     measured = session.measured()
-    if len(measured):
-        return _loss(session, measured.iloc[0], "measured")
-    other = _nearest(session, "nll")
-    if other is None:
+    row = measured.iloc[0] if len(measured) else _nearest(session, "nll")
+    if row is None:
         return _missing("perplexity", session)
-    label = f"measured {_settings(session, other)}"
-    return _loss(session, other, label, stale=True)
+    setting = "" if len(measured) else f" {_settings(session, row)}"
+    span = _span(*_perplexities(row))
+    change = f"{row.delta_nll:+.3f} {PER_TOKEN}{_error(row.stderr, '.3f')}"
+    of = f"{MEASURED}{setting} on {_text_of(session, row)}"
+    return Answer("perplexity", span, change, of, measured.empty)
 
 
 def _missing(name: str, session: PruningSession) -> Answer:
     return Answer(name, "", "", _NOT_YET if session.workbench else "needs a model")
-
-
-def _loss(
-    session: PruningSession, row: pd.Series, label: str, *, stale: bool = False
-) -> Answer:
-    change = f"{row.delta_nll:+.3f} {PER_TOKEN}{_error(row.stderr, '.3f')}"
-    span, where = _span(*_perplexities(row)), f"{label} on {_text_of(session, row)}"
-    return Answer("perplexity", span, change, where, stale)
 
 
 def _text_of(session: PruningSession, row: pd.Series) -> str:
@@ -195,7 +182,7 @@ def _accuracy(session: PruningSession) -> Answer:
         "accuracy [%]",
         _span(f"{before:.1f}", f"{after:.1f}"),
         f"{after - before:+.1f}{_error(spread, '.1f')}",
-        f"measured{setting} on {on}",
+        f"{MEASURED}{setting} on {on}",
         shown != chosen,
     )
 
@@ -245,9 +232,8 @@ def _settings(session: PruningSession, row: pd.Series) -> str:
     return f"for {float(row.ratio):.4g}{rules},"
 
 
-def _error(stderr: object, form: str) -> str:
-    error = float(stderr) if stderr is not None else math.nan  # type: ignore[arg-type]
-    return f" ± {error:{form}}" if math.isfinite(error) else ""
+def _error(stderr: float | None, form: str) -> str:
+    return "" if pd.isna(stderr) else f" ± {stderr:{form}}"
 
 
 # --- all numbers ----------------------------------------------------------------------
@@ -447,13 +433,12 @@ def emptied_layers(keep: KeepMask) -> str:
 
 def emptied_experts(keep: KeepMask) -> str:
     """How many experts lose all their atoms."""
-    kept = [np.count_nonzero(array, axis=1) for array in keep.arrays.values()]
-    widths = np.concatenate(kept)
-    gone = int(np.count_nonzero(widths == 0))
+    left = np.concatenate([kept.any(axis=1) for kept in keep.arrays.values()])
+    gone = int((~left).sum())
     if not gone:
         return ""
     verb = "loses" if gone == 1 else "lose"
-    return f"{gone:,} of {len(widths):,} experts {verb} all atoms."
+    return f"{gone:,} of {len(left):,} experts {verb} all atoms."
 
 
 def removed_share(
