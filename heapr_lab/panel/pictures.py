@@ -162,16 +162,21 @@ def figure_points(points: pd.DataFrame) -> Figure:
     losses, tasks = points["nll"].notna(), points["accuracy"].notna()
     charts: list[tuple[Any, pd.DataFrame, str]] = []
     if losses.any() or not tasks.any():
-        charts.append((_losses, points[losses], f"Δloss [{PER_TOKEN}] ↓"))
+        pruned = points[losses & points["estimator"].ne("dense")]
+        charts.append((_draw_losses, pruned, f"Δloss [{PER_TOKEN}] ↓"))
     if tasks.any():
-        charts.append((_accuracies, points[tasks], "accuracy [%] ↑"))
+        charts.append((_draw_accuracies, points[tasks], "accuracy [%] ↑"))
     n, ways = len(charts), _looks(zip(cycle(COLORS), cycle(MARKERS), strict=True))
     figure = Figure(figsize=(8.6, 3.4 * n))
     figure.set_layout_engine("none")  # so that charts are aligned
     room = {"left": 0.09, "right": 0.61, "bottom": 0.15 / n, "top": 1 - 0.04 / n}
     axes = figure.subplots(n, squeeze=False, gridspec_kw={**room, "hspace": 0.235})
-    for ax, (plot, rows, quantity) in zip(axes[:, 0], charts, strict=True):
-        plot(ax, rows, ways)
+    for ax, (draw, rows, quantity) in zip(axes[:, 0], charts, strict=True):
+        styles = _looks(cycle(LINE_STYLES))
+        for way, dataset, curve in _curves(rows):
+            color, marker = ("0.5", "") if way == "dense" else ways[way]
+            look = {"color": color, "marker": marker, "ls": styles[dataset]}
+            draw(ax, curve, look | {"label": f"{dataset}, measured: {way}"})
         ax.set(xlabel=LABELS["ratio"], ylabel=quantity)
         _finish(ax)
     return figure
@@ -182,60 +187,34 @@ def _looks(looks: Iterator[Any]) -> Mapping[str, Any]:
     return defaultdict(looks.__next__)
 
 
-def _losses(ax: Axes, points: pd.DataFrame, ways: Mapping[str, Any]) -> None:
-    corpora = _looks(cycle(LINE_STYLES))
-    for way, dataset, curve in _curves(points[points["estimator"].ne("dense")]):
-        _curve(ax, curve, _curve_look(way, dataset, ways, corpora))
-
-
 def _curves(points: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """The settings as text, the corpus or task, and the points by ratio."""
+    """The settings as text, the corpus or task, and the points by ratio; dense last."""
     pairs = zip(points["selection"], points["weights"], strict=True)
     named = points.assign(way=[setting_text(*pair) for pair in pairs])
-    named = named.astype({"achieved_ratio": float, "delta_nll": float})
+    numbers = "achieved_ratio", "delta_nll", "accuracy", "stderr"
+    named = named.astype(dict.fromkeys(numbers, float))
+    named = named.sort_values("way", key=lambda way: way.eq("dense"), kind="stable")
     for (way, dataset), group in named.groupby(["way", "dataset"], sort=False):
         yield str(way), str(dataset), group.sort_values("achieved_ratio")
 
 
-def _curve_look(
-    way: str, dataset: str, ways: Mapping[str, Any], datasets: Mapping[str, Any]
-) -> dict[str, Any]:
-    color, marker = ways[way]
-    return {
-        "color": color,
-        "marker": marker,
-        "linestyle": datasets[dataset],
-        "linewidth": 1.4,
-        "markersize": 5,
-        "label": f"{dataset}, measured: {way}",
-    }
-
-
-def _curve(ax: Axes, curve: pd.DataFrame, look: dict[str, Any]) -> None:
+def _draw_losses(ax: Axes, curve: pd.DataFrame, look: dict[str, Any]) -> None:
     """Points with standard errors where they are known, from the dense model on."""
-    x, y = 100 * curve["achieved_ratio"], curve["delta_nll"]
-    ax.plot([0.0, *x], [0.0, *y], markevery=slice(1, None), **look)
-    error = curve["stderr"].astype(float)
+    x, y, error = 100 * curve["achieved_ratio"], curve["delta_nll"], curve["stderr"]
+    ax.plot([0.0, *x], [0.0, *y], markevery=slice(1, None), lw=1.4, ms=5, **look)
     if error.notna().any():
         bars = {"fmt": "none", "ecolor": look["color"], "elinewidth": 1.0, "capsize": 2}
         ax.errorbar(x, y, yerr=error.fillna(0.0), **bars)
 
 
-def _accuracies(ax: Axes, points: pd.DataFrame, ways: Mapping[str, Any]) -> None:
+def _draw_accuracies(ax: Axes, curve: pd.DataFrame, look: dict[str, Any]) -> None:
     """Accuracy with its standard error; a line across for the dense model."""
-    tasks = _looks(cycle(LINE_STYLES))
-    for way, task, curve in _curves(points[points["estimator"].ne("dense")]):
-        ax.errorbar(
-            100 * curve["achieved_ratio"],
-            100 * curve["accuracy"].astype(float),
-            yerr=100 * curve["stderr"].astype(float),
-            capsize=2,
-            **_curve_look(way, task, ways, tasks),
-        )
-    for row in points[points["estimator"].eq("dense")].itertuples():
-        style = tasks[row.dataset]
-        name = f"{row.dataset}, measured: dense"
-        ax.axhline(100 * row.accuracy, color="0.5", lw=1, ls=style, label=name)
+    accuracy, error = 100 * curve["accuracy"], 100 * curve["stderr"]
+    if curve["selection"].isna().all():
+        ax.axhline(accuracy.iloc[0], lw=1, **look)
+    else:
+        x = 100 * curve["achieved_ratio"]
+        ax.errorbar(x, accuracy, yerr=error, capsize=2, lw=1.4, ms=5, **look)
 
 
 def _finish(ax: Axes) -> None:
