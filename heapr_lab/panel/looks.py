@@ -222,14 +222,6 @@ def columns_html(caption: str, columns: Mapping[str, Iterable[object]]) -> str:
     )
 
 
-def scrolling_html(name: str, table: str) -> str:
-    """A table in a box that scrolls, also with the keyboard, and is called `name`."""
-    return (
-        f'<div role="region" tabindex="0" aria-label="{name}" '
-        f'style="max-height:480px;overflow:auto">{table}</div>'
-    )
-
-
 def numbers(values: Iterable[float], form: str) -> list[str]:
     """The numbers as text; a dash where there is none."""
     return ["–" if pd.isna(value) else format(value, form) for value in values]

@@ -11,15 +11,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from heapr_lab.panel.looks import (
-    BORDER,
-    INK,
-    MUTED,
-    columns_html,
-    numbers,
-    scrolling_html,
-    status,
-)
+from heapr_lab.panel.looks import BORDER, INK, MUTED, columns_html, numbers, status
 from heapr_lab.pruning.masks import KeepMask
 
 _STEPS: Final = (0.1, 0.5, 2.0)
@@ -122,29 +114,22 @@ def _totals(losses: pd.DataFrame, pruned: str) -> str:
 
 
 def _loss_token(row: Any) -> str:
+    title = (
+        f"position {row.position}: Δ {row.delta_nll:+.2f} nats "
+        f"(dense {row.dense_nll:.2f}, pruned {row.pruned_nll:.2f})"
+    )
     if np.isnan(row.delta_nll):
-        title, style = "no loss: it is the first token", ""
-    else:
-        title = (
-            f"position {row.position}: Δ {row.delta_nll:+.2f} nats "
-            f"(dense {row.dense_nll:.2f}, pruned {row.pruned_nll:.2f})"
-        )
-        style = _loss_style(row.delta_nll)
-    text = _visible(row.token, break_="\n")
+        title = "no loss: it is the first token"
+    style, text = _style(row.delta_nll, _STEPS), _visible(row.token, break_="\n")
     return f'<span style="{style}" title="{title}">{text}</span>'
 
 
-def _loss_style(change: float) -> str:
+def _style(value: float, steps: Sequence[float]) -> str:
     """Background and underline, stronger with every step; none below the first."""
-    step = sum(abs(change) >= least for least in _STEPS)
-    return _step_style(step, worse=change > 0)
-
-
-def _step_style(step: int, *, worse: bool) -> str:
-    """Background and underline of one of three steps; none at 0."""
+    step = sum(abs(value) >= least > 0 for least in steps)
     if not step:
         return ""
-    color, line = (_WORSE, "solid") if worse else (_BETTER, "dotted")
+    color, line = (_WORSE, "solid") if value > 0 else (_BETTER, "dotted")
     return (
         f"background:rgba({color},{_OPACITY[step - 1]});"
         f"border-bottom:{step}px {line} rgb({color});margin-right:1px"
@@ -154,7 +139,7 @@ def _step_style(step: int, *, worse: bool) -> str:
 def _legend() -> str:
     def samples(sign: int) -> str:
         return " ".join(
-            f'<span style="{_loss_style(sign * step)};color:{INK};padding:0 4px">'
+            f'<span style="{_style(sign * step, _STEPS)};color:{INK};padding:0 4px">'
             f"{sign * step:+g}</span>"
             for step in _STEPS
         )
@@ -203,16 +188,11 @@ def continuations_html(
         text = f"Both models write the same {len(dense)} tokens."
     else:
         text = f"The same for {first} tokens; the first that differs is framed."
-    columns = [
-        _continuation(name, prompt, frame, first)
-        for name, frame in (
-            ("Dense model", dense),
-            (f"Pruned model: {pruned}", pruned_frame),
-        )
-    ]
+    columns = _continuation("Dense model", prompt, dense, first)
+    columns += _continuation(f"Pruned model: {pruned}", prompt, pruned_frame, first)
     return (
         f"{status(text)}"
-        f'<div style="display:flex;flex-wrap:wrap;gap:12px">{"".join(columns)}</div>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:12px">{columns}</div>'
     )
 
 
@@ -384,18 +364,19 @@ def _map(layers: Sequence[int], tokens: np.ndarray, texts: Sequence[str]) -> str
     names = ["position", "token", "all layers", *(f"layer {k}" for k in layers)]
     columns = dict(zip(names, zip(*rows, strict=True), strict=True))
     table = columns_html(caption, columns)
-    return scrolling_html("attribution by token and layer", table)
+    return (  # the box scrolls, also with the keyboard
+        '<div role="region" tabindex="0" aria-label="attribution by token and layer" '
+        f'style="max-height:480px;overflow:auto">{table}</div>'
+    )
 
 
 def _shades(values: np.ndarray, largest: float) -> list[str]:
     """The sum, and each value, marked by its share of `largest`."""
-    return [f"{1000 * values.sum():+.2f}", *(_shade(nats, largest) for nats in values)]
-
-
-def _shade(value: float, largest: float) -> str:
-    step = sum(abs(value) >= share * largest > 0 for share in _SHADES)
-    style = _step_style(step, worse=value > 0)
-    return f'<span style="{style}">{1000 * value:+.2f}</span>'
+    steps = [share * largest for share in _SHADES]
+    return [f"{1000 * values.sum():+.2f}"] + [
+        f'<span style="{_style(nats, steps)}">{1000 * nats:+.2f}</span>'
+        for nats in values
+    ]
 
 
 def token_html(
