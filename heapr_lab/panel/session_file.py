@@ -252,31 +252,27 @@ class SessionBar(ipw.VBox):
         Raises:
             SpecError: the settings are infeasible.
         """
-        session = self._session
-        saved = SavedSession(
+        session, opened = self._session, self._opened
+        tests, recipe, inspected = self._tests(), session.recipe, None
+        if session.workbench is not None:
+            inspected = Inspected(self._panel.inspection.text.value)
+        elif opened is not None:  # what only a model can use is passed on
+            tests, recipe, inspected = opened.tests, opened.recipe, opened.inspected
+        return SavedSession(
             KIND,
             VERSION,
             fingerprint_of(session.table),
             _measured_for(session),
-            self._tests(),
+            tests,
             session.texts,
             session.calibration,
             session.selection,
-            session.recipe,
+            recipe,
             tuple(self._panel.comparison.pins),
             points_of(session.points),
-            self._inspected(),
+            inspected,
             tuple(without_nan(session.method_rows)),
         )
-        if session.workbench is None and self._opened is not None:
-            # What only a model can use is passed on.
-            saved = msgspec.structs.replace(
-                saved,
-                tests=self._opened.tests,
-                inspected=self._opened.inspected,
-                recipe=self._opened.recipe,
-            )
-        return saved
 
     def _tests(self) -> Tests | None:
         bench = self._session.workbench
@@ -284,11 +280,6 @@ class SessionBar(ipw.VBox):
             return None
         profile = bench.profile
         return Tests(profile.seq_len, profile.n_test, profile.n_items)
-
-    def _inspected(self) -> Inspected | None:
-        if self._session.workbench is None:
-            return None
-        return Inspected(self._panel.inspection.text.value)
 
     # --- opening ------------------------------------------------------------------
 
@@ -365,12 +356,8 @@ class SessionBar(ipw.VBox):
 
     # --- buttons ------------------------------------------------------------------
 
-    @property
-    def _path(self) -> Path:
-        return path_of(self.file.value)
-
     def _save(self) -> None:
-        path, saved = self._path, self.saved()
+        path, saved = path_of(self.file.value), self.saved()
         self._write(path, lambda: write_session(path, saved))
 
     def _write(self, path: Path, write: Callable[[], object]) -> None:
@@ -382,7 +369,7 @@ class SessionBar(ipw.VBox):
             self._offer_undo(lambda: self._write(path, back))
 
     def _open(self) -> None:
-        self.replace(read_session(self._path))
+        self.replace(read_session(self.file.value))
 
     def _offer_undo(self, undo: Callable[[], object]) -> None:
         self._undo, self.undo_button.layout.display = undo, None
