@@ -266,8 +266,7 @@ class SweepSection(ipw.VBox):
             SpecError: it is nothing, or the current selection is infeasible.
         """
         return sweep_of(
-            self.session.selection,
-            self.session.recipe,
+            *self.session.settings(),
             ratios=read_ratios(self.ratios.value),
             estimators=self.estimators.value,
             datasets=self._tab.datasets,

@@ -144,15 +144,11 @@ def sweep_of(
 
 
 def _with(current: Selection, ratio: float, estimator: str) -> Selection:
-    within = find_estimator(estimator).within_layer
-    scope = "layer" if within else current.scope
-    options = current.estimator_options if estimator == current.estimator else ()
+    if estimator == current.estimator:
+        return replace(current, ratio=ratio)
+    scope = "layer" if find_estimator(estimator).within_layer else current.scope
     return replace(
-        current,
-        ratio=ratio,
-        estimator=estimator,
-        scope=scope,
-        estimator_options=options,
+        current, ratio=ratio, estimator=estimator, scope=scope, estimator_options=()
     )
 
 
@@ -198,9 +194,7 @@ def _feasible(table: ImportanceTable, selection: Selection) -> float:
             return True
         return False
 
-    if not is_refused(_HIGHEST):
-        return _HIGHEST / 100
-    first = bisect.bisect_left(range(_HIGHEST), True, key=is_refused)
+    first = bisect.bisect_left(range(_HIGHEST + 1), True, key=is_refused)
     return max(0, first - 1) / 100
 
 
