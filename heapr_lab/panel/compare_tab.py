@@ -8,7 +8,6 @@ from typing import Any
 
 import ipywidgets as ipw
 import pandas as pd
-import traitlets
 from matplotlib.figure import Figure
 
 from heapr_lab.errors import HeaprLabError, SpecError
@@ -56,8 +55,6 @@ _REDUCED = {
 class CompareTab(ipw.VBox):
     """Pins the current selection, runs methods, shows all of them and exports them."""
 
-    pins = traitlets.List[Pin]()
-
     def __init__(self, session: PruningSession) -> None:
         """Lay the tab out for `session`; nothing is pinned."""
         self.session = session
@@ -82,6 +79,7 @@ class CompareTab(ipw.VBox):
                 self.exported,
             ]
         )
+        self.show_pins([], session.method_rows)
         session.observe(self.refresh, names=["points", "method_rows"])
 
     def _build_pins(self) -> None:
@@ -92,7 +90,6 @@ class CompareTab(ipw.VBox):
         self.remove_button = button("Remove", self.remove)
         self.clear_button = button("Clear", self.clear)
         self.undo_button = button("Undo", self.undo)
-        self._offer_pins()
 
     def _build_views(self) -> None:
         self.message = ipw.HTML(status(_NOTHING_YET))
@@ -101,7 +98,6 @@ class CompareTab(ipw.VBox):
         self.table = ipw.HTML()
         self.folder = line("folder", "comparison")
         self.export_button = button("Export comparison", self._press_export)
-        self.clear_button.disabled = self.export_button.disabled = True
         self.exported = ipw.HTML(status(""))
 
     def pin(self, _button: ipw.Button | None = None) -> None:
@@ -116,13 +112,13 @@ class CompareTab(ipw.VBox):
         self._replace([*others, pin], self.session.method_rows)
 
     @property
-    def chosen(self) -> Pin:
-        """The pin that is chosen in the list."""
-        return self.pins[int(self.pinned.index)]
+    def pins(self) -> list[Pin]:
+        """The pins, which are the values of the list."""
+        return [pin for _, pin in self.pinned.options]
 
     def remove(self, _button: ipw.Button | None = None) -> None:
         """Remove the pin that is chosen in the list."""
-        others = [pin for pin in self.pins if pin != self.chosen]
+        others = [pin for pin in self.pins if pin != self.pinned.value]
         self._replace(others, self.session.method_rows)
 
     def clear(self, _button: ipw.Button | None = None) -> None:
@@ -162,18 +158,14 @@ class CompareTab(ipw.VBox):
         before: tuple[list[Pin], list[dict[str, Any]]] = ([], []),
     ) -> None:
         """Show these pins and rows of methods, and no others; Undo shows `before`."""
-        self.pins, self.session.method_rows, self._before = pins, rows, before
+        self.pinned.options = [(pin.label, pin) for pin in pins]
+        self.pinned.index = 0 if pins else None  # it stays None by itself
+        self.session.method_rows, self._before = rows, before
         self.label.value = _next_label(pins)
-        self._offer_pins()
-        self.refresh()
-
-    def _offer_pins(self) -> None:
-        """List the pins, and enable the buttons that have something to do."""
-        self.pinned.options = [(pin.label, n) for n, pin in enumerate(self.pins)]
-        self.pinned.index = 0 if self.pins else None  # it stays None by itself
-        self.undo_button.disabled = not any(self._before)
+        self.undo_button.disabled = not any(before)
         for control in (self.pinned, self.load_button, self.remove_button):
-            control.disabled = not self.pins
+            control.disabled = not pins
+        self.refresh()
 
     def widen(self, width: int) -> None:
         """Draw the chart so many pixels wide from now on."""

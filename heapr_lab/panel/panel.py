@@ -129,7 +129,7 @@ class Explorer(ipw.VBox):
         session.observe(self.refresh, names="recipe")
         session.observe(self._on_points, names="points")
         session.observe(self._changed, names="method_rows")
-        self.comparison.observe(self._changed, names="pins")
+        self.comparison.pinned.observe(self._changed, names="options")
         self.comparison.load_button.on_click(self._load)
         self.show_again()
 
@@ -232,7 +232,7 @@ class Explorer(ipw.VBox):
 
     def _load(self, _button: ipw.Button) -> None:
         """Show the settings of the pin that is chosen in the list."""
-        pin = self.comparison.chosen
+        pin = self.comparison.pinned.value
         table, selection = self.session.table, pin.selection
         self.controls.show(Controls(table, selection, lambda: None))
         self.weights.show(pin.recipe)

@@ -118,7 +118,7 @@ def test_looks_stay_while_rows_come_and_go() -> None:
     sizes = [dot.get_markersize() for dot in dots_of(right)]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 3
-    tab.pinned.value = 0
+    tab.pinned.index = 0
     tab.remove_button.click()
     assert colors() == {label: before[label] for label in "BC"}
     tab.label.value = "D"
