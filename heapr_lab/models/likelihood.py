@@ -3,8 +3,8 @@
 A causal language model is a *body* (ids to final hidden states) and a *head* (hidden
 states to logits: the output embedding, and in some families a scale or a soft cap).
 The body runs once; the head, which is the family's own `forward` with the body
-replaced by a replay of its recorded output, runs on a few tokens at a time. So logits
-are processed as the family does it, and a vocabulary of 150k fits into memory.
+replaced by a replay of its output, runs on a few tokens at a time. So logits are
+processed as the family does it, and a vocabulary of 150k fits into memory.
 
 Shapes: B windows, L tokens in each; d_model, d_vocab. Units: nats.
 """
@@ -104,12 +104,12 @@ def final_states(
             has no such tokens or positions.
     """
     check_fits(model, token_windows(ids), position_ids=position_ids)
-    recorder = _Recorder(_body(model))
     device = input_device(model)
     given = {"position_ids": position_ids, "attention_mask": attention_mask}
-    options = {name: x.to(device) for name, x in given.items() if x is not None}
-    _forward_with(model, recorder, ids.to(device), **options)
-    return recorder.states
+    inputs = {name: x.to(device) for name, x in given.items() if x is not None}
+    output = _body(model)(input_ids=ids.to(device), **inputs, **_options(model))
+    states: torch.Tensor = output.last_hidden_state
+    return states
 
 
 def states_of_all(
@@ -226,22 +226,6 @@ def _chunk_tokens(model: Any) -> int:
 # --- the body and the head of a model ---------------------------------------------
 
 
-class _Recorder(nn.Module):
-    """Runs the body and keeps its output; the head then sees one position only."""
-
-    body: nn.Module
-    states: torch.Tensor
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["body"] = body  # not a submodule: it belongs to the model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.body(*args, **kwargs)
-        self.states = output.last_hidden_state
-        return type(output)(last_hidden_state=self.states[:, -1:])
-
-
 class _States(MoeModelOutputWithPast):
     """An output of any body: heads of wrappers also read what only a wrapper has."""
 
@@ -256,26 +240,43 @@ class _States(MoeModelOutputWithPast):
 
 
 class _Replay(nn.Module):
-    """Replaces the body: gives recorded states to the head."""
+    """Replaces the body: gives known states to the head."""
 
-    def __init__(self, states: torch.Tensor) -> None:
-        super().__init__()
-        self.states = states
+    states: torch.Tensor
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         return _States(last_hidden_state=self.states)
 
 
 def _head(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The family's own map from hidden states (n, d_model) to logits (n, d_vocab)."""
-    no_ids = torch.zeros(1, 1, dtype=torch.long)
+    """The family's own map from hidden states (n, d_model) to logits (n, d_vocab).
+
+    It runs on a shallow copy, which shares every weight, so that no hook or assignment
+    changes a model that other threads may be running.
+    """
+    body, replay = _body(model), _Replay()
+    twin = object.__new__(type(model))
+    twin.__dict__.update(model.__dict__)
+    twin.__dict__["_modules"] = {
+        name: replay if child is body else child
+        for name, child in model.named_children()
+    }
+    no_ids, options = torch.zeros(1, 1, dtype=torch.long), _options(model)
 
     def head(rows: torch.Tensor) -> torch.Tensor:
-        replay = _Replay(rows[None])
-        logits: torch.Tensor = _forward_with(model, replay, no_ids).logits
+        replay.states = rows[None]
+        output: Any = type(model).forward(twin, input_ids=no_ids, **options)
+        logits: torch.Tensor = output.logits
         return logits[0]
 
     return head
+
+
+def _options(model: nn.Module) -> dict[str, bool]:
+    """Arguments of a forward: what it need not keep, as far as the family knows it."""
+    accepted = inspect.signature(type(model).forward).parameters
+    names = {"use_cache", "output_router_logits"} & accepted.keys()
+    return dict.fromkeys(names, False)
 
 
 def _body(model: Any) -> nn.Module:
@@ -293,25 +294,3 @@ def _body(model: Any) -> nn.Module:
         f"{type(model).__name__} has no body apart from its head; expected a "
         "causal language model of transformers (a ...ForCausalLM)"
     )
-
-
-def _forward_with(
-    model: nn.Module, body: nn.Module, ids: torch.Tensor, **inputs: torch.Tensor
-) -> Any:
-    """`model`'s forward with another body.
-
-    It runs on a shallow copy, which shares every weight, so that no hook or assignment
-    changes a model that other threads may be running.
-    """
-    real = _body(model)
-    children = {
-        name: body if child is real else child for name, child in model.named_children()
-    }
-    twin = object.__new__(type(model))
-    twin.__dict__.update(model.__dict__)
-    twin.__dict__["_modules"] = children
-    forward = type(model).forward
-    accepted = inspect.signature(forward).parameters
-    options = {"use_cache": False, "output_router_logits": False}
-    known = {name: value for name, value in options.items() if name in accepted}
-    return forward(twin, input_ids=ids, **inputs, **known)

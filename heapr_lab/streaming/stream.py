@@ -308,7 +308,7 @@ def _forward(
 ) -> Any:
     """The forward of a module of a part, which is read now, or what stands in for it.
 
-    Where layers are not run, nothing depends on the head, so it gives zeros.
+    Where layers are not run, the head is not, either.
     """
     stream, (layer, embeds) = stream_of(module), _instead.get()
     assert stream is not None
@@ -317,12 +317,7 @@ def _forward(
             return type(module).forward(module, inputs, *args, **options)
     if module in stream.blocks:
         return layer(number, inputs, *args, **options)
-    shape = module.weight.shape  # (d_vocab, d_model) of both
-    sizes = (
-        (*inputs.shape, shape[1])
-        if module is stream.embeddings
-        else (*inputs.shape[:-1], shape[0])
-    )
+    sizes = *inputs.shape, module.weight.shape[1]  # of the embeddings
     return torch.zeros(sizes, dtype=stream.dtype, device=stream.device)
 
 
