@@ -7,7 +7,7 @@ implementation, so that a dense forward in one thread and a masked one in anothe
 both correct.
 
 Within `masked` a layer computes something else; `observed` shows its activations,
-`counting` its routes, and `probed` sums what flows through it forward and back.
+`called` its calls, and `probed` sums what flows through it forward and back.
 
 Shapes: T tokens, K slots per token, n = T·K routed rows sorted by expert,
 E n_experts, I d_inter, D d_expert.
@@ -196,8 +196,10 @@ class Routed:
 Observer = Callable[[Routed], None]
 """Sees the activations of one layer in every forward."""
 _observers: ContextVar[Mapping[int, Observer]] = ContextVar("observers", default=_NONE)
-_Counted = Callable[[torch.Tensor], None]
-_counted: ContextVar[Mapping[int, _Counted]] = ContextVar("counted", default=_NONE)
+Watcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Sees what the experts of one layer are called with, and what they return: hidden
+states (T, D), the experts of each token (T, K) and their weights (T, K); (T, D)."""
+_watchers: ContextVar[Mapping[int, Watcher]] = ContextVar("watchers", default=_NONE)
 
 
 @contextlib.contextmanager
@@ -208,20 +210,21 @@ def observed(
 
     They are those of the dense model, even inside a context that masks it.
     """
-    pairs = zip(layers, observers, strict=True)
-    watching = {id(layer.module): observer for layer, observer in pairs}
+    watching = _by_module(layers, observers)
     with _setting(_observers, watching), _setting(_edits, _NONE), switching(layers):
         yield
 
 
-def counting(
-    layer: ExpertsLayer, count: _Counted
-) -> contextlib.AbstractContextManager[None]:
-    """Call `count` with the experts of each token (T, K) in this thread's forwards.
+@contextlib.contextmanager
+def called(layers: list[ExpertsLayer], watchers: Sequence[Watcher]) -> Iterator[None]:
+    """Show calls of the layers' experts to `watchers`, one each, in this thread."""
+    with _setting(_watchers, _by_module(layers, watchers)), switching(layers):
+        yield
 
-    Only while the layer is switched, as in `probed`.
-    """
-    return _setting(_counted, {id(layer.module): count})
+
+def _by_module(layers: list[ExpertsLayer], watchers: Sequence[_T]) -> dict[int, _T]:
+    pairs = zip(layers, watchers, strict=True)
+    return {id(layer.module): watcher for layer, watcher in pairs}
 
 
 # --- what sees gradients ------------------------------------------------------------
@@ -306,9 +309,6 @@ def _experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    count = _counted.get().get(id(module))
-    if count is not None:
-        count(top_k_index)
     edit = _edits.get().get(id(module))
     observer = _observers.get().get(id(module))
     probe = module.__dict__.get("_heapr_probe") if torch.is_grad_enabled() else None
@@ -321,6 +321,9 @@ def _experts_forward(
             _routed_forward, edit=edit, probe=probe, observer=observer
         )
     total: torch.Tensor = forward(module, hidden_states, top_k_index, top_k_weights)
+    watcher = _watchers.get().get(id(module))
+    if watcher is not None:
+        watcher(hidden_states, top_k_index, top_k_weights, total)
     return total
 
 

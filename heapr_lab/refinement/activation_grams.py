@@ -10,7 +10,7 @@ Letters: h atom activation, p routing weight; the features of a token are p · h
 experts that it is routed to, and 0 for all others.
 """
 
-import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -255,20 +255,15 @@ def iter_grams(
     fit, held_out = (windows.ids.split(size) for windows in calibration.split())
     batches = [*fit, *held_out]
 
-    @contextlib.contextmanager
-    def watching(layers: list[ExpertsLayer]) -> Iterator[list[_Collector]]:
-        collectors = [
-            _Collector(layer, span=span, n_fit=len(fit), n_forwards=len(batches))
-            for layer in layers
-        ]
-        with observed(layers, collectors):
-            yield collectors
+    collector = functools.partial(
+        _Collector, span=span, n_fit=len(fit), n_forwards=len(batches)
+    )
 
     def report(done: int, of: int) -> None:
         if progress is not None:
             progress(done * calibration.n_sequences // of, calibration.n_sequences)
 
-    yield from watched(model, batches, groups, watching, report)
+    yield from watched(model, batches, groups, collector, observed, report)
 
 
 def _check(model: nn.Module, calibration: CalibrationSet) -> None:

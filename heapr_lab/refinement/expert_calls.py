@@ -6,8 +6,7 @@ the arithmetic of one forward pass.
 Shapes: T tokens of all windows, K experts of each, D d_expert.
 """
 
-import contextlib
-import inspect
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import nn
 
 from heapr_lab.errors import CoverageError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.models.hooks import called
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
@@ -50,15 +50,14 @@ class ExpertCalls:
         return self.hidden_states[tokens], self.top_k_weights[tokens, slots]
 
 
-Watching = Callable[[list[ExpertsLayer]], AbstractContextManager[list[Any]]]
-"""A context with a watcher for each of these layers, which sees every forward of its
-experts. Its method `finished` returns what it kept of them."""
+Watching = Callable[[list[ExpertsLayer], list[Any]], AbstractContextManager[None]]
 
 
 def watched(
     model: nn.Module,
     batches: Sequence[torch.Tensor],
     groups: Sequence[list[ExpertsLayer]],
+    make: Callable[[ExpertsLayer], Any],
     watching: Watching,
     report: Progress,
 ) -> Iterator[tuple[ExpertsLayer, Any]]:
@@ -72,7 +71,8 @@ def watched(
         model: a causal language model of transformers.
         batches: token ids, each (B, L).
         groups: the layers that are watched.
-        watching: makes their watchers.
+        make: makes the watcher of a layer, whose `finished` returns what it kept.
+        watching: the context in which they see forwards: `observed`, or `called`.
         report: called with the layers done and all layers, or with windows of all
             passes.
     """
@@ -81,7 +81,8 @@ def watched(
     if walk is not None:
         for number in range(walk.n_layers):
             there = [layers[number]] if number in layers else []
-            with evaluating(model), watching(there) as watchers:
+            watchers = [make(layer) for layer in there]
+            with evaluating(model), watching(there, watchers):
                 walk.run(number)
             report(number + 1, walk.n_layers)
             while watchers:  # what is finished is dropped before the next layer is run
@@ -89,7 +90,8 @@ def watched(
         return
     done, total = 0, len(groups) * sum(map(len, batches))
     for group in groups:
-        with evaluating(model), watching(group) as watchers:
+        watchers = [make(layer) for layer in group]
+        with evaluating(model), watching(group, watchers):
             for ids in batches:
                 final_states(model, ids)
                 done += len(ids)
@@ -101,15 +103,12 @@ def watched(
 class _Recorder:
     """Keeps every call of one layer's experts, on `n_tokens` tokens."""
 
-    def __init__(self, layer: ExpertsLayer, n_tokens: int) -> None:
+    def __init__(self, layer: ExpertsLayer, *, n_tokens: int) -> None:
         self._layer, self._n_tokens = layer, n_tokens
         self._parts: list[list[torch.Tensor]] = []
 
-    def keep(self, module: Any, args: Any, options: Any, output: Any) -> None:
-        # Families differ in the names of the arguments, not in their order.
-        given = inspect.signature(type(module).forward).bind(module, *args, **options)
-        _, *tensors = [*given.arguments.values(), output]
-        self._parts.append([x.detach().reshape(-1, x.shape[-1]) for x in tensors])
+    def __call__(self, *call: torch.Tensor) -> None:
+        self._parts.append([x.detach().reshape(-1, x.shape[-1]) for x in call])
 
     def finished(self) -> ExpertCalls:
         """All calls, in the order of the tokens.
@@ -147,13 +146,5 @@ def iter_expert_calls(
     batches = ids.split(max(1, _TOKENS_AT_ONCE // ids.shape[1]))
     groups = [[layer] for layer in find_experts(model)]
 
-    @contextlib.contextmanager
-    def recording(layers: list[ExpertsLayer]) -> Iterator[list[_Recorder]]:
-        recorders = [_Recorder(layer, ids.numel()) for layer in layers]
-        with contextlib.ExitStack() as hooks:
-            for layer, each in zip(layers, recorders, strict=True):
-                hook = layer.module.register_forward_hook(each.keep, with_kwargs=True)
-                hooks.callback(hook.remove)
-            yield recorders
-
-    return watched(model, batches, groups, recording, progress or no_report)
+    recorder = functools.partial(_Recorder, n_tokens=ids.numel())
+    return watched(model, batches, groups, recorder, called, progress or no_report)

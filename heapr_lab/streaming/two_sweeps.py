@@ -18,6 +18,7 @@ Shapes: B windows, L tokens in each; E n_experts, I d_inter.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,15 +28,13 @@ from torch.overrides import TorchFunctionMode
 
 from heapr_lab.errors import CoverageError
 from heapr_lab.models.backend import GradientPass, Steps
-from heapr_lab.models.experts import ExpertsLayer
-from heapr_lab.models.hooks import counting
+from heapr_lab.models.hooks import called
 from heapr_lab.models.likelihood import input_device
-from heapr_lab.models.moments import LayerMoments
 from heapr_lab.progress import noted
 from heapr_lab.streaming.layerwise import Handed, LayerByLayer
 from heapr_lab.streaming.plan import EXTRA_STATES, state_bytes, state_of
 from heapr_lab.streaming.stream import Stream
-from heapr_lab.streaming.sweep_store import SweepStore, budget_of, opened
+from heapr_lab.streaming.sweep_store import Group, SweepStore, budget_of, opened
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _Choices = list[torch.Tensor]
@@ -156,7 +155,7 @@ class TwoSweeps:
         self._batches = [run.ids[w].clone().to(self._device) for w in self.windows]
         with torch.no_grad():
             self._walk = LayerByLayer(model, self._batches)
-        self._tokens = {layer.layer: _Tokens(layer) for layer in run.layers}
+        self._layers = {layer.layer: layer for layer in run.layers}
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -191,20 +190,23 @@ class TwoSweeps:
         if name in self._store:
             for _ in self._batches:
                 self._step(1, number)
-        else:
-            if number in self._tokens:
+            return
+        counts: Group = {}
+        with contextlib.ExitStack() as watched:
+            if number in self._layers:
                 self._pass.weighed(number)
+                layer = self._layers[number]
+                counts[_TOKENS] = torch.zeros(layer.n_experts, dtype=torch.long)
+                count = functools.partial(_count, counts[_TOKENS])
+                watched.enter_context(called([layer], [count]))
             for index in range(len(self._batches)):
                 self._run_batch(number, index)
                 self._step(1, number)
-            counted = self._tokens.get(number)
-            self._store.put(name, {} if counted is None else {_TOKENS: counted.seen})
-        if number in self._tokens:
-            self._tokens[number].seen = self._store.get(name)[_TOKENS]
+        self._store.put(name, counts)
 
     def _run_batch(self, number: int, index: int) -> None:
         choices: _Choices = []
-        with _Noted(choices), self._counted(number):
+        with _Noted(choices):
             out, handed = self._walk.output(number, index, *self._input(number, index))
         group = {f"{_CHOICE}{n:03d}": choice for n, choice in enumerate(choices)}
         if handed is not None:
@@ -238,22 +240,35 @@ class TwoSweeps:
 
     def back(self, number: int) -> Iterator[tuple[int, slice]]:
         """Go back through one layer, and keep what was measured."""
-        probe, counted = self._pass.probes.get(number), self._tokens.get(number)
-        if counted is not None:
+        probe = self._pass.probes.get(number)
+        if probe is not None:
             self._pass.weighed(number)
-        if probe is not None and counted is not None:
-            counted.begin(probe)
+            before = probe.tokens.clone()
         for index in range(len(self._batches)):
             self._back_batch(number, index)
             self._step(2, number)
             if probe is not None:
                 yield number, self.windows[index]
-        if probe is not None and counted is not None:
-            counted.check(probe)
+        if probe is not None:
+            self._check_tokens(number, probe.tokens - before)
         state = {} if probe is None else probe.state()
         self._store.put(f"back-{number}", state)
         self._store.drop(f"grad-{number + 1}-")  # after what makes it needless
         self._store.drop(f"out-{number}-")
+
+    def _check_tokens(self, number: int, again: torch.Tensor) -> None:
+        """Check that each expert of a layer had as many tokens in both sweeps.
+
+        Raises:
+            CoverageError: it had not.
+        """
+        first = self._store.get(f"layer-{number}")[_TOKENS]
+        if not torch.equal(first, again.long().cpu()):
+            raise CoverageError(
+                f"{self._layers[number].name} routed other tokens in the second sweep "
+                "than in the first one, so its gradients would be of another function; "
+                "load the model with stream=False, or in float32"
+            )
 
     def _back_batch(self, number: int, index: int) -> None:
         kept = self._store.get(_out(number, index))
@@ -280,10 +295,6 @@ class TwoSweeps:
         group = self._store.get(_out(number - 1, index))
         return group[_STATES], group.get(_HANDED)
 
-    def _counted(self, number: int) -> contextlib.AbstractContextManager[None]:
-        tokens = self._tokens.get(number)
-        return contextlib.nullcontext() if tokens is None else tokens.counted()
-
     def of_loss(self) -> None:
         """Keep the gradient of the loss with respect to each batch's last states."""
         last = self._walk.n_layers
@@ -300,40 +311,9 @@ def _out(number: int, index: int) -> str:
     return f"out-{number}-{index}"
 
 
-class _Tokens:
-    """The tokens that a layer routes to each expert."""
-
-    def __init__(self, layer: ExpertsLayer) -> None:
-        self._layer = layer
-        self.seen = torch.zeros(layer.n_experts, dtype=torch.long)
-        """The tokens of each expert in the first sweep."""
-        self._before = self.seen
-
-    def counted(self) -> contextlib.AbstractContextManager[None]:
-        """Count what is routed inside."""
-        return counting(self._layer, self._count)
-
-    def _count(self, top_k_index: torch.Tensor) -> None:
-        chosen = top_k_index.flatten().cpu()
-        self.seen += torch.bincount(chosen, minlength=self._layer.n_experts)
-
-    def begin(self, probe: LayerMoments) -> None:
-        """Begin the second sweep."""
-        self._before = probe.tokens.long().cpu()
-
-    def check(self, probe: LayerMoments) -> None:
-        """Check that the probe of the layer has seen as many tokens since `begin`.
-
-        Raises:
-            CoverageError: it has not.
-        """
-        again = probe.tokens.long().cpu() - self._before
-        if not torch.equal(self.seen, again):
-            raise CoverageError(
-                f"{self._layer.name} routed other tokens in the second sweep than in "
-                "the first one, so its gradients would be of another function; load "
-                "the model with stream=False, or in float32"
-            )
+def _count(tokens: torch.Tensor, _: Any, top_k_index: torch.Tensor, *__: Any) -> None:
+    """Add the tokens of each expert."""
+    tokens += torch.bincount(top_k_index.flatten().cpu(), minlength=len(tokens))
 
 
 class _Noted(TorchFunctionMode):
