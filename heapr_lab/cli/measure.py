@@ -60,7 +60,7 @@ def score(
         options.check_table(out)
     calibration = Calibration(corpus, n_sequences, seed=seed, own_text=own_text)
     options.check_corpora([corpus], split="train")
-    from heapr_lab.importance.ranks import joined
+    from heapr_lab.streaming.distributed import joined
 
     with joined() as ranks:
         local = device if ranks is None else ranks.device(device)

@@ -24,8 +24,7 @@ from torch import nn
 
 from heapr_lab.errors import CoverageError, whole_number
 from heapr_lab.importance.columns import atom_keys
-from heapr_lab.importance.ranks import Ranks
-from heapr_lab.importance.resuming import SavedSums
+from heapr_lab.importance.resuming import Ranks, SavedSums
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import Steps, backend_of
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, describe, find_experts

@@ -1,9 +1,10 @@
-"""The sums of an unfinished pass, in a file from which it resumes."""
+"""What a pass needs beside the model: its sums in a file, and other processes."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from heapr_lab.models.moments import LayerMoments
 from heapr_lab.storage import files
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SAVE_SECONDS = 60.0
 _SAVE_SHARE = 0.02
@@ -85,3 +88,24 @@ class SavedSums:
         files.save_state(self.path, arrays, {"key": self._key, "done": done})
         self._saved_at = time.perf_counter()
         self._cost = self._saved_at - begun
+
+
+class Ranks(Protocol):
+    """Processes that measure disjoint windows together, as one of them sees them."""
+
+    def share(self, n_windows: int) -> range:
+        """The windows of this process."""
+
+    def own_state(self, path: Path) -> Path:
+        """The file for its state."""
+
+    def check_same(self, spec_hash: str) -> None:
+        """Check that all measure the same."""
+
+    def combine(self, moments: Sequence[LayerMoments]) -> None:
+        """Replace its moments by those of all windows."""
+
+    def stored(
+        self, store: Callable[[Callable[[], T]], T], compute: Callable[[], T]
+    ) -> T | None:
+        """`store(compute)` in the first of them; the others compute if it does."""

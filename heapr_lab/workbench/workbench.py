@@ -26,7 +26,7 @@ from heapr_lab.evaluation.perplexity import (
 )
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.importance.estimators import find_estimator
-from heapr_lab.importance.ranks import Ranks
+from heapr_lab.importance.resuming import Ranks
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.identity import (
     check_unchanged,

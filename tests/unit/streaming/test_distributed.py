@@ -16,8 +16,8 @@ from tiny_folder import opened
 
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.ranks import Ranks, joined
 from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.streaming.distributed import Ranks, joined
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench import workbench
 from heapr_lab.workbench.workbench import open_workbench
