@@ -20,7 +20,7 @@ from processes import CONTEXT
 from torch import nn
 
 from heapr_lab.errors import CacheError, CoverageError, HeaprLabError, LayoutError
-from heapr_lab.importance import resuming
+from heapr_lab.importance import collect
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
@@ -176,8 +176,8 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.fixture
 def saving_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the state after every batch, whatever that costs."""
-    monkeypatch.setattr(resuming, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(resuming, "_SAVE_SHARE", float("inf"))
+    monkeypatch.setattr(collect, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(collect, "_SAVE_SHARE", float("inf"))
 
 
 def interrupted(model: nn.Module, state: Path, window: int) -> None:
@@ -236,7 +236,7 @@ def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
 
 def measure(state: Path, steps: Connection) -> None:
     """What is killed: a pass that says how many of 400 windows it has done."""
-    resuming._SAVE_SECONDS, resuming._SAVE_SHARE = 0.0, float("inf")
+    collect._SAVE_SECONDS, collect._SAVE_SHARE = 0.0, float("inf")
     windows = CalibrationSet.from_ids(tiny_ids(n_sequences=400))
     collect_statistics(
         tiny_model("qwen2_moe"), windows, batch_size=1, state=state,
