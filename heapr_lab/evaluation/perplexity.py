@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.errors import whole_number
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.likelihood import (
     check_fits,
@@ -21,15 +20,13 @@ from heapr_lab.models.likelihood import (
     states_of_all,
     token_nll,
 )
-from heapr_lab.models.memory import halving_batches, starting_batch_size
+from heapr_lab.models.memory import in_batches
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import token_windows
-
-_TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 
 
 @dataclass(frozen=True)
@@ -207,13 +204,7 @@ def _for_batches(
                 report(done, n_windows)
 
     with evaluating(model):
-        if batch_size is not None:
-            run(whole_number(batch_size, name="batch_size"))
-        else:
-            size = starting_batch_size(
-                model, n_windows, seq_len, tokens=_TOKENS_AT_ONCE
-            )
-            halving_batches(run, size, model=model)
+        in_batches(run, model, windows, batch_size)
     return n_windows * (seq_len - 1)
 
 

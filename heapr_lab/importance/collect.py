@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import nn
 
-from heapr_lab.errors import CacheError, CoverageError, whole_number
+from heapr_lab.errors import CacheError, CoverageError
 from heapr_lab.importance.columns import atom_keys
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import Steps, backend_of
@@ -30,7 +30,7 @@ from heapr_lab.models.experts import ExpertsLayer, checked_norms, describe, find
 from heapr_lab.models.hooks import check_gradients, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
 from heapr_lab.models.likelihood import check_fits, input_device, token_nll
-from heapr_lab.models.memory import halving_batches, starting_batch_size
+from heapr_lab.models.memory import in_batches
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import LayerMoments
 from heapr_lab.progress import Progress, no_report
@@ -42,11 +42,10 @@ logger = logging.getLogger(__name__)
 
 STATISTICS_SCHEMA = 1
 """Increased whenever the same input would give other numbers."""
-TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 32768}
-"""Tokens in the first batch, by type of device."""
-_TOKENS_AND_LAYERS = 2**14
-"""On a CPU, at most so many tokens times layers: larger batches take more memory and no
-less time, because what the backward pass keeps comes in pages that are zeroed first."""
+_TOKENS_ON_CPU, _TOKENS_AND_LAYERS = 2048, 2**14
+"""On a CPU, at most so many tokens in a batch, and so many tokens times layers: larger
+batches take more memory and no less time, because what the backward pass keeps comes in
+pages that are zeroed first."""
 _SAVE_SECONDS = 60.0
 _SAVE_SHARE = 0.02
 T = TypeVar("T")
@@ -123,8 +122,6 @@ def collect_statistics(
             weights changed during the pass, or another rank failed.
         CacheError: `state` belongs to another pass, or is damaged.
     """
-    if batch_size is not None:
-        whole_number(batch_size, name="batch_size")
     check_fits(model, calibration.ids)
     started = time.perf_counter()
     layers = find_experts(model)
@@ -144,24 +141,15 @@ def collect_statistics(
         state=state,
         key=digest(spec),
     )
-    if batch_size is None:
-        size = starting_batch_size(model, *run.ids.shape, tokens=_tokens(model))
-        halving_batches(run.measure, size, model=model)
-    else:
-        run.measure(batch_size)
+    n_layers = run.model.config.get_text_config().num_hidden_layers
+    on_cpu = min(_TOKENS_ON_CPU, _TOKENS_AND_LAYERS // n_layers)
+    in_batches(run.measure, model, run.ids, batch_size, on_cpu=on_cpu)
     if ranks is not None:
         ranks.combine([*run.probes.values()])
     table = _table(run, calibration, spec, seconds=time.perf_counter() - started)
     if state is not None:
         state.unlink(missing_ok=True)
     return table
-
-
-def _tokens(model: Any) -> dict[str, int]:
-    """Tokens in the first batch of a model, by type of device."""
-    n_layers = model.config.get_text_config().num_hidden_layers
-    few = min(TOKENS_PER_BATCH["cpu"], _TOKENS_AND_LAYERS // n_layers)
-    return TOKENS_PER_BATCH | {"cpu": few}
 
 
 @dataclass(kw_only=True, eq=False)

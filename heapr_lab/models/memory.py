@@ -11,27 +11,48 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
-from heapr_lab.errors import HeaprLabError
+from heapr_lab.errors import HeaprLabError, whole_number
 from heapr_lab.models.likelihood import input_device
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_ON_CUDA = 32768
 
-def starting_batch_size(
-    model: nn.Module, n_windows: int, seq_len: int, *, tokens: dict[str, int]
-) -> int:
-    """Number of windows in a first batch of about `tokens` for the model's device.
+
+def tokens_at_first(model: nn.Module, *, on_cpu: int) -> int:
+    """Tokens in a first batch: `on_cpu` unless the model is on a GPU with CUDA."""
+    return _ON_CUDA if input_device(model).type == "cuda" else on_cpu
+
+
+def in_batches(
+    run: Callable[[int], None],
+    model: nn.Module,
+    windows: torch.Tensor,
+    batch_size: int | None,
+    *,
+    on_cpu: int = 2048,
+) -> None:
+    """`run` with a batch size; by default one that the model's device has memory for.
 
     Args:
+        run: called with a number of windows; it starts again, or resumes.
         model: a causal language model of transformers.
-        n_windows: the largest result.
-        seq_len: tokens in each window.
-        tokens: tokens in a batch, by type of device; that of `cpu` is the default.
+        windows: token ids, (n_windows, seq_len).
+        batch_size: the number of windows, if it is given.
+        on_cpu: as of `tokens_at_first`.
+
+    Raises:
+        SpecError: the batch size is not positive.
+        HeaprLabError: there is not enough memory for a single window.
     """
-    room = tokens.get(input_device(model).type, tokens["cpu"])
-    return max(1, min(n_windows, room // seq_len))
+    if batch_size is not None:
+        run(whole_number(batch_size, name="batch_size"))
+        return
+    n_windows, seq_len = windows.shape
+    room = tokens_at_first(model, on_cpu=on_cpu)
+    halving_batches(run, max(1, min(n_windows, room // seq_len)), model=model)
 
 
 def halving_batches(run: Callable[[int], T], batch_size: int, *, model: nn.Module) -> T:

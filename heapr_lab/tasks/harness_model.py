@@ -33,7 +33,7 @@ from heapr_lab.models.likelihood import (
     iter_log_probs,
     states_of_all,
 )
-from heapr_lab.models.memory import halving_batches
+from heapr_lab.models.memory import halving_batches, tokens_at_first
 from heapr_lab.progress import Progress, no_report
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ Request = tuple[Any, list[int], list[int]]
 Answer = tuple[float, bool]
 """Log-likelihood in nats, and whether greedy decoding yields the continuation."""
 
-_TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 32768}
-"""Tokens in a batch, padding included, by type of device.
+_TOKENS_ON_CPU = 1024
+"""Tokens in a batch, padding included.
 
 A CPU is not faster with more, and rows of more different lengths need more padding.
 """
@@ -66,8 +66,7 @@ class PackingHFLM(HFLM):
             tokenizer=copy.deepcopy(tokenizer),  # it is given a padding token
             softmax_dtype=torch.float32,  # else bfloat16 rounds the likelihoods
         )
-        device = input_device(model).type
-        self.tokens_at_once = _TOKENS_AT_ONCE.get(device, _TOKENS_AT_ONCE["cpu"])
+        self.tokens_at_once = tokens_at_first(model, on_cpu=_TOKENS_ON_CPU)
         self.progress = progress or no_report
         self.packs = backend_of(model).runs_whole and _attends_plainly(model)
         self._items: list[Any] = []

@@ -16,8 +16,8 @@ from heapr_lab.errors import HeaprLabError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.memory import (
     halving_batches,
+    in_batches,
     is_out_of_memory,
-    starting_batch_size,
 )
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -116,12 +116,13 @@ def test_shortages_elsewhere(error: Exception, expected: bool) -> None:
 
 def test_the_first_batch_is_that_of_the_device(model: nn.Module) -> None:
     """It is that of the model's device, whatever else there is; at least one window."""
-    tokens = {"cpu": 100, "cuda": 1000}
-    assert starting_batch_size(model, 50, 9, tokens=tokens) == 11
-    assert starting_batch_size(model, 5, 9, tokens=tokens) == 5
-    assert starting_batch_size(model, 5, 101, tokens=tokens) == 1
+    sizes: list[int] = []
+    for shape in ((50, 9), (5, 9), (5, 101)):
+        in_batches(sizes.append, model, torch.zeros(shape), None, on_cpu=100)
+    assert sizes == [11, 5, 1]
     elsewhere = tiny_model("qwen2_moe").to("meta")  # offloaded: it runs from the CPU
-    assert starting_batch_size(elsewhere, 50, 9, tokens=tokens) == 11
+    in_batches(sizes.append, elsewhere, torch.zeros(50, 9), None, on_cpu=100)
+    assert sizes[-1] == 11
 
 
 def test_statistics_are_measured_with_smaller_batches(model: nn.Module) -> None:
