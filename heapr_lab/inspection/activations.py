@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, one_of, whole_number
+from heapr_lab.errors import one_of, whole_number
 from heapr_lab.inspection.passages import (
     Passage,
     as_float64,
@@ -23,9 +23,8 @@ from heapr_lab.inspection.passages import (
 )
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import Routed, observed
-from heapr_lab.models.likelihood import final_states
-from heapr_lab.models.modes import evaluating
-from heapr_lab.progress import Progress, no_report
+from heapr_lab.progress import Parts, Progress
+from heapr_lab.refinement.expert_calls import watched
 from heapr_lab.text.calibration import CalibrationSet
 
 TOKENS_AT_ONCE = 4096
@@ -152,7 +151,7 @@ def top_contexts(
         atom: index of an atom of the expert.
         n: tokens to return; fewer where fewer are routed to the expert.
         width: tokens of context on either side.
-        progress: called after each batch with (windows done, windows in all).
+        progress: called with (windows done, windows in all).
 
     Returns:
         Columns window, position, h, p, before, token, after; largest |h| first,
@@ -169,28 +168,21 @@ def top_contexts(
     ):
         whole_number(number, name=f"{name} in layer {layer}", least=0, most=count - 1)
     whole_number(n, name="n")
-    observer = _MostActive(expert, atom, n)
-    report = progress or no_report
     size = max(1, TOKENS_AT_ONCE // windows.seq_len)
-    batches: Any = windows.ids.split(size)
-    with evaluating(model), observed([chosen], [observer]):
-        for calls, ids in enumerate(batches, start=1):
-            observer.first = (calls - 1) * size * windows.seq_len
-            final_states(model, ids)
-            if observer.calls != calls:
-                raise CoverageError(
-                    f"layer {layer} took part in {observer.calls} of {calls} forward "
-                    "passes, expected all; use a model that runs every MoE layer"
-                )
-            report(min(calls * size, windows.n_sequences), windows.n_sequences)
-    places = np.divmod(observer.places.numpy(), windows.seq_len)
+    watcher = functools.partial(
+        _MostActive, expert=expert, atom=atom, n=n, n_tokens=size * windows.seq_len
+    )
+    batches = windows.ids.split(size)
+    report = Parts(windows.n_sequences, progress).part(windows.n_sequences)
+    ((_, top),) = watched(model, batches, [[chosen]], watcher, observed, report)
+    places = np.divmod(top.places.numpy(), windows.seq_len)
     rows = [
         (window, position, *_context(tokenizer, windows.ids[window], position, width))
         for window, position in zip(*places, strict=True)
     ]
     frame = pd.DataFrame(rows, columns=["window", "position", *_CONTEXT])
-    frame.insert(2, "h", as_float64(observer.h))
-    frame.insert(3, "p", as_float64(observer.p))
+    frame.insert(2, "h", as_float64(top.h))
+    frame.insert(3, "p", as_float64(top.p))
     return frame
 
 
@@ -200,26 +192,32 @@ _CONTEXT = ("before", "token", "after")
 class _MostActive:
     """Records the n rows with the largest |h| of one atom."""
 
-    def __init__(self, expert: int, atom: int, n: int) -> None:
-        self.expert, self.atom, self.n = expert, atom, n
+    def __init__(
+        self, _layer: ExpertsLayer, *, expert: int, atom: int, n: int, n_tokens: int
+    ) -> None:
+        """Nothing is seen yet of batches of `n_tokens`, but for the last one."""
+        self.expert, self.atom, self.n, self.n_tokens = expert, atom, n, n_tokens
         self.calls = 0
-        self.first = 0
-        """Index of the batch's first token among those of all windows."""
         self.places = torch.zeros(0, dtype=torch.long)
         self.h = torch.zeros(0, dtype=torch.float64)
         self.p = torch.zeros(0, dtype=torch.float64)
 
     def __call__(self, call: Routed) -> None:
         """Merge the rows of one batch."""
-        self.calls += 1
         start = sum(call.tokens[: self.expert])
         block = slice(start, start + call.tokens[self.expert])
         active = torch.cat([self.h, call.h[block, self.atom].cpu().double()])
         weights = torch.cat([self.p, call.p[block].cpu().double()])
-        places = torch.cat([self.places, self.first + call.rows[block].cpu()])
+        first = self.calls * self.n_tokens
+        places = torch.cat([self.places, first + call.rows[block].cpu()])
+        self.calls += 1
         # Stable, with earlier rows first: ties in the order of the text.
         order = active.abs().sort(descending=True, stable=True).indices[: self.n]
         self.h, self.p, self.places = active[order], weights[order], places[order]
+
+    def finished(self) -> "_MostActive":
+        """Itself."""
+        return self
 
 
 def _context(

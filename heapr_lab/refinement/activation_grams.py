@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from heapr_lab.errors import CoverageError, LayoutError, SpecError, one_of
+from heapr_lab.errors import LayoutError, SpecError, one_of
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, find_experts
 from heapr_lab.models.hooks import Routed, observed
 from heapr_lab.models.identity import refuse_autocast
 from heapr_lab.models.likelihood import check_fits
 from heapr_lab.models.ragged_experts import normalises
-from heapr_lab.progress import Progress
+from heapr_lab.progress import Parts, Progress
 from heapr_lab.refinement.expert_calls import watched
 from heapr_lab.streaming.sweep_store import SweepStore, store_beside
 from heapr_lab.text.calibration import CalibrationSet
@@ -60,11 +60,8 @@ class LayerGrams:
 class _Collector:
     """Sums one layer's products during forwards, of which `n_fit` are to be fitted."""
 
-    def __init__(
-        self, layer: ExpertsLayer, *, span: str, n_fit: int, n_forwards: int
-    ) -> None:
-        self.layer, self.span = layer, span
-        self.n_fit, self.n_forwards, self.calls = n_fit, n_forwards, 0
+    def __init__(self, layer: ExpertsLayer, *, span: str, n_fit: int) -> None:
+        self.layer, self.span, self.n_fit, self.calls = layer, span, n_fit, 0
         n_blocks, size = sizes_of(layer, span)
         # On the device, to avoid waiting for transfers; moved once, at the end.
         wide = torch.float32 if layer.device.type == "mps" else torch.float64
@@ -96,16 +93,7 @@ class _Collector:
                 blocks[b, :, a] += product.T
 
     def finished(self) -> LayerGrams:
-        """The sums of all forwards.
-
-        Raises:
-            CoverageError: the layer did not take part in all of them.
-        """
-        if self.calls != self.n_forwards:
-            raise CoverageError(
-                f"layer {self.layer.layer} took part in {self.calls} of "
-                f"{self.n_forwards} forwards, expected all"
-            )
+        """The sums of all forwards."""
         if self.span == "expert":
             _mirror(self.sums)
         # Where solves are fastest, but for devices without float64.
@@ -255,14 +243,9 @@ def iter_grams(
     fit, held_out = (windows.ids.split(size) for windows in calibration.split())
     batches = [*fit, *held_out]
 
-    collector = functools.partial(
-        _Collector, span=span, n_fit=len(fit), n_forwards=len(batches)
-    )
+    collector = functools.partial(_Collector, span=span, n_fit=len(fit))
 
-    def report(done: int, of: int) -> None:
-        if progress is not None:
-            progress(done * calibration.n_sequences // of, calibration.n_sequences)
-
+    report = Parts(calibration.n_sequences, progress).part(calibration.n_sequences)
     yield from watched(model, batches, groups, collector, observed, report)
 
 

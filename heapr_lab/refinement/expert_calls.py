@@ -71,10 +71,14 @@ def watched(
         model: a causal language model of transformers.
         batches: token ids, each (B, L).
         groups: the layers that are watched.
-        make: makes the watcher of a layer, whose `finished` returns what it kept.
+        make: makes the watcher of a layer, whose `finished` returns what it kept of
+            its `calls`.
         watching: the context in which they see forwards: `observed`, or `called`.
         report: called with the layers done and all layers, or with windows of all
             passes.
+
+    Raises:
+        CoverageError: a layer did not take part in every forward.
     """
     layers = {layer.layer: layer for group in groups for layer in group}
     walk = walk_over(model, batches, n_passes=len(groups))
@@ -86,7 +90,7 @@ def watched(
                 walk.run(number)
             report(number + 1, walk.n_layers)
             while watchers:  # what is finished is dropped before the next layer is run
-                yield there[0], watchers.pop().finished()
+                yield there[0], _finished(there[0], watchers.pop(), len(batches))
         return
     done, total = 0, len(groups) * sum(map(len, batches))
     for group in groups:
@@ -97,17 +101,32 @@ def watched(
                 done += len(ids)
                 report(done, total)
         for layer, watcher in zip(group, watchers, strict=True):
-            yield layer, watcher.finished()
+            yield layer, _finished(layer, watcher, len(batches))
+
+
+def _finished(layer: ExpertsLayer, watcher: Any, n_forwards: int) -> Any:
+    """What a watcher kept of all forwards.
+
+    Raises:
+        CoverageError: the layer did not take part in all of them.
+    """
+    if watcher.calls != n_forwards:
+        raise CoverageError(
+            f"layer {layer.layer} took part in {watcher.calls} of {n_forwards} "
+            "forwards, expected all"
+        )
+    return watcher.finished()
 
 
 class _Recorder:
     """Keeps every call of one layer's experts, on `n_tokens` tokens."""
 
     def __init__(self, layer: ExpertsLayer, *, n_tokens: int) -> None:
-        self._layer, self._n_tokens = layer, n_tokens
+        self._layer, self._n_tokens, self.calls = layer, n_tokens, 0
         self._parts: list[list[torch.Tensor]] = []
 
     def __call__(self, *call: torch.Tensor) -> None:
+        self.calls += 1
         self._parts.append([x.detach().reshape(-1, x.shape[-1]) for x in call])
 
     def finished(self) -> ExpertCalls:
