@@ -39,7 +39,6 @@ from heapr_lab.repr_html import card_html
 from heapr_lab.text.pydocs import PYDOCS_PACKAGES, harvested
 
 _FILE_TYPES = (".txt", ".jsonl", ".parquet")
-_TEXT = ("text", "sentence")
 _CHAT = "messages"
 SPLITS = ("train", "validation", "test")
 TEST_CORPORA = ("pydocs", "wikitext2", "ptb", "c4")
@@ -258,7 +257,7 @@ def _named_corpus(name: str, split: str, file: _File | None) -> Corpus:
             "or the path of a .txt, .jsonl or .parquet file"
         )
     elif file.path.suffix:
-        texts = _read_column(file.path, dataset.column)
+        texts = _read_texts(file.path)[0]
         source = f"{dataset.folder}/{file.path.name}"
     else:
         texts, source = _from_hub(name, dataset.split(split), dataset)
@@ -354,7 +353,7 @@ def _read_texts(path: Path) -> tuple[tuple[str, ...], bool]:
 
     Args:
         path: `.txt`, with blank lines between texts; `.jsonl` or `.parquet`, with a
-            field or column `text` or `messages`.
+            field or column of `_READERS`.
 
     Raises:
         CorpusError: there is no such file, or it has no texts; names the row.
@@ -364,10 +363,8 @@ def _read_texts(path: Path) -> tuple[tuple[str, ...], bool]:
     if path.suffix == ".txt":
         texts = tuple(text.strip() for text in re.split(r"\n\s*\n", _read_utf8(path)))
         texts, chat = tuple(text for text in texts if text), False
-    elif path.suffix == ".jsonl":
-        texts, chat = _read_jsonl(path)
     else:
-        texts, chat = _read_parquet(path)
+        texts, chat = _read_rows(path)
     if not texts:
         raise CorpusError(f"corpus file {str(path)!r} holds no text")
     _check_unicode(texts, path)
@@ -390,23 +387,49 @@ def _check_unicode(texts: tuple[str, ...], path: Path) -> None:
             ) from error
 
 
-def _read_jsonl(path: Path) -> tuple[tuple[str, ...], bool]:
+def _read_rows(path: Path) -> tuple[tuple[str, ...], bool]:
+    """The texts in the rows of a file; the first one says which field they are in.
+
+    Raises:
+        CorpusError: a row has none; its place is named.
+    """
     texts: list[str] = []
-    field = "text"
-    for number, line in enumerate(_read_utf8(path).split("\n"), start=1):
-        if not line.strip():
-            continue
+    field, kind = "text", "JSON object" if path.suffix == ".jsonl" else "row"
+    for place, row in _rows(path):
         try:
-            row = json.loads(line)
-            if not texts and _CHAT in row and "text" not in row:
-                field = _CHAT
-            texts.append(_READERS[field](row[field]))
+            cells = json.loads(row) if isinstance(row, str) else row
+            if not texts:
+                field = next((name for name in _READERS if name in cells), field)
+            texts.append(_READERS[field](cells[field]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorpusError(
-                f"{path}, line {number}: expected a JSON object with a {field!r} field "
+                f"{path}, {place}: expected a {kind} with a {field!r} field "
                 f"({str(error)[:80] or type(error).__name__})"
             ) from error
     return tuple(texts), field == _CHAT
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, as JSON or as values by column, each with its place.
+
+    Raises:
+        CorpusError: the file cannot be read, or has no column of texts.
+    """
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(_read_utf8(path).split("\n"), start=1):
+            if line.strip():
+                yield f"line {number}", line
+        return
+    with _readable(path), pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        columns = [name for name in _READERS if name in names][:1]
+        rows = file.read(columns).to_pylist()
+    if not columns:
+        raise CorpusError(
+            f"{path} has the columns {names}, expected one called 'text', or "
+            "'messages' for conversations"
+        )
+    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _plain_text(value: Any) -> str:
@@ -416,7 +439,7 @@ def _plain_text(value: Any) -> str:
         TypeError: it is not.
     """
     if not isinstance(value, str):
-        raise TypeError
+        raise TypeError(f"a text, not a {type(value).__name__}")
     return value
 
 
@@ -435,7 +458,12 @@ def _conversation(messages: Any) -> str:
     return json.dumps(kept, sort_keys=True, ensure_ascii=False)
 
 
-_READERS: dict[str, Callable[[Any], str]] = {"text": _plain_text, _CHAT: _conversation}
+_READERS: dict[str, Callable[[Any], str]] = {
+    "text": _plain_text,
+    "sentence": _plain_text,
+    _CHAT: _conversation,
+}
+"""Fields and columns of texts, the usual one first, and what checks a text of each."""
 
 
 @contextlib.contextmanager
@@ -461,54 +489,3 @@ def _readable(path: Path) -> Iterator[None]:
 def _read_utf8(path: Path) -> str:
     with _readable(path):
         return path.read_text("utf-8")
-
-
-def _read_parquet(path: Path) -> tuple[tuple[str, ...], bool]:
-    with _readable(path):
-        names = pq.read_schema(path).names
-    if _CHAT in names and not {*_TEXT} & {*names}:
-        return _read_conversations(path), True
-    return _read_column(path, next((n for n in _TEXT if n in names), "text")), False
-
-
-def _read_column(path: Path, column: str) -> tuple[str, ...]:
-    """The texts of a column of a parquet file.
-
-    Raises:
-        CorpusError: the file cannot be read, or has no such column of texts.
-    """
-    cells = _cells(path, column)
-    if cells.null_count or not (
-        pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
-    ):
-        raise CorpusError(
-            f"{path}: column {column!r} has type {cells.type} and lacks "
-            f"{cells.null_count} of {len(cells)} values, expected a text in each row"
-        )
-    with _readable(path):
-        return tuple(cells.to_pylist())
-
-
-def _read_conversations(path: Path) -> tuple[str, ...]:
-    texts = []
-    with _readable(path):
-        rows = _cells(path, _CHAT).to_pylist()
-    for number, messages in enumerate(rows, start=1):
-        try:
-            texts.append(_conversation(messages))
-        except TypeError as error:
-            raise CorpusError(
-                f"{path}, row {number}: expected in {_CHAT!r} {error}"
-            ) from error
-    return tuple(texts)
-
-
-def _cells(path: Path, column: str) -> Any:
-    with _readable(path), pq.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        if column in names:
-            return file.read([column])[column]
-    raise CorpusError(
-        f"{path} has the columns {names}, expected one called 'text', or "
-        "'messages' for conversations"
-    )
