@@ -313,11 +313,8 @@ class Selection:
     # --- as text and as data ----------------------------------------------------
 
     def __repr__(self) -> str:
-        named = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)[1:]
-            if getattr(self, field.name) != field.default
-        ]
+        given = fields_given(self).items()
+        named = [f"{name}={value!r}" for name, value in given if name != "ratio"]
         return f"Selection({', '.join([f'{self.ratio}', *named])})"
 
     @property
@@ -385,6 +382,15 @@ class Selection:
                 f"ratio is required; got {', '.join(sorted(given)) or 'none'}"
             )
         return cls(**given)
+
+
+def fields_given(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not the defaults, and those without one."""
+    return {
+        field.name: getattr(record, field.name)
+        for field in dataclasses.fields(record)
+        if getattr(record, field.name) != field.default
+    }
 
 
 def selection_of(selection: Any, given: Mapping[str, Any]) -> Selection:

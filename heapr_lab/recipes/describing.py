@@ -1,12 +1,11 @@
 """What was measured, in words, and what is chosen, as Python that does it. No torch."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.options import Selection, fields_given
 from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
 from heapr_lab.workbench.settings import Opening
@@ -142,12 +141,8 @@ def _opened(opening: Opening) -> str:
 
 def _assigned(name: str, value: Selection | Calibration) -> str:
     """The assignment of a value, by its fields that are not the defaults."""
-    options = {
-        field.name: getattr(value, field.name)
-        for field in fields(value)
-        if getattr(value, field.name) != field.default
-    }
-    return f"{name} = hl.{type(value).__name__}({', '.join(_named(options))})"
+    options = ", ".join(_named(fields_given(value)))
+    return f"{name} = hl.{type(value).__name__}({options})"
 
 
 def _named(options: Mapping[str, Any]) -> list[str]:

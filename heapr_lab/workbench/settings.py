@@ -3,14 +3,14 @@
 Without torch.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from heapr_lab.errors import one_of, whole_number
 from heapr_lab.models.formats import DTYPES, device_name
 from heapr_lab.models.named import LAB, dense_of, hub_id
 from heapr_lab.models.safetensors_headers import check_there
-from heapr_lab.pruning.options import Selection, selection_of
+from heapr_lab.pruning.options import Selection, fields_given, selection_of
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
 
@@ -101,6 +101,8 @@ class Profile:
 CONTINUATION = "continuation"
 """The name of the task that is made of any corpus."""
 _ALWAYS_SHOWN = ("estimator", "scope", "granularity", "structure", "multiple")
+_SHOWN_APART = {"ratio", "estimator_options", *_ALWAYS_SHOWN}
+"""Fields of a selection that have a column in any case, or never have one."""
 
 PROFILES = {
     "small": Profile("small", 8, 64, 4, 8, n_seeds=2),
@@ -159,6 +161,7 @@ class Setting:
     def columns(self) -> dict[str, Any]:
         """The columns of a row of results; rarely used options only if they are set."""
         selection, calibration = self.selection, self.calibration
+        given = fields_given(selection).items()
         return {
             "ratio": float(selection.ratio),
             **{name: getattr(selection, name) for name in _ALWAYS_SHOWN},
@@ -166,7 +169,7 @@ class Setting:
             "n_sequences": calibration.n_sequences,
             "seed": calibration.seed,
             **({"own_text": calibration.own_text} if calibration.own_text else {}),
-            **_others(selection),
+            **{k: v for k, v in given if k not in _SHOWN_APART},
         }
 
     def _repr_html_(self) -> str:
@@ -176,16 +179,6 @@ class Setting:
             if value is not None
         }
         return card_html("Setting", facts)
-
-
-def _others(selection: Selection) -> dict[str, Any]:
-    """The rarely used fields that are set."""
-    return {
-        field.name: getattr(selection, field.name)
-        for field in fields(selection)
-        if field.name not in {"ratio", "estimator_options", *_ALWAYS_SHOWN}
-        and getattr(selection, field.name) != field.default
-    }
 
 
 DENSE = Setting(0.0).columns() | {"estimator": "dense"}
