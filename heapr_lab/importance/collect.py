@@ -390,8 +390,7 @@ def _provenance(
     return {
         "model": getattr(config, "_name_or_path", ""),
         "revision": getattr(config, "_commit_hash", None),
-        "calibration": calibration.provenance
-        | {"n_sequences": calibration.n_sequences, "seq_len": calibration.seq_len},
+        "calibration": calibration.record,
         "device": str(run.layers[0].device),
         "batch_size": run.batch_size,
         "resumed_at": run.resumed_at,

@@ -114,6 +114,11 @@ class ImportanceTable:
         return Architecture.from_dict(self._metadata["architecture"])
 
     @property
+    def calibration(self) -> dict[str, Any]:
+        """`CalibrationSet.record` of the measured windows; empty if not recorded."""
+        return (self.metadata.get("provenance") or {}).get("calibration") or {}
+
+    @property
     def estimators(self) -> tuple[str, ...]:
         """The estimators for which the table has all columns."""
         has_n, columns = bool(self._metadata.get("N")), set(self._frame.columns)

@@ -162,9 +162,10 @@ def check_calibration(session: PruningSession, bench: "Workbench") -> None:
     measured = (session.table.metadata.get("spec") or {}).get("calibration")
     if measured != bench.calibration_set(session.calibration).fingerprint:
         raise SpecError(
-            f"the table was measured on: {describe_calibration(session.table)}, and "
-            f"the panel is calibrated on {session.calibration}: open the panel with "
-            "the table's calibration"
+            "the table was measured on: "
+            f"{describe_calibration(session.table.calibration)}, and the panel is "
+            f"calibrated on {session.calibration}: open the panel with the table's "
+            "calibration"
         )
     if not is_as_measured(session.table):
         raise SpecError(

@@ -256,7 +256,7 @@ def session_of(
     if isinstance(source, PruningSession):
         return source
     if isinstance(source, ImportanceTable):
-        recorded = calibration_of(source) or calibration
+        recorded = calibration_of(source.calibration) or calibration
         return PruningSession(source, calibration=recorded)
     if not hasattr(source, "importance"):
         raise SpecError(

@@ -2,46 +2,36 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.options import Selection, fields_given
 from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.text.calibration_spec import OWN_TEXT, Calibration
 from heapr_lab.workbench.settings import Opening
 
-if TYPE_CHECKING:
-    from heapr_lab.text.calibration import CalibrationSet
-
 _IMPORTED = {"Fraction": "fractions", "Decimal": "decimal"}
 """Types of ratios that need an import, and their modules."""
 
-# --- what a table, or what is fitted, was measured on, as recorded ----------------
+# --- what was measured on, as recorded --------------------------------------------
 
 
-def describe_calibration(
-    table: ImportanceTable, windows: "CalibrationSet | None" = None
-) -> str:
-    """The text that `table`, or what is fitted to `windows`, was measured on."""
-    spec = calibration_of(table, windows)
+def describe_calibration(record: Mapping[str, Any]) -> str:
+    """The windows of a `CalibrationSet.record`, or of a table's `calibration`."""
+    spec = calibration_of(record)
     if spec is None:
         return "not recorded"
-    recorded = _recorded(table, windows)
     text = f"{spec.n_sequences} windows of {spec.seq_len} tokens of {spec.corpus}"
-    if "split" in recorded:
-        text += f" ({recorded['split']})"
-    text += f", seed {spec.seed}" if "seed" in recorded else ""
+    if "split" in record:
+        text += f" ({record['split']})"
+    text += f", seed {spec.seed}" if "seed" in record else ""
     if spec.own_text:
-        n_own = recorded["n_sequences"] - (spec.n_sequences or 0)
+        n_own = record["n_sequences"] - (spec.n_sequences or 0)
         text += f", and {n_own} that the model wrote itself"
     return text
 
 
-def calibration_of(
-    table: ImportanceTable, windows: "CalibrationSet | None" = None
-) -> Calibration | None:
-    """The calibration of `windows`, or of `table`; None where it is not recorded."""
-    record = _recorded(table, windows)
+def calibration_of(record: Mapping[str, Any]) -> Calibration | None:
+    """The calibration that draws these windows; None where it is not recorded."""
     if not {"n_sequences", "seq_len", "corpus"} <= record.keys():
         return None
     names = ("corpus", "n_sequences", "seq_len", "seed")
@@ -52,16 +42,6 @@ def calibration_of(
     n_own = added.get(OWN_TEXT, 0)
     n = fields["n_sequences"] = record["n_sequences"] - n_own
     return Calibration.from_dict(fields | {"own_text": n_own / n})
-
-
-def _recorded(
-    table: ImportanceTable, windows: "CalibrationSet | None"
-) -> dict[str, Any]:
-    """What is recorded about the windows, or else about those of the table."""
-    if windows is None:
-        return (table.metadata.get("provenance") or {}).get("calibration") or {}
-    sizes = {"n_sequences": windows.n_sequences, "seq_len": windows.seq_len}
-    return windows.provenance | sizes
 
 
 # --- a panel's settings as Python -------------------------------------------------

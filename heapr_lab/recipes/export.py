@@ -82,9 +82,10 @@ def facts_of(made: PruningResult, source: Source | None) -> dict[str, Any]:
     saved = savings(made.keep, made.table, source=source)
     # The table of `compress` is of a part of its windows.
     windows = None if made.report is None else made.windows
-    calibration = calibration_of(made.table, windows)
+    record = made.table.calibration if windows is None else windows.record
+    calibration = calibration_of(record)
     facts = {
-        "calibration": describe_calibration(made.table, windows),
+        "calibration": describe_calibration(record),
         "calibrated_on": calibration.to_dict() if calibration else None,
         "importance": made.table.metadata.get("spec_hash"),
         "savings": {k: v for k, v in saved.items() if not k.startswith("bytes_")},

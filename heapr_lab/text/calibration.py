@@ -81,6 +81,12 @@ class CalibrationSet:
         """Tokens that have a loss: all but the first of each window."""
         return self.n_sequences * (self.seq_len - 1)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What tables and cards record: the provenance, and the numbers above."""
+        sizes = {"n_sequences": self.n_sequences, "seq_len": self.seq_len}
+        return self.provenance | sizes
+
     def joined(self, other: "CalibrationSet") -> "CalibrationSet":
         """These windows, then those of `other`, which must be as long.
 

@@ -163,8 +163,8 @@ def test_a_table_says_what_it_was_measured_on(root: Path, cache: Path) -> None:
     bench, text = bench_of(root), str(root / "text.txt")
     spec = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
     table = bench.importance(spec)
-    assert calibration_of(table) == spec
-    told = describe_calibration(table)
+    assert calibration_of(table.calibration) == spec
+    told = describe_calibration(table.calibration)
     assert told.startswith("8 windows of 32 tokens of ")
     assert told.endswith("(train), seed 0, and 2 that the model wrote itself")
     assert Calibration.from_dict(spec.to_dict()) == spec
@@ -172,7 +172,7 @@ def test_a_table_says_what_it_was_measured_on(root: Path, cache: Path) -> None:
     assert "own_text" not in Setting(0.1, text).columns()
     windows = bench.calibration_set(Calibration(text, 4, 32))
     mixed = collect_statistics(bench.model, windows.joined(windows))
-    assert calibration_of(mixed) is None
+    assert calibration_of(mixed.calibration) is None
 
 
 # --- the command line ------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_a_table_has_its_own_text(root: Path, tmp_path: Path) -> None:
     """`score` writes it where asked; with its table nothing can be written any more."""
     table = tmp_path / "table.parquet"
     run("score", root / "moe", "--own-text", 0.25, "--out", table, *text_of(root))
-    spec = calibration_of(ImportanceTable.read(table))
+    spec = calibration_of(ImportanceTable.read(table).calibration)
     assert spec.own_text == 0.25
     base = ("prune", root / "moe", "--ratio", 0.4, "--importance", table)
     assert "leave --importance out" in one_line(*base, "--own-text", 0.5)
