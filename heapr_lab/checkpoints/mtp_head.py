@@ -92,12 +92,7 @@ _OTHER_FORMS = (
 
 
 def further_layers(
-    model: Any,
-    skeleton: Any,
-    base: str,
-    calibration: CalibrationSet | None,
-    *,
-    width: int | None,
+    model: Any, skeleton: Any, base: str, calibration: CalibrationSet | None
 ) -> Further:
     """What a pruned checkpoint has of the layers that predict further tokens.
 
@@ -106,11 +101,11 @@ def further_layers(
         skeleton: the dense one, without weights.
         base: folder or hub id of the dense model.
         calibration: windows to score on; None prunes nothing.
-        width: the atoms of every expert of the checkpoint; None if they differ.
 
     Raises:
         LayoutError: a part of such a layer is missing.
     """
+    width = model.heapr_keep.one_width
     heads, unknown = whole_heads(skeleton, base)
     if not heads:
         return Further((), {})

@@ -27,12 +27,7 @@ from heapr_lab.checkpoints.folder import (
 from heapr_lab.checkpoints.mtp_head import further_layers
 from heapr_lab.checkpoints.predicting import Further, add_heads, without_predicting
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
-from heapr_lab.checkpoints.stored_type import (
-    Fp8Files,
-    cast,
-    dense_skeleton,
-    file_types,
-)
+from heapr_lab.checkpoints.stored_type import cast, dense_skeleton, file_types
 from heapr_lab.checkpoints.uniform import layer_widths, stock_model, uniform_width
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import FileTypes, backend_of
@@ -116,14 +111,12 @@ def save_pruned(
     """
     keep = _mask_of(model)
     base = base or model.config._name_or_path
-    changed = getattr(model, "heapr_weights", None)
     types = file_types(model, dtype)
-    changed = _in_words(model, changed, types)
+    changed = _in_words(model, types)
     facts = ({} if changed is None else {"weights": changed}) | dict(facts or {})
     plan, origin = _plan_of(model, keep, types), str(source or base)
     written = cast(checkpoint_of(model, keep, types.dtype), types)
-    skeleton = dense_skeleton(model)
-    further = further_layers(model, skeleton, origin, calibration, width=keep.one_width)
+    further = further_layers(model, dense_skeleton(model), origin, calibration)
     with new_folder(Path(folder), resume=plan is not None) as partial:
         if plan is not None:
             claim(partial, plan)
@@ -134,13 +127,13 @@ def save_pruned(
         if stock and structure_of(keep) == "per_layer":
             facts |= {"stock": "the configuration has a width for each layer"}
         facts |= further.said
-        checksums = write_weights(
+        checksums = _write_weights(
             written,
             partial,
-            max_shard_size,
             further,
-            packing=types.packing,
-            progress=progress,
+            types,
+            max_shard_size=max_shard_size,
+            progress=progress or no_report,
         )
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
         facts |= _other_parts(model, partial, base=origin)
@@ -158,15 +151,7 @@ def save_pruned(
 
 
 def prune_folder(
-    source: Path,
-    keep: KeepMask,
-    folder: Path,
-    *,
-    base: str | None = None,
-    facts: Mapping[str, Any] | None = None,
-    calibration: CalibrationSet | None = None,
-    check: Callable[[Path], Mapping[str, Any]] | None = None,
-    progress: Progress | None = None,
+    source: Path, keep: KeepMask, folder: Path, *, base: str = "", **options: Any
 ) -> Path:
     """Write the model in the folder `source` without the atoms outside `keep`.
 
@@ -174,27 +159,21 @@ def prune_folder(
     written as they are. The other arguments, and errors, are those of `save_pruned`.
     """
     dense = open_streamed(source, dtype=None, device=torch.device("cpu"))
+    smaller = prune(dense, keep)
+    options["tokenizer"] = read_tokenizer(source) if has_tokenizer(source) else None
     return save_pruned(
-        prune(dense, keep),
-        folder,
-        tokenizer=read_tokenizer(source) if has_tokenizer(source) else None,
-        base=base or str(source),
-        source=source,
-        facts=facts,
-        calibration=calibration,
-        check=check,
-        progress=progress,
+        smaller, folder, base=base or str(source), source=source, **options
     )
 
 
-def _in_words(model: Any, changed: str | None, types: FileTypes) -> str | None:
+def _in_words(model: Any, types: FileTypes) -> str | None:
     """How the weights differ from those of the dense model's files, in words.
 
     Args:
         model: a model that `prune` returned.
-        changed: the same without quantisation; None if they were only sliced.
         types: those that they are written in.
     """
+    changed: str | None = getattr(model, "heapr_weights", None)
     source = source_of(model)
     if source is None or source.dequantised_from is None:
         return changed
@@ -273,36 +252,27 @@ def structure_of(keep: KeepMask) -> str:
     return structure if structure in STRUCTURES else "ragged"
 
 
-def write_weights(
-    model: Any,
-    folder: Path,
-    max_shard_size: str,
-    further: Further,
-    *,
-    packing: Fp8Files | None = None,
-    progress: Progress | None = None,
+def _write_weights(
+    model: Any, folder: Path, further: Further, types: FileTypes, **options: Any
 ) -> dict[str, str]:
-    """Write weights and config.json of what `checkpoint_of` or `attach` prepared.
+    """Write weights and config.json of what `checkpoint_of` prepared.
 
     Args:
         model: the model.
         folder: an empty one, or that of an interrupted call.
-        max_shard_size: the largest size of a file.
         further: the layers that predict further tokens.
-        packing: how weights are quantised, if they are.
-        progress: as in `save_pruned`.
+        types: how the weights are written.
+        **options: those of `Backend.write`.
 
     Returns:
         The SHA-256 of each file of weights.
     """
     if not further.heads:
         without_predicting(model.config)
-    known = backend_of(model).write(
-        model, folder, max_shard_size=max_shard_size, progress=progress or no_report
-    )
-    if packing is not None:
-        packing.settle(folder)
-    added = add_heads(folder, further, model, packing) if further.heads else {}
+    known = backend_of(model).write(model, folder, **options)
+    if types.packing is not None:
+        types.packing.settle(folder)
+    added = add_heads(folder, further, model, types.packing) if further.heads else {}
     return known | added if known else checksums_in(folder)
 
 
