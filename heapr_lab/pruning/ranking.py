@@ -98,15 +98,7 @@ def rank_atoms(table: ImportanceTable, selection: Selection) -> Ranking:
     positions = np.empty(len(scores), dtype=kind)
     removable = []
     for blocks in grouped:
-        units = [
-            _units(
-                scores[block.rows].reshape(-1, block.d_inter),
-                protected[block.rows].reshape(-1, block.d_inter),
-                block=block,
-                selection=selection,
-            )
-            for block in blocks
-        ]
+        units = [_units(scores, protected, block, selection) for block in blocks]
         before, may_go = _positions(units, kind=kind)
         removable.append(may_go)
         for block, unit, position in zip(blocks, units, before, strict=True):
@@ -148,10 +140,12 @@ def _positions(
 
 
 def _units(
-    scores: np.ndarray, protected: np.ndarray, *, block: _Block, selection: Selection
+    scores: np.ndarray, protected: np.ndarray, block: _Block, selection: Selection
 ) -> _Units:
-    """The units of a block; scores and protected (E, D)."""
-    d_inter = scores.shape[1]
+    """The units of a block; scores and protected are of all rows of the table."""
+    d_inter = block.d_inter
+    scores = scores[block.rows].reshape(-1, d_inter)
+    protected = protected[block.rows].reshape(-1, d_inter)
     rounded = selection.structure != "ragged"
     if selection.min_atoms or rounded:
         ranks = _ranks_within_experts(scores)
