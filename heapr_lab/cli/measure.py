@@ -109,18 +109,14 @@ def evaluate(
     as_json: options.AsJson = False,
 ) -> None:
     """Measure perplexity and accuracy of the dense model, or of a masked one."""
-    _check_asked(
-        names_in(corpora),
-        names_in(tasks),
-        kl=kl,
-        masked=mask is not None,
-    )
+    measured, asked = names_in(corpora), names_in(tasks)
+    _check_asked(measured, asked, kl=kl, masked=mask is not None)
     if mask is not None:
         from heapr_lab.pruning.masks import KeepMask
 
         KeepMask.read(mask)  # a damaged file is refused before any text is read
-    options.check_corpora(names_in(corpora), split="test")
-    options.check_tasks(names_in(tasks))
+    options.check_corpora(measured, split="test")
+    options.check_tasks(asked)
     from heapr_lab.checkpoints.same_model import own_mask
 
     bench = options.open_bench(
@@ -128,9 +124,9 @@ def evaluate(
     )
     keep = None if mask is None else own_mask(mask, bench.identity, name=model)
     rows = []
-    for corpus in names_in(corpora):
+    for corpus in measured:
         rows += _losses(bench, keep, corpus, kl=kl)
-    for task in names_in(tasks):
+    for task in asked:
         metrics = bench.task_results(keep, task, limit=limit)
         named = ("metric", "value", "stderr")
         rows += [{"dataset": task} | {k: row[k] for k in named} for row in metrics]
