@@ -179,14 +179,10 @@ class Request:
             LayoutError: a part of a layer that predicts further tokens is missing.
         """
         from heapr_lab.models.folders import read_config
-        from heapr_lab.recipes.export import check_checkpoint, check_widths
+        from heapr_lab.recipes.export import check_selection
 
-        config, selection = read_config(source), self.setting.selection
-        check_computed(self.engine, config)
-        if is_folder(self.out):
-            check_checkpoint(source, selection)
-        elif selection.multiple is not None:
-            check_widths(config, selection)
+        check_computed(self.engine, read_config(source))
+        check_selection(source, self.setting.selection, written=is_folder(self.out))
 
     def _settle_text(self) -> None:
         """Leave out self-generated text that the model cannot write; check the rest.

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from heapr_lab.checkpoints.mtp_head import whole_heads
 from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
@@ -109,12 +108,13 @@ def _text_of_heads(bench: Workbench, made: PruningResult) -> CalibrationSet | No
 # --- writing -------------------------------------------------------------------------
 
 
-def check_checkpoint(source: Path, selection: Selection) -> None:
-    """Check, before anything is measured, that a checkpoint can be written.
+def check_selection(source: Path, selection: Selection, *, written: bool) -> None:
+    """Check, before anything is measured, that a model has the widths that are asked.
 
     Args:
         source: the folder of the dense model, whose headers are read.
         selection: its structure and multiple.
+        written: whether a checkpoint will be, which is possible as well.
 
     Raises:
         LayoutError: a part of a layer that predicts further tokens is missing.
@@ -122,19 +122,6 @@ def check_checkpoint(source: Path, selection: Selection) -> None:
             all experts are narrower than the multiple.
     """
     config = read_config(source)
-    whole_heads(check_widths(config, selection), str(source))
-    if selection.structure == "uniform":
-        stock_config(config, selection.multiple or 1)
-
-
-def check_widths(config: Any, selection: Selection) -> nn.Module:
-    """Check, before anything is measured, that an expert has as many atoms as asked.
-
-    Returns the model of `config` without weights.
-
-    Raises:
-        SpecError: all experts are narrower than the multiple.
-    """
     skeleton = skeleton_of(config)
     widest = max(layer.d_inter for layer in find_experts(skeleton))
     if (selection.multiple or 1) > widest:
@@ -142,7 +129,10 @@ def check_widths(config: Any, selection: Selection) -> nn.Module:
             f"widths in multiples of {selection.multiple} were requested, and experts "
             f"have {widest} atoms: give a smaller multiple (--multiple)"
         )
-    return skeleton
+    if written:
+        whole_heads(skeleton, str(source))
+        if selection.structure == "uniform":
+            stock_config(config, selection.multiple or 1)
 
 
 def slice_checkpoint(

@@ -48,7 +48,7 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import read_config, read_weights, skeleton_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.surgery import prune
-from heapr_lab.recipes.export import check_checkpoint
+from heapr_lab.recipes.export import check_selection
 from heapr_lab.storage.files import read_json
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -613,7 +613,7 @@ def test_scales_that_do_not_fit_are_refused_first(
         if change is not None:
             stored[name] = change(scale)
     with pytest.raises(LayoutError, match=message):
-        check_checkpoint(tmp_path, Selection(0.5))
+        check_selection(tmp_path, Selection(0.5), written=True)
 
 
 def test_windows_that_differ_in_the_first_token_are_refused(tmp_path):

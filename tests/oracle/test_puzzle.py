@@ -22,7 +22,7 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
-from heapr_lab.recipes.export import check_checkpoint
+from heapr_lab.recipes.export import check_selection
 from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.plan import plan
 from heapr_lab.text.calibration import CalibrationSet
@@ -169,7 +169,7 @@ def test_pruned_and_reloaded(hub: Path, tmp_path: Path, structure: str) -> None:
 def test_one_width_for_all_layers_is_refused(hub: Path) -> None:
     """Before anything is measured."""
     with pytest.raises(SpecError, match="have widths of their own, not one"):
-        check_checkpoint(hub, Selection(0.25, structure="uniform"))
+        check_selection(hub, Selection(0.25, structure="uniform"), written=True)
 
 
 def test_half_of_a_layer_that_predicts_is_refused(hub: Path, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_half_of_a_layer_that_predicts_is_refused(hub: Path, tmp_path: Path) -> 
     with changed_tensors(folder) as stored:
         del stored["mtp.layers.1.mixer.gate.weight"]
     with pytest.raises(LayoutError, match=r"mtp\.layers.*gate\.weight"):
-        check_checkpoint(folder, Selection(0.25))
+        check_selection(folder, Selection(0.25), written=True)
 
 
 @pytest.mark.parametrize(
