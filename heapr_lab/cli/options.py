@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -224,27 +224,17 @@ PrunedOut = Annotated[
 # --- what is opened ---------------------------------------------------------------
 
 
-def open_bench(
-    model: str,
-    profile: str | None,
-    seq_len: int | None,
-    device: str,
-    dtype: str,
-    stream: bool | None,
-    host_memory: str | None,
-) -> "Workbench":
-    """The workbench that the options of these names ask for."""
+def open_bench(*asked: Any) -> "Workbench":
+    """The workbench of an `Opening`, of whose fields these are the values in order.
+
+    None stands for the default, as where an option is not given.
+    """
+    from heapr_lab.workbench.settings import Opening
     from heapr_lab.workbench.workbench import open_workbench
 
-    return open_workbench(
-        model,
-        profile=profile,
-        seq_len=seq_len,
-        device=device,
-        dtype=dtype,
-        stream="auto" if stream is None else stream,
-        host_memory=host_memory,
-    )
+    opening = Opening(*asked)
+    given = {k: v for k, v in opening.given().items() if v is not None}
+    return open_workbench(opening.model, **given)
 
 
 # --- checks of places -------------------------------------------------------------
