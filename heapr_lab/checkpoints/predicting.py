@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from heapr_lab.checkpoints.stored_type import Fp8Files, conversions_of
+from heapr_lab.checkpoints.stored_type import Fp8Files, conversions_of, read_tensor
 from heapr_lab.checkpoints.uniform import fit
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -25,7 +24,6 @@ from heapr_lab.models.safetensors_headers import (
     INDEX,
     PREDICTING,
     SINGLE,
-    StoredTensor,
     read_headers,
 )
 from heapr_lab.storage import files
@@ -130,15 +128,9 @@ def floats_of(heads: Heads) -> dict[str, torch.Tensor]:
     """Their tensors; those that are quantised are dequantised to bfloat16."""
     quantizer, tensors = quantizer_in(heads[0].file.parent), {}
     for head in heads:
-        parts = [_read(part) for part in head.packed or (head,)]
+        parts = [read_tensor(part) for part in head.packed or (head,)]
         tensors[head.name] = quantizer.weight_of(*parts) if head.packed else parts[0]
     return tensors
-
-
-def _read(head: StoredTensor) -> torch.Tensor:
-    with safe_open(head.file, framework="pt") as opened:
-        tensor: torch.Tensor = opened.get_tensor(head.name)
-    return tensor
 
 
 def has_experts(heads: Heads) -> bool:

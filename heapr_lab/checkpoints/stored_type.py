@@ -25,6 +25,7 @@ from heapr_lab.models.formats import blocks_fit
 from heapr_lab.models.safetensors_headers import (
     INDEX,
     Stored,
+    StoredTensor,
     read_header,
     read_headers,
 )
@@ -82,6 +83,13 @@ def conversions_of(model: Any) -> list[Any]:
     """What transformers makes of tensors, those beside a wrapper's inner model too."""
     inside = [model.get_decoder()] if is_wrapper(model.config) else []
     return [c for part in (model, *inside) for c in get_model_conversion_mapping(part)]
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """A tensor as it is in its file."""
+    with safe_open(stored.file, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(stored.name)
+    return tensor
 
 
 def cast(model: Any, types: FileTypes) -> Any:
@@ -179,15 +187,11 @@ class Fp8Files:
     def _powers(self) -> bool:
         return self.settings.get("scale_fmt") == "ue8m0"
 
-    def _read(self, name: str) -> torch.Tensor:
-        with safe_open(self.stored[name].file, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
-
     def _in_blocks(
         self, name: str, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers, scales = self._read(name), self._read(f"{name}{SCALES}")
+        numbers = read_tensor(self.stored[name])
+        scales = read_tensor(self.stored[f"{name}{SCALES}"])
         if numbers.shape == tensor.shape:
             before = dequantised(numbers, scales, self._block).to(self.computes)
             if torch.equal(before.to(tensor.dtype), tensor.cpu()):
