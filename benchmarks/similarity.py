@@ -38,7 +38,8 @@ def layers_of(name: str) -> Iterator[dict[str, Any]]:
     windows = load_calibration(
         CORPUS, tokenizer, n_sequences=N_WINDOWS, seq_len=SEQ_LEN
     )
-    for layer, calls in iter_expert_calls(model, windows.ids):
+    for calls in iter_expert_calls(model, windows.ids):
+        layer = calls.layer
         yield {
             "model": name,
             "layer": layer.layer,

@@ -42,19 +42,19 @@ class Collector:
 
     name: str
     """The name of the quantity; collectors of the same quantity share it."""
-    of_layer: Callable[[nn.Module, ExpertsLayer, ExpertCalls], Any]
-    """Takes the model, a layer, and what its experts were called with in the dense
-    model; returns what is kept of it. Without gradients, in evaluation mode."""
+    of_layer: Callable[[nn.Module, ExpertCalls], Any]
+    """Takes the model, and what a layer's experts were called with in the dense model;
+    returns what is kept of it. Without gradients, in evaluation mode."""
 
 
 def stacked(
-    of_expert: Callable[[ExpertsLayer, ExpertCalls, int], tuple[torch.Tensor, ...]],
+    of_expert: Callable[[ExpertCalls, int], tuple[torch.Tensor, ...]],
     make: Callable[..., Any],
-) -> Callable[[nn.Module, ExpertsLayer, ExpertCalls], Any]:
+) -> Callable[[nn.Module, ExpertCalls], Any]:
     """An `of_layer`: what `make` makes of the tensors of experts, stacked to (E, …)."""
 
-    def of_layer(_model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls) -> Any:
-        rows = [of_expert(layer, calls, expert) for expert in range(layer.n_experts)]
+    def of_layer(_model: nn.Module, calls: ExpertCalls) -> Any:
+        rows = [of_expert(calls, expert) for expert in range(calls.layer.n_experts)]
         return make(*map(torch.stack, zip(*rows, strict=True)))
 
     return of_layer
@@ -192,21 +192,19 @@ def collect(
         LayoutError: the experts cannot be measured.
     """
     kept: dict[str, dict[int, Any]] = {name: {} for name in collectors}
-    for layer, calls in iter_expert_calls(model, calibration.ids, progress=progress):
+    for calls in iter_expert_calls(model, calibration.ids, progress=progress):
         with evaluating(model):
             for name, collector in collectors.items():
-                kept[name][layer.layer] = collector.of_layer(model, layer, calls)
+                kept[name][calls.layer.layer] = collector.of_layer(model, calls)
     return kept
 
 
-def _sums_of_layer(
-    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> list[dict[str, float]]:
+def _sums_of_layer(_model: nn.Module, calls: ExpertCalls) -> list[dict[str, float]]:
     """A row of `Measurements.experts` for each expert of a layer."""
     return [
-        {"layer": layer.layer, "expert": expert}
-        | _sums(routed_outputs(layer, calls, expert))
-        for expert in range(layer.n_experts)
+        {"layer": calls.layer.layer, "expert": expert}
+        | _sums(routed_outputs(calls, expert))
+        for expert in range(calls.layer.n_experts)
     ]
 
 
@@ -214,10 +212,8 @@ EXPERT_SUMS = Collector("expert sums", _sums_of_layer)
 """Rows of `Measurements.experts` of each layer."""
 
 
-def _tokens_of_layer(
-    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> list[int]:
-    counts = calls.top_k_index.flatten().bincount(minlength=layer.n_experts)
+def _tokens_of_layer(_model: nn.Module, calls: ExpertCalls) -> list[int]:
+    counts = calls.top_k_index.flatten().bincount(minlength=calls.layer.n_experts)
     return [int(n) for n in counts]
 
 
@@ -241,12 +237,12 @@ def expert_output(layer: ExpertsLayer, expert: int, x: torch.Tensor) -> torch.Te
 
 
 def routed_outputs(
-    layer: ExpertsLayer, calls: ExpertCalls, expert: int
+    calls: ExpertCalls, expert: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """An expert's outputs for the tokens routed to it: pairs of f (n, D) and p (n,)."""
     parts = (tensor.split(ROWS_AT_ONCE) for tensor in calls.routed(expert))
     for x, p in zip(*parts, strict=True):
-        yield expert_output(layer, expert, x), p
+        yield expert_output(calls.layer, expert, x), p
 
 
 def _sums(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:

@@ -274,11 +274,11 @@ def kept_of_layers(
     if not any(n_gone.values()):
         return kept
     ids = request.calibration.ids
-    for layer, calls in iter_expert_calls(request.model, ids, progress=progress):
-        number = layer.layer
+    for calls in iter_expert_calls(request.model, ids, progress=progress):
+        number = calls.layer.layer
         if n_gone[number]:
             with evaluating(request.model), exchanging(request.model):
-                some = calls.of(positions(request, layer.n_experts))
+                some = calls.of(positions(request, calls.layer.n_experts))
                 kept[number] = choose(number, LayerLoss(axes[number], some))
     return kept
 

@@ -84,12 +84,10 @@ class Moments:
         return sorted(experts, key=lambda e: (tokens[e], weights[e]), reverse=True)
 
 
-def _moments(
-    layer: ExpertsLayer, calls: ExpertCalls, expert: int
-) -> tuple[torch.Tensor, ...]:
+def _moments(calls: ExpertCalls, expert: int) -> tuple[torch.Tensor, ...]:
     """The fields of `Moments` for one expert."""
     x, p = calls.routed(expert)
-    h = activations(layer, expert, x)
+    h = activations(calls.layer, expert, x)
     size = h.abs()
     share = (
         (size > _OUTLIER * size.mean()).double().mean() if len(h) else x.new_zeros(())

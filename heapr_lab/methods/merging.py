@@ -65,17 +65,16 @@ class MeanOutputs:
     logits cannot be computed from the experts' inputs."""
 
 
-def _mean_outputs(
-    model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> MeanOutputs:
-    logits = router_logits(model, layer, calls)
-    weights = torch.ones(2, layer.n_experts, len(calls.output), dtype=torch.float64)
+def _mean_outputs(model: nn.Module, calls: ExpertCalls) -> MeanOutputs:
+    n_experts = calls.layer.n_experts
+    logits = router_logits(model, calls)
+    weights = torch.ones(2, n_experts, len(calls.output), dtype=torch.float64)
     if logits is not None:
         weights[1] = logits.softmax(1).T.cpu()
     sums = torch.stack(
         [
-            _summed_outputs(layer, expert, calls, weights[:, expert])
-            for expert in range(layer.n_experts)
+            _summed_outputs(calls, expert, weights[:, expert])
+            for expert in range(n_experts)
         ],
         dim=1,
     )
@@ -84,13 +83,14 @@ def _mean_outputs(
 
 
 def _summed_outputs(
-    layer: ExpertsLayer, expert: int, calls: ExpertCalls, weights: torch.Tensor
+    calls: ExpertCalls, expert: int, weights: torch.Tensor
 ) -> torch.Tensor:
     """Sums of an expert's outputs over all tokens with weights (n, T), (n, D).
 
     W_down is linear: unless a norm follows, it is applied to sums of activations. In
     float64.
     """
+    layer = calls.layer
     normed = normalises(layer.module)
     run = expert_output if normed else activations
     total = torch.zeros(1, dtype=torch.float64)
@@ -107,24 +107,21 @@ def _summed_outputs(
     return sums
 
 
-def router_logits(
-    model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> torch.Tensor | None:
+def router_logits(model: nn.Module, calls: ExpertCalls) -> torch.Tensor | None:
     """The router's logits of every token, (T, E), in float64.
 
     None where the router cannot be run on the experts' inputs.
     """
     try:
-        logits, _, _ = routed_anew(expert_axis(model, layer).router, calls)
+        logits, _, _ = routed_anew(expert_axis(model, calls.layer).router, calls)
     except HeaprLabError:
         return None
-    return logits.double() if logits.shape[1:] == (layer.n_experts,) else None
+    fits = logits.shape[1:] == (calls.layer.n_experts,)
+    return logits.double() if fits else None
 
 
-def _logit_cosines(
-    model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> np.ndarray | None:
-    logits = router_logits(model, layer, calls)
+def _logit_cosines(model: nn.Module, calls: ExpertCalls) -> np.ndarray | None:
+    logits = router_logits(model, calls)
     if logits is None:
         return None
     units = logits / logits.norm(dim=0).clamp_min(torch.finfo(logits.dtype).tiny)
@@ -433,9 +430,8 @@ MC_SMOE = ours("mc-smoe", _mc_smoe, LOGIT_COSINES, EXPERT_SUMS)
 # that is Σᵢ fᵢ · U Σ Vᵢ = Σᵢ fᵢ Wᵢ, the weighted mean, which is what is computed here.
 
 
-def _output_cosines(
-    _model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> np.ndarray:
+def _output_cosines(_model: nn.Module, calls: ExpertCalls) -> np.ndarray:
+    layer = calls.layer
     total = torch.zeros(layer.n_experts, layer.n_experts, dtype=torch.float64)
     for x in calls.hidden_states.split(_TOKENS_AT_ONCE):
         outputs = [expert_output(layer, e, x) for e in range(layer.n_experts)]

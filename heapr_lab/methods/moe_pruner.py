@@ -50,16 +50,14 @@ class SparseWeights(ExpertComposition):
         return Savings((dense.n_parameters, after), (size, size), (flops, flops))
 
 
-def _squares(
-    layer: ExpertsLayer, calls: ExpertCalls, expert: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _squares(calls: ExpertCalls, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums of one expert over the tokens routed to it: (D,) and (I,)."""
-    sizes = layer.d_expert, layer.d_inter
+    sizes = calls.layer.d_expert, calls.layer.d_inter
     of_x, of_h = (torch.zeros(size, dtype=torch.float64) for size in sizes)
     parts = (tensor.split(ROWS_AT_ONCE) for tensor in calls.routed(expert))
     for x, p in zip(*parts, strict=True):
         weight = p.double().square()
-        h = activations(layer, expert, x)
+        h = activations(calls.layer, expert, x)
         of_x += (weight @ x.double().square()).cpu()
         of_h += (weight @ h.double().square()).cpu()
     return of_x, of_h

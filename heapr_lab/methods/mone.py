@@ -48,17 +48,16 @@ class OutputMoments:
         return scores[kind]
 
 
-def _moments(
-    layer: ExpertsLayer, calls: ExpertCalls, expert: int
-) -> tuple[torch.Tensor, ...]:
+def _moments(calls: ExpertCalls, expert: int) -> tuple[torch.Tensor, ...]:
     """The fields of `OutputMoments` for one expert, which is run twice."""
-    routing, count, total = 0.0, 0, torch.zeros(layer.d_expert, dtype=torch.float64)
-    for f, p in routed_outputs(layer, calls, expert):
+    routing, count = 0.0, 0
+    total = torch.zeros(calls.layer.d_expert, dtype=torch.float64)
+    for f, p in routed_outputs(calls, expert):
         routing, count = routing + float(p.double().sum()), count + len(f)
         total += f.double().sum(0).cpu()
     mean = total / max(count, 1)
     squares = torch.zeros_like(mean)
-    for f, _ in routed_outputs(layer, calls, expert):
+    for f, _ in routed_outputs(calls, expert):
         squares += (f.double().cpu() - mean).square().sum(0)
     share = torch.tensor(routing / len(calls.output), dtype=torch.float64)
     return share, squares / max(count - 1, 1), mean

@@ -50,19 +50,17 @@ GatedNorms = tuple[torch.Tensor, torch.Tensor]
 """The most probable experts of each token (T, K), and p² · ‖f‖ of each."""
 
 
-def _gated_norms(
-    model: nn.Module, layer: ExpertsLayer, calls: ExpertCalls
-) -> GatedNorms | None:
+def _gated_norms(model: nn.Module, calls: ExpertCalls) -> GatedNorms | None:
     """`GatedNorms`; None if the experts' inputs do not give the router's logits."""
-    logits = router_logits(model, layer, calls)
+    logits = router_logits(model, calls)
     if logits is None:
         return None
     p, index = logits.softmax(1).topk(calls.top_k_index.shape[1])
     probable = replace(calls, top_k_index=index, top_k_weights=p)
-    wide = torch.promote_types(layer.dtype, torch.float32)
+    wide = torch.promote_types(calls.layer.dtype, torch.float32)
     norms = p.square().to(wide)
-    for expert in range(layer.n_experts):
-        outputs = [f for f, _ in routed_outputs(layer, probable, expert)]
+    for expert in range(calls.layer.n_experts):
+        outputs = [f for f, _ in routed_outputs(probable, expert)]
         norms[index == expert] *= torch.cat(outputs).to(wide).norm(dim=1)
     return index.short().cpu(), norms.cpu()
 

@@ -30,6 +30,7 @@ _TOKENS_AT_ONCE = 4096
 class ExpertCalls:
     """The arguments and the results of one layer's experts, token by token."""
 
+    layer: ExpertsLayer
     hidden_states: torch.Tensor
     """(T, D)."""
     top_k_index: torch.Tensor
@@ -42,7 +43,7 @@ class ExpertCalls:
     def of(self, tokens: torch.Tensor) -> "ExpertCalls":
         """The calls of some tokens."""
         fields = self.hidden_states, self.top_k_index, self.top_k_weights, self.output
-        return ExpertCalls(*(field[tokens] for field in fields))
+        return ExpertCalls(self.layer, *(field[tokens] for field in fields))
 
     def routed(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The inputs (n, D) of the tokens routed to an expert, and p (n,)."""
@@ -142,12 +143,12 @@ class _Recorder:
                 f"{self._layer.name} was called with {seen} tokens, expected "
                 f"{self._n_tokens}"
             )
-        return ExpertCalls(*fields)
+        return ExpertCalls(self._layer, *fields)
 
 
 def iter_expert_calls(
     model: nn.Module, ids: torch.Tensor, *, progress: Progress | None = None
-) -> Iterator[tuple[ExpertsLayer, ExpertCalls]]:
+) -> Iterator[ExpertCalls]:
     """The calls of each MoE layer's experts on all windows, in order.
 
     If the layers of a model cannot be run separately, each takes a forward pass, and a
@@ -166,4 +167,5 @@ def iter_expert_calls(
     groups = [[layer] for layer in find_experts(model)]
 
     recorder = functools.partial(_Recorder, n_tokens=ids.numel())
-    return watched(model, batches, groups, recorder, called, progress or no_report)
+    calls = watched(model, batches, groups, recorder, called, progress or no_report)
+    return (of_layer for _, of_layer in calls)

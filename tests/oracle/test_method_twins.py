@@ -21,7 +21,7 @@ def test_the_plain_layer_is_the_models(family: str) -> None:
     """Its experts, routing and output equal what the model's own layers did."""
     model = model_of(family)
     layers = method_twins.layers_of(model, IDS)
-    for layer, (_, calls) in zip(layers, iter_expert_calls(model, IDS), strict=True):
+    for layer, calls in zip(layers, iter_expert_calls(model, IDS), strict=True):
         x = torch.cat(layer.inputs)
         torch.testing.assert_close(x, calls.hidden_states)
         # the family's router computes the softmax in float32

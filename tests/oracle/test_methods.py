@@ -62,15 +62,15 @@ def test_reap_has_the_weights_of_the_authors(renormalised: bool) -> None:
     shared = Measurements(model, WINDOWS)
     scores = experts.reap_scores(shared.experts())
     axes, place = {axis.layer.layer: axis for axis in find_expert_axes(model)}, 0
-    for layer, calls in iter_expert_calls(model, IDS):
-        router: Any = axes[layer.layer].router
+    for calls in iter_expert_calls(model, IDS):
+        router: Any = axes[calls.layer.layer].router
         p = (calls.hidden_states @ router.weight.detach().T).softmax(1)
         chosen = p.gather(1, calls.top_k_index)
         if renormalised:
             p = p / chosen.sum(1, keepdim=True)
         for expert in range(6):
             tokens = (calls.top_k_index == expert).any(1)
-            f = expert_output(layer, expert, calls.hidden_states[tokens])
+            f = expert_output(calls.layer, expert, calls.hidden_states[tokens])
             expected = float((p[tokens, expert] * f.detach().norm(dim=1)).mean())
             assert scores[place] == pytest.approx(expected, rel=1e-6)
             place += 1
@@ -88,7 +88,7 @@ def output_of(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def change_by_running(model: nn.Module, layer: int, kept: tuple[int, ...]) -> float:
     """‖Z − Z_S‖ of a layer's experts, by running the whole layer without experts."""
     full = {o.layer: tuple(range(o.n_experts)) for o in find_experts(model)}
-    dense = {o.layer: calls for o, calls in iter_expert_calls(model, IDS)}
+    dense = {calls.layer.layer: calls for calls in iter_expert_calls(model, IDS)}
     block = model.get_submodule(
         next(o.name for o in find_experts(model) if o.layer == layer).rpartition(".")[0]
     )
@@ -105,7 +105,8 @@ def test_naee_measures_the_change_of_the_output(family: str) -> None:
     """The loss from Gram matrices is that of running the block without the experts."""
     model = tiny_model(family)
     axes = {axis.layer.layer: axis for axis in find_expert_axes(model)}
-    for layer, calls in iter_expert_calls(model, IDS):
+    for calls in iter_expert_calls(model, IDS):
+        layer = calls.layer
         with torch.no_grad():
             loss = experts.LayerLoss(axes[layer.layer], calls)
             losses = {s: loss(s) for s in itertools.combinations(range(4), 3)}

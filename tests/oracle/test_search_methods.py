@@ -197,7 +197,8 @@ def test_moe_i2_searches_the_best_set_and_truncates(family: str) -> None:
     assert sum(6 - len(experts) for experts in fit.kept.values()) == 3
     axes = {axis.layer.layer: axis for axis in find_expert_axes(model)}
     units = 0
-    for layer, calls in iter_expert_calls(model, IDS):
+    for calls in iter_expert_calls(model, IDS):
+        layer = calls.layer
         kept = fit.kept[layer.layer]
         with torch.no_grad():
             cost = experts.LayerLoss(axes[layer.layer], calls)

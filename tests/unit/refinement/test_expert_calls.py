@@ -21,7 +21,7 @@ def test_calls_are_those_of_a_forward_pass(
     dense = tiny_model(family)
     ids = tiny_ids(n_sequences=5)
     layers = find_experts(dense)
-    by_layer = {layer.layer: calls for layer, calls in iter_expert_calls(dense, ids)}
+    by_layer = {calls.layer.layer: calls for calls in iter_expert_calls(dense, ids)}
     assert sorted(by_layer) == [layer.layer for layer in layers]
     for layer in layers:
         calls = by_layer[layer.layer]
