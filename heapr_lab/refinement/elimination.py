@@ -22,7 +22,7 @@ Shapes: E n_experts, I d_inter, D d_expert; P problems of F features: one for ea
 expert, or one of all experts.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -212,9 +212,14 @@ def _eliminated(
     there = torch.ones_like(rate, dtype=torch.bool)
     level = torch.zeros_like(rate[:, :1])
     n_left = rate.shape[1]
-    for n_gone in _shares(n_left, n_steps):
+    at_a_time = -(-n_left // n_steps)
+    while n_left > 0:
+        n_gone = min(at_a_time, n_left)
         if 2 * n_left <= there.shape[1]:  # smaller matrices, now and then
-            left, rate, B, W = _only(there, left, rate, B, W)
+            pick = there.nonzero()[:, 1].view(len(there), n_left)
+            left, rate = left.gather(1, pick), rate.gather(1, pick)
+            W = W.take_along_dim(pick[:, None], 2)
+            B = B.take_along_dim(pick[:, :, None], 1).take_along_dim(pick[:, None], 2)
             there = torch.ones_like(left, dtype=torch.bool)
         cost = W.square().sum(1) * rate / B.diagonal(dim1=-2, dim2=-1)
         cost = torch.where(there, cost, torch.inf)
@@ -222,37 +227,11 @@ def _eliminated(
         lowest = lowest.maximum(level)  # later atoms never cost less
         level = lowest[:, -1:]
         costs.scatter_(1, left.gather(1, gone), lowest)
-        rows = B.gather(1, gone[:, :, None].expand(-1, -1, B.shape[2]))
-        block = rows.gather(2, gone[:, None].expand(-1, n_gone, -1))
+        rows = B.take_along_dim(gone[:, :, None], 1)
+        block = rows.take_along_dim(gone[:, None], 2)
         solved = torch.cholesky_solve(rows, torch.linalg.cholesky(block))
-        W.baddbmm_(
-            W.gather(2, gone[:, None].expand(-1, W.shape[1], -1)), solved, alpha=-1
-        )
+        W.baddbmm_(W.take_along_dim(gone[:, None], 2), solved, alpha=-1)
         B.baddbmm_(rows.mT, solved, alpha=-1)
         there.scatter_(1, gone, False)
         n_left -= n_gone
     return costs
-
-
-def _only(
-    there: torch.Tensor,
-    left: torch.Tensor,
-    rate: torch.Tensor,
-    B: torch.Tensor,
-    W: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The features that are `there`, equally many of each problem."""
-    size = int(there[0].sum())
-    pick = there.nonzero()[:, 1].view(len(there), size)
-    B = B.gather(1, pick[:, :, None].expand(-1, -1, B.shape[2]))
-    B = B.gather(2, pick[:, None].expand(-1, size, -1))
-    W = W.gather(2, pick[:, None].expand(-1, W.shape[1], -1))
-    return left.gather(1, pick), rate.gather(1, pick), B, W
-
-
-def _shares(n_atoms: int, n_steps: int) -> Iterator[int]:
-    """Number of atoms removed in each step."""
-    each = -(-n_atoms // n_steps)
-    while n_atoms > 0:
-        yield min(each, n_atoms)
-        n_atoms -= each

@@ -70,8 +70,7 @@ class Columns:
 
     def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Their columns of `weight` (P, D, F): (P, D, n)."""
-        index = self.index[:, None].expand(-1, weight.shape[1], -1)
-        return weight.gather(2, index) * self.valid[:, None]
+        return weight.take_along_dim(self.index[:, None], 2) * self.valid[:, None]
 
     def put(self, values: torch.Tensor, weight: torch.Tensor) -> None:
         """Add `values` (P, D, n) to their columns of `weight` (P, D, F), in place."""
