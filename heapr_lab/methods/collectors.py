@@ -5,8 +5,7 @@ routing weight p.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -36,22 +35,18 @@ _TABLE = "table"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Collector:
-    """What is measured in a forward pass, layer by layer."""
+Collector = Callable[[nn.Module, ExpertCalls], Any]
+"""What is measured in a forward pass, layer by layer.
 
-    name: str
-    """The name of the quantity; collectors of the same quantity share it."""
-    of_layer: Callable[[nn.Module, ExpertCalls], Any]
-    """Takes the model, and what a layer's experts were called with in the dense model;
-    returns what is kept of it. Without gradients, in evaluation mode."""
+It takes the model, and what a layer's experts were called with in the dense model, and
+returns what is kept of it. Without gradients, in evaluation mode."""
 
 
 def stacked(
     of_expert: Callable[[ExpertCalls, int], tuple[torch.Tensor, ...]],
     make: Callable[..., Any],
-) -> Callable[[nn.Module, ExpertCalls], Any]:
-    """An `of_layer`: what `make` makes of the tensors of experts, stacked to (E, …)."""
+) -> Collector:
+    """A collector: what `make` makes of the tensors of experts, stacked to (E, …)."""
 
     def of_layer(_model: nn.Module, calls: ExpertCalls) -> Any:
         rows = [of_expert(calls, expert) for expert in range(calls.layer.n_experts)]
@@ -86,8 +81,8 @@ class Measurements:
         self.model, self.calibration = model, calibration
         self._measure = measure or functools.partial(collect_statistics, model)
         self._state = weights_state(model)
-        self._expected = {ROUTED_TOKENS.name: ROUTED_TOKENS}
-        self._collected: dict[str, dict[int, Any]] = {}
+        self._expected: set[Collector] = {routed_tokens}
+        self._collected: dict[Collector, dict[int, Any]] = {}
         self._once: dict[str, Any] = {}
 
     def check(self, model: nn.Module, calibration: CalibrationSet) -> None:
@@ -120,30 +115,38 @@ class Measurements:
         Columns: layer, expert, `tokens`, `sum_p` Σ p, `sum_norm` Σ ‖f‖, `sum_norm2`
         Σ ‖f‖², `sum_p_norm` Σ p · ‖f‖. In float64.
         """
-        rows = self.collected(EXPERT_SUMS, progress)
+        rows = self.collected(expert_sums, progress)
         return pd.DataFrame([row for layer in rows.values() for row in layer])
 
     def tokens(self, progress: Progress | None = None) -> dict[int, list[int]]:
         """The tokens routed to each expert, by layer: a forward pass."""
-        return self.collected(ROUTED_TOKENS, progress)
+        return self.collected(routed_tokens, progress)
 
     def expect(self, collectors: Iterable[Collector]) -> None:
         """Measure these, too, in the pass of the first of them that is needed."""
-        self._expected |= {collector.name: collector for collector in collectors}
+        self._expected |= set(collectors)
 
     def collected(
         self, collector: Collector, progress: Progress | None = None
     ) -> dict[int, Any]:
         """What `collector` keeps of each layer, by its number.
 
+        If that is not known, layers are run one after the other, and all that is
+        expected is collected.
+
         Raises:
             LayoutError: the experts cannot be measured.
         """
-        if collector.name not in self._collected:
-            wanted = {**self._expected, collector.name: collector}
-            new = {k: c for k, c in wanted.items() if k not in self._collected}
-            self._collected |= collect(self.model, self.calibration, new, progress)
-        return self._collected[collector.name]
+        if collector not in self._collected:
+            wanted = {*self._expected, collector} - {*self._collected}
+            new: dict[Collector, dict[int, Any]] = {each: {} for each in wanted}
+            ids = self.calibration.ids
+            for calls in iter_expert_calls(self.model, ids, progress=progress):
+                with evaluating(self.model):
+                    for each, kept in new.items():
+                        kept[calls.layer.layer] = each(self.model, calls)
+            self._collected |= new
+        return self._collected[collector]
 
     def once(self, name: str, measure: Callable[[], T]) -> T:
         """What `measure` returned when it was first asked for by that name."""
@@ -168,7 +171,7 @@ class Measurements:
 
         Columns layer, expert, tokens.
         """
-        if ROUTED_TOKENS.name in self._collected:
+        if routed_tokens in self._collected:
             rows = [
                 {"layer": layer, "expert": expert, "tokens": n}
                 for layer, counts in self.tokens().items()
@@ -178,28 +181,7 @@ class Measurements:
         return self.table().expert_tokens() if _TABLE in self._once else None
 
 
-def collect(
-    model: nn.Module,
-    calibration: CalibrationSet,
-    collectors: Mapping[str, Collector],
-    progress: Progress | None = None,
-) -> dict[str, dict[int, Any]]:
-    """What each collector keeps of each layer, by its name, in one forward pass.
-
-    Layers are run one after the other.
-
-    Raises:
-        LayoutError: the experts cannot be measured.
-    """
-    kept: dict[str, dict[int, Any]] = {name: {} for name in collectors}
-    for calls in iter_expert_calls(model, calibration.ids, progress=progress):
-        with evaluating(model):
-            for name, collector in collectors.items():
-                kept[name][calls.layer.layer] = collector.of_layer(model, calls)
-    return kept
-
-
-def _sums_of_layer(_model: nn.Module, calls: ExpertCalls) -> list[dict[str, float]]:
+def expert_sums(_model: nn.Module, calls: ExpertCalls) -> list[dict[str, float]]:
     """A row of `Measurements.experts` for each expert of a layer."""
     return [
         {"layer": calls.layer.layer, "expert": expert}
@@ -208,17 +190,10 @@ def _sums_of_layer(_model: nn.Module, calls: ExpertCalls) -> list[dict[str, floa
     ]
 
 
-EXPERT_SUMS = Collector("expert sums", _sums_of_layer)
-"""Rows of `Measurements.experts` of each layer."""
-
-
-def _tokens_of_layer(_model: nn.Module, calls: ExpertCalls) -> list[int]:
+def routed_tokens(_model: nn.Module, calls: ExpertCalls) -> list[int]:
+    """The tokens routed to each expert of a layer; counted in every pass."""
     counts = calls.top_k_index.flatten().bincount(minlength=calls.layer.n_experts)
     return [int(n) for n in counts]
-
-
-ROUTED_TOKENS = Collector("routed tokens", _tokens_of_layer)
-"""The tokens routed to each expert of each layer; counted in every pass."""
 
 
 def activations(layer: ExpertsLayer, expert: int, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.methods.collectors import EXPERT_SUMS, expert_output
+from heapr_lab.methods.collectors import expert_output, expert_sums
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import ExpertAxis, find_expert_axes
 from heapr_lab.methods.method import Request, ours
@@ -157,11 +157,11 @@ def ranked(request: Request) -> dict[int, tuple[int, ...]]:
 
 
 EXPERTS = (
-    ours("frequency", _by("tokens"), EXPERT_SUMS),
-    ours("ean", _by("sum_norm"), EXPERT_SUMS),
-    ours("reap", _by("sum_p_norm", per_token=True), EXPERT_SUMS),
-    ours("man", _by("sum_norm", per_token=True), EXPERT_SUMS),
-    ours("msan", _by("sum_norm2", per_token=True), EXPERT_SUMS),
+    ours("frequency", _by("tokens"), expert_sums),
+    ours("ean", _by("sum_norm"), expert_sums),
+    ours("reap", _by("sum_p_norm", per_token=True), expert_sums),
+    ours("man", _by("sum_norm", per_token=True), expert_sums),
+    ours("msan", _by("sum_norm2", per_token=True), expert_sums),
 )
 """The methods of this module."""
 

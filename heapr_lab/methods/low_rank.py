@@ -28,7 +28,6 @@ import torch
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import (
     ROWS_AT_ONCE,
-    Collector,
     Stacks,
     activations,
     stacked,
@@ -104,7 +103,7 @@ def _second(x: torch.Tensor) -> torch.Tensor:
     return total if x.dtype == torch.float64 else total.float()
 
 
-MOMENTS = Collector("moments of routed inputs", stacked(_moments, Moments))
+MOMENTS = stacked(_moments, Moments)
 """`Moments` of each layer."""
 
 

@@ -24,11 +24,10 @@ from torch.nn.functional import normalize
 
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.methods.collectors import (
-    EXPERT_SUMS,
     ROWS_AT_ONCE,
-    Collector,
     activations,
     expert_output,
+    expert_sums,
 )
 from heapr_lab.methods.composing import Matrices
 from heapr_lab.methods.compression import ExpertComposition
@@ -65,7 +64,8 @@ class MeanOutputs:
     logits cannot be computed from the experts' inputs."""
 
 
-def _mean_outputs(model: nn.Module, calls: ExpertCalls) -> MeanOutputs:
+def mean_outputs(model: nn.Module, calls: ExpertCalls) -> MeanOutputs:
+    """The mean outputs of a layer's experts on all of its tokens."""
     n_experts = calls.layer.n_experts
     logits = router_logits(model, calls)
     weights = torch.ones(2, n_experts, len(calls.output), dtype=torch.float64)
@@ -120,7 +120,11 @@ def router_logits(model: nn.Module, calls: ExpertCalls) -> torch.Tensor | None:
     return logits.double() if fits else None
 
 
-def _logit_cosines(model: nn.Module, calls: ExpertCalls) -> np.ndarray | None:
+def cosines_of_logits(model: nn.Module, calls: ExpertCalls) -> np.ndarray | None:
+    """Cosines between the columns (T,) of the router's logits of a layer, (E, E).
+
+    None where these cannot be computed from the experts' inputs.
+    """
     logits = router_logits(model, calls)
     if logits is None:
         return None
@@ -129,20 +133,13 @@ def _logit_cosines(model: nn.Module, calls: ExpertCalls) -> np.ndarray | None:
     return cosines
 
 
-MEAN_OUTPUTS = Collector("mean outputs on all tokens", _mean_outputs)
-"""`MeanOutputs` of each layer."""
-LOGIT_COSINES = Collector("cosines of the router's logits", _logit_cosines)
-"""Cosines between the columns (T,) of the router's logits of each layer, (E, E); None
-where they cannot be computed from the experts' inputs."""
-
-
 def logit_cosines(request: Request) -> dict[int, np.ndarray]:
     """The cosines between experts' router logits over all tokens, (E, E), by layer.
 
     Raises:
         LayoutError: a layer's router cannot be run on the experts' inputs.
     """
-    cosines = request.measured.collected(LOGIT_COSINES, request.progress)
+    cosines = request.measured.collected(cosines_of_logits, request.progress)
     for layer, table in cosines.items():
         if table is None:
             raise LayoutError(
@@ -304,7 +301,7 @@ def average_linkage(features: torch.Tensor, number: int) -> Groups:
 
 def _hc_smoe(request: Request) -> ExpertComposition:
     """Each layer's experts are joined by their mean outputs on all of its tokens."""
-    outputs = request.measured.collected(MEAN_OUTPUTS, request.progress)
+    outputs = request.measured.collected(mean_outputs, request.progress)
     groups = {
         layer: average_linkage(outputs[layer].plain, n_groups(shape, request.ratio))
         for layer, shape in request.shapes.items()
@@ -312,7 +309,7 @@ def _hc_smoe(request: Request) -> ExpertComposition:
     return merged_by_frequency(request, groups)
 
 
-HC_SMOE = ours("hc-smoe", _hc_smoe, MEAN_OUTPUTS)
+HC_SMOE = ours("hc-smoe", _hc_smoe, mean_outputs)
 
 
 # --- the control ------------------------------------------------------------------
@@ -420,7 +417,7 @@ def joined(cosines: np.ndarray, leaders: Sequence[int]) -> Groups:
     return groups_of(nearest.tolist())
 
 
-MC_SMOE = ours("mc-smoe", _mc_smoe, LOGIT_COSINES, EXPERT_SUMS)
+MC_SMOE = ours("mc-smoe", _mc_smoe, cosines_of_logits, expert_sums)
 
 
 # --- Sub-MoE ----------------------------------------------------------------------
@@ -430,7 +427,11 @@ MC_SMOE = ours("mc-smoe", _mc_smoe, LOGIT_COSINES, EXPERT_SUMS)
 # that is Σᵢ fᵢ · U Σ Vᵢ = Σᵢ fᵢ Wᵢ, the weighted mean, which is what is computed here.
 
 
-def _output_cosines(_model: nn.Module, calls: ExpertCalls) -> np.ndarray:
+def cosines_of_outputs(_model: nn.Module, calls: ExpertCalls) -> np.ndarray:
+    """The cosine of the outputs of each two experts of a layer for a token, (E, E).
+
+    It is the mean over all tokens of the layer.
+    """
     layer = calls.layer
     total = torch.zeros(layer.n_experts, layer.n_experts, dtype=torch.float64)
     for x in calls.hidden_states.split(_TOKENS_AT_ONCE):
@@ -442,14 +443,9 @@ def _output_cosines(_model: nn.Module, calls: ExpertCalls) -> np.ndarray:
     return cosines
 
 
-OUTPUT_COSINES = Collector("cosines of outputs on all tokens", _output_cosines)
-"""The cosine of the outputs of each two experts of a layer for a token, its mean over
-all tokens of the layer, (E, E)."""
-
-
 def _sub_moe(request: Request) -> ExpertComposition:
     """Each layer's experts are grouped by the cosines of their outputs."""
-    cosines = request.measured.collected(OUTPUT_COSINES, request.progress)
+    cosines = request.measured.collected(cosines_of_outputs, request.progress)
     rng, groups = np.random.default_rng(request.seed), {}
     order = ranked(request).groupby("layer")["expert"].agg(list)
     for layer, shape in request.shapes.items():
@@ -498,4 +494,4 @@ def seeds(cosines: np.ndarray, number: int, rng: np.random.Generator) -> list[in
     return centres
 
 
-SUB_MOE = ours("sub-moe-like", _sub_moe, OUTPUT_COSINES, EXPERT_SUMS)
+SUB_MOE = ours("sub-moe-like", _sub_moe, cosines_of_outputs, expert_sums)

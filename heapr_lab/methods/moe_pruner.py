@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from heapr_lab.methods.collectors import ROWS_AT_ONCE, Collector, activations, stacked
+from heapr_lab.methods.collectors import ROWS_AT_ONCE, activations, stacked
 from heapr_lab.methods.composing import Composition, dense_experts
 from heapr_lab.methods.compression import ExpertComposition, Savings
 from heapr_lab.methods.method import Request, ours
@@ -63,7 +63,7 @@ def _squares(calls: ExpertCalls, expert: int) -> tuple[torch.Tensor, torch.Tenso
     return of_x, of_h
 
 
-WEIGHTED_INPUTS = Collector("weighted inputs", stacked(_squares, lambda *sums: sums))
+WEIGHTED_INPUTS = stacked(_squares, lambda *sums: sums)
 """Σ (p · x)² (E, D) and Σ (p · h)² (E, I) of each layer, in float64."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from heapr_lab.errors import LayoutError, one_of
-from heapr_lab.methods.collectors import Collector, routed_outputs, stacked
+from heapr_lab.methods.collectors import routed_outputs, stacked
 from heapr_lab.methods.composing import Composition, dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.experts import lowest_of
@@ -63,7 +63,7 @@ def _moments(calls: ExpertCalls, expert: int) -> tuple[torch.Tensor, ...]:
     return share, squares / max(count - 1, 1), mean
 
 
-OUTPUT_MOMENTS = Collector("output moments", stacked(_moments, OutputMoments))
+OUTPUT_MOMENTS = stacked(_moments, OutputMoments)
 """The `OutputMoments` of each layer."""
 
 

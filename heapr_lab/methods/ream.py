@@ -17,20 +17,20 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.collectors import Collector, routed_outputs
+from heapr_lab.methods.collectors import routed_outputs
 from heapr_lab.methods.composing import Matrices
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.methods.experts import n_dropped
 from heapr_lab.methods.merging import (
-    LOGIT_COSINES,
-    MEAN_OUTPUTS,
     Groups,
     Merge,
     aligned,
     atoms_of,
     averaged,
+    cosines_of_logits,
     logit_cosines,
+    mean_outputs,
     merge_group,
     router_logits,
 )
@@ -50,7 +50,7 @@ GatedNorms = tuple[torch.Tensor, torch.Tensor]
 """The most probable experts of each token (T, K), and p² · ‖f‖ of each."""
 
 
-def _gated_norms(model: nn.Module, calls: ExpertCalls) -> GatedNorms | None:
+def gated_norms(model: nn.Module, calls: ExpertCalls) -> GatedNorms | None:
     """`GatedNorms`; None if the experts' inputs do not give the router's logits."""
     logits = router_logits(model, calls)
     if logits is None:
@@ -63,10 +63,6 @@ def _gated_norms(model: nn.Module, calls: ExpertCalls) -> GatedNorms | None:
         outputs = [f for f, _ in routed_outputs(probable, expert)]
         norms[index == expert] *= torch.cat(outputs).to(wide).norm(dim=1)
     return index.short().cpu(), norms.cpu()
-
-
-GATED_NORMS = Collector("gated norms of the most probable", _gated_norms)
-"""`GatedNorms` of each layer, or None."""
 
 
 def saliency(norms: GatedNorms, batch: torch.Tensor, n_experts: int) -> np.ndarray:
@@ -116,7 +112,7 @@ def _ream(request: Request) -> ExpertComposition:
     find_expert_axes(request.model)  # refused before any text is read
     numbers = {k: _n_kept(request, layer=k, shape=s) for k, s in request.shapes.items()}
     batches, near = _batches(request), _similarities(request)
-    norms = request.measured.collected(GATED_NORMS, request.progress)
+    norms = request.measured.collected(gated_norms, request.progress)
     kept, compositions = {}, {}
     for layer in find_experts(request.model):
         k, number, size = layer.layer, numbers[layer.layer], layer.n_experts
@@ -155,7 +151,7 @@ def _similarities(request: Request) -> dict[int, np.ndarray]:
         LayoutError: a router cannot be run on the inputs of the experts.
     """
     logits = logit_cosines(request)
-    outputs = request.measured.collected(MEAN_OUTPUTS, request.progress)
+    outputs = request.measured.collected(mean_outputs, request.progress)
     return {k: similarity(outputs[k].gated, logits[k]) for k in logits}
 
 
@@ -235,4 +231,4 @@ def _by_saliency(scores: np.ndarray, places: torch.Tensor) -> Merge:
     return merge
 
 
-REAM = ours("ream", _ream, MEAN_OUTPUTS, LOGIT_COSINES, GATED_NORMS)
+REAM = ours("ream", _ream, mean_outputs, cosines_of_logits, gated_norms)

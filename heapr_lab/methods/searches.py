@@ -24,7 +24,7 @@ from torch import nn
 
 from heapr_lab.errors import SpecError, whole_number
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.methods.collectors import EXPERT_SUMS
+from heapr_lab.methods.collectors import expert_sums
 from heapr_lab.methods.composing import Composition
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
@@ -245,7 +245,7 @@ def moved(
     return tuple(new)
 
 
-EVOESAP = ours("evoesap", _evoesap, EXPERT_SUMS)
+EVOESAP = ours("evoesap", _evoesap, expert_sums)
 
 
 # --- MoE-I² -----------------------------------------------------------------------
@@ -412,4 +412,4 @@ def _moe_i2(request: Request) -> ExpertComposition:
     return request.composed(compositions, kept)
 
 
-MOE_I2 = ours("moe-i2-like", _moe_i2, EXPERT_SUMS)
+MOE_I2 = ours("moe-i2-like", _moe_i2, expert_sums)

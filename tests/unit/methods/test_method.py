@@ -34,8 +34,8 @@ def test_each_measurement_takes_one_pass(
 ) -> None:
     """All methods at two ratios: one table, and one pass through the layers."""
     measure = Mock(wraps=functools.partial(collect_statistics, model))
-    collect = Mock(wraps=collectors.collect)
-    monkeypatch.setattr(collectors, "collect", collect)
+    collect = Mock(wraps=collectors.iter_expert_calls)
+    monkeypatch.setattr(collectors, "iter_expert_calls", collect)
     shared = Measurements(model, WINDOWS, measure=measure)
     for name in methods.names():
         shared.expect(methods.get(name).collectors)
