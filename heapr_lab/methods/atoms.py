@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from heapr_lab.errors import number_to
-from heapr_lab.methods.collectors import sum_over_windows
 from heapr_lab.methods.compression import AtomCompression
 from heapr_lab.methods.experts import lowest_of
 from heapr_lab.methods.method import Request, ours
@@ -71,9 +70,7 @@ def mean_absolute_gradients(request: Request) -> dict[int, np.ndarray]:
     ℓ is the sum of the loss over the predicted tokens of one window, and w are the
     atom's rows of the input projections and its column of W_down.
     """
-    sums = sum_over_windows(
-        request.model, request.calibration, _means, request.progress
-    )
+    sums = request.measured.gradients(_means, request.progress)
     n_windows = request.calibration.n_sequences
     return {layer: (s["atoms"] / n_windows).numpy() for layer, s in sums.items()}
 
@@ -94,10 +91,7 @@ def _intdim(scope: str) -> Callable[[Request], AtomCompression]:
     """The rule that keeps the atoms of the largest gradients in a scope."""
 
     def rule(request: Request) -> AtomCompression:
-        scores = request.measured.once(
-            "intdim", lambda: mean_absolute_gradients(request)
-        )
-        gone = lowest_of(scores, request.ratio, scope)
+        gone = lowest_of(mean_absolute_gradients(request), request.ratio, scope)
         return request.keeping({layer: ~mask for layer, mask in gone.items()})
 
     return rule

@@ -5,7 +5,7 @@ routing weight p.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -34,12 +34,16 @@ ROWS_AT_ONCE = 4096
 _TABLE = "table"
 T = TypeVar("T")
 
-
 Collector = Callable[[nn.Module, ExpertCalls], Any]
 """What is measured in a forward pass, layer by layer.
 
 It takes the model, and what a layer's experts were called with in the dense model, and
 returns what is kept of it. Without gradients, in evaluation mode."""
+Stacks = dict[str, torch.Tensor]
+"""Tensors of one layer by name, such as one for each projection."""
+Terms = Callable[[ExpertsLayer, torch.Tensor, torch.Tensor], Stacks]
+"""What is summed, of a layer and its gradients of a window: those of the input
+projection, as `ExpertsLayer.up_rows`, and of W_down, (E, D, I)."""
 
 
 def stacked(
@@ -83,7 +87,7 @@ class Measurements:
         self._state = weights_state(model)
         self._expected: set[Collector] = {routed_tokens}
         self._collected: dict[Collector, dict[int, Any]] = {}
-        self._once: dict[str, Any] = {}
+        self._once: dict[Hashable, Any] = {}
 
     def check(self, model: nn.Module, calibration: CalibrationSet) -> None:
         """Check that the measurements are of `model`, as it is now, and `calibration`.
@@ -148,7 +152,16 @@ class Measurements:
             self._collected |= new
         return self._collected[collector]
 
-    def once(self, name: str, measure: Callable[[], T]) -> T:
+    def gradients(
+        self, terms: Terms, progress: Progress | None = None
+    ) -> dict[int, Stacks]:
+        """`sum_over_windows` of what is asked for: a backward pass for each window."""
+        return self.once(
+            terms,
+            lambda: sum_over_windows(self.model, self.calibration, terms, progress),
+        )
+
+    def once(self, name: Hashable, measure: Callable[[], T]) -> T:
         """What `measure` returned when it was first asked for by that name."""
         if name not in self._once:
             self._once[name] = measure()
@@ -157,7 +170,7 @@ class Measurements:
 
     @functools.cached_property
     def fitted(self) -> CalibratedModel:
-        """Statistics and sums on the windows that `compress` fits to.
+        """The sums that weights are made of, on the windows that `compress` fits to.
 
         Raises:
             SpecError: there are too few windows.
@@ -241,12 +254,6 @@ def _sums(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float
 #
 # The loss of a window is the sum over its predicted tokens of -log p. Every window is a
 # batch of its own, so its gradients depend neither on other windows nor on their order.
-
-Stacks = dict[str, torch.Tensor]
-"""Tensors of one layer by name, such as one for each projection."""
-Terms = Callable[[ExpertsLayer, torch.Tensor, torch.Tensor], Stacks]
-"""What is summed, of a layer and its gradients of a window: those of the input
-projection, as `ExpertsLayer.up_rows`, and of W_down, (E, D, I)."""
 
 
 def sum_over_windows(

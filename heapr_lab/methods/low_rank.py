@@ -31,7 +31,6 @@ from heapr_lab.methods.collectors import (
     Stacks,
     activations,
     stacked,
-    sum_over_windows,
 )
 from heapr_lab.methods.composing import Composition, dense_experts
 from heapr_lab.methods.compression import ExpertComposition
@@ -254,12 +253,7 @@ def _d2_moe(request: Request) -> ExpertComposition:
         base = shape.n_matrices * shape.d_inter * shape.d_expert
         ranks[k] = ranks_of(shape, request.ratio, layer=k, shared=base)
     moments = request.measured.collected(MOMENTS, request.progress)
-    fisher = request.measured.once(
-        "squared gradients",
-        lambda: sum_over_windows(
-            request.model, request.calibration, squares, request.progress
-        ),
-    )
+    fisher = request.measured.gradients(squares, request.progress)
     compositions = {
         moe.layer: _with_base(
             moe, fisher[moe.layer], moments[moe.layer], ranks[moe.layer]
