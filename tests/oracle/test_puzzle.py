@@ -5,10 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import FAMILIES, tiny_ids, tiny_model
 from keeps import logits_of, masked_logits
 from methods_by_hand import reloaded
 from oracles.streamed import same_tables
@@ -30,7 +29,7 @@ from heapr_lab.text.calibration import CalibrationSet
 IDS = tiny_ids()
 BLOCKS: list[dict[str, Any]] = [
     {"block_type": "mamba"},
-    *families.BLOCKS,
+    *FAMILIES["nemotron_h_puzzle"]["block_configs"],
     {"block_type": "mlp", "intermediate_size": 12},
 ]
 MTP: list[dict[str, Any]] = [
