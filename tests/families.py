@@ -11,6 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import heapr_lab  # noqa: F401 (transformers knows our families after it)
+from heapr_lab.text.calibration import CalibrationSet
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
@@ -80,3 +81,8 @@ def tiny_ids(*, n_sequences: int = 3, seq_len: int = 9, seed: int = 1) -> torch.
     """Random token ids, LongTensor (n_sequences, seq_len)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(D_VOCAB, (n_sequences, seq_len), generator=generator)
+
+
+def tiny_windows(**shape: int) -> CalibrationSet:
+    """The windows of `tiny_ids`, to calibrate on."""
+    return CalibrationSet.from_ids(tiny_ids(**shape))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY, invoke, manifest_of, one_line, run, said
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from keeps import masked_nll, window_nll
 from quantised_folder import (
     LAYOUTS,
@@ -40,11 +40,10 @@ from heapr_lab.pruning.surgery import prune
 from heapr_lab.recipes.export import savings
 from heapr_lab.streaming.plan import plan
 from heapr_lab.streaming.stream import stream_of
-from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import PROFILES
 from heapr_lab.workbench.workbench import Workbench
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seq_len=16))
+WINDOWS = tiny_windows(n_sequences=5, seq_len=16)
 KIND = torch.bfloat16
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from devices import GPU, OF_DEVICES
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from keeps import masked_nll, window_nll
 from oracles.streamed import same_tables
 from torch import nn
@@ -20,9 +20,8 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import compensate
 from heapr_lab.refinement.compress import compress
-from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=10, seq_len=16))
+WINDOWS = tiny_windows(n_sequences=10, seq_len=16)
 FAMILIES = ["qwen2_moe", "gpt_oss"]
 _SPLIT = {"model", "model.layers"}
 """Modules that are on no single device."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from keeps import logits_of, random_keep, widths_keep
 from oracles.features import all_grams, features_of, problems
 from torch import nn
@@ -35,7 +35,7 @@ from heapr_lab.refinement.elimination import eliminate, layer_costs
 from heapr_lab.text.calibration import CalibrationSet
 
 FAMILIES = ("qwen2_moe", "gpt_oss", "nemotron_h", "deepseek_v2")
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
+WINDOWS = tiny_windows(n_sequences=8, seq_len=24)
 HELD = torch.tensor([False, True, False, False] * 2)
 """Which of the windows are held out: the second of every four."""
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from commands import one_line, run, text_of
-from families import D_VOCAB, tiny_ids, tiny_model
+from families import D_VOCAB, tiny_ids, tiny_model, tiny_windows
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from methods_by_hand import reloaded
 from quantised_folder import (
@@ -60,7 +60,7 @@ UNDER_MTP = {
 }
 """Names of what the layer has besides a decoder layer, where it is under `mtp.`."""
 LAST = "model.layers.3."
-TEXT = CalibrationSet.from_ids(tiny_ids())
+TEXT = tiny_windows()
 FAMILIES = {
     "deepseek_v3": LAST,
     "deepseek_v32": LAST,

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from devices import GPU
-from families import REPRESENTATIVES, tiny_ids, tiny_model
+from families import REPRESENTATIVES, tiny_model, tiny_windows
 from keeps import logits_of, masked_nll, window_nll
 from tiny_folder import write_model, write_text
 
@@ -289,7 +289,7 @@ def test_both_devices_give_the_same_numbers(
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_families_by_every_implementation(family: str) -> None:
     """Statistics and masked losses, by each experts implementation of transformers."""
-    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=2))
+    windows = tiny_windows(n_sequences=2)
     model: Any = tiny_model(family, dtype=torch.float32)
     table = collect_statistics(model, windows)
     keep = select(table, ratio=0.5)

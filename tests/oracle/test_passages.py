@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from families import tiny_ids
+from families import tiny_ids, tiny_windows
 from heard import Heard
 from keeps import full_keep, logits_of, random_keep, zeroed_twin
 from text_models import (
@@ -40,7 +40,7 @@ from heapr_lab.models.hooks import IMPLEMENTATION
 from heapr_lab.text.calibration import CalibrationSet
 
 CONTEXT = 64
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seq_len=11))
+WINDOWS = tiny_windows(n_sequences=5, seq_len=11)
 IDS = WINDOWS.ids
 
 
@@ -230,7 +230,7 @@ def test_what_is_not_there(tokenizer: Any) -> None:
     """Layers, positions, experts and atoms that do not exist are named."""
     model = model_of("deepseek_v3")  # layer 0 has no routed experts
     passage = read_passage(model, tokenizer, text=TEXT)
-    windows = CalibrationSet.from_ids(tiny_ids())
+    windows = tiny_windows()
     with pytest.raises(SpecError, match="layer must be one of 1, 2, got 0"):
         atoms_of_token(model, passage, layer=0, position=0)
     with pytest.raises(SpecError, match=r"position in .* from 0 to .*, got 99"):

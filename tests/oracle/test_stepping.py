@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import HANDING, REPRESENTATIVES, tiny_ids, tiny_model
+from families import HANDING, REPRESENTATIVES, tiny_model, tiny_windows
 from oracles.features import all_grams
 
 from heapr_lab.errors import LayoutError
@@ -12,9 +12,8 @@ from heapr_lab.models.modes import evaluating
 from heapr_lab.refinement import activation_grams as grams
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.plan import state_of
-from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
+WINDOWS = tiny_windows(n_sequences=8, seq_len=24)
 
 
 @pytest.mark.parametrize("family", [*REPRESENTATIVES, *HANDING])

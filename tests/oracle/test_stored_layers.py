@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from families import tiny_ids
+from families import tiny_windows
 from keeps import masked_nll, random_keep, window_nll
 from oracles.streamed import free_on_disk, written
 from tiny_folder import opened
@@ -26,9 +26,8 @@ from heapr_lab.refinement.compensation import LayerSolver, fit_compensation
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.streaming.sweep_store import SweepStore
-from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=12, seq_len=16))
+WINDOWS = tiny_windows(n_sequences=12, seq_len=16)
 N_LAYERS = 4
 SUMS = {"layer": (2, 1, 32, 32), "expert": (2, 4, 8, 8)}
 """Shapes of a layer's sums: 4 experts of 8 atoms."""

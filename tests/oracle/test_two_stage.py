@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.two_stage import two_stage_scores
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.text.calibration import CalibrationSet
 
 RELATIVE = 1e-9
 """float64 sums of some hundred terms."""
@@ -19,7 +18,7 @@ RELATIVE = 1e-9
 @pytest.mark.parametrize("as_published", [False, True])
 def test_two_stage_scores_equal_one_pass(family, as_published):
     """Algorithm 1 with its matrices gives the scores that one pass gives."""
-    model, calibration = tiny_model(family), CalibrationSet.from_ids(tiny_ids())
+    model, calibration = tiny_model(family), tiny_windows()
     table = collect_statistics(model, calibration, batch_size=2)
     two_stage = two_stage_scores(
         model, calibration, batch_size=2, as_published=as_published
@@ -41,7 +40,7 @@ def test_two_stage_scores_equal_one_pass(family, as_published):
 def test_two_stage_leaves_the_model_as_it_was(trained, as_published):
     """Implementation, modes and requirements of gradients are put back."""
     model = tiny_model("qwen2_moe").train().requires_grad_(trained)
-    calibration = CalibrationSet.from_ids(tiny_ids())
+    calibration = tiny_windows()
     two_stage_scores(model, calibration, batch_size=3, as_published=as_published)
     assert model.config._experts_implementation == "eager"
     assert model.training
@@ -52,7 +51,7 @@ def test_two_stage_leaves_the_model_as_it_was(trained, as_published):
 
 def test_published_work_has_gradients_of_all_weights():
     """They are a third more operations in stage 1, and the head in stage 2."""
-    model, calibration = tiny_model("qwen2_moe"), CalibrationSet.from_ids(tiny_ids())
+    model, calibration = tiny_model("qwen2_moe"), tiny_windows()
     counts = {}
     for as_published in (False, True):
         with FlopCounterMode(display=False) as counter:
@@ -66,6 +65,6 @@ def test_published_work_has_gradients_of_all_weights():
 def test_state_holds_a_matrix_per_expert():
     """Bytes of state are those of G, of the sums of h² and of the counts."""
     model = tiny_model("qwen3_moe")  # 2 layers, 4 experts, d_model 16, d_inter 8
-    calibration = CalibrationSet.from_ids(tiny_ids())
+    calibration = tiny_windows()
     two_stage = two_stage_scores(model, calibration, batch_size=3)
     assert two_stage.state_bytes == 2 * 4 * (16 * 16 + 8 + 1) * 8

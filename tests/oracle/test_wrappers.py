@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_ids, tiny_model, tiny_windows
 from keeps import logits_of, masked_logits, random_keep, widths_keep, zeroed_twin
 from oracles.streamed import same_tables
 from stored_tensors import changed_tensors, same_tensors, tensors_in
@@ -23,7 +23,6 @@ from heapr_lab.models.likelihood import final_states
 from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.opening import open_streamed
-from heapr_lab.text.calibration import CalibrationSet
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 PROCESSOR = '{"processor_class": "AnyProcessor", "size": 8}'
@@ -139,7 +138,7 @@ def test_the_code_that_loads_it(tmp_path, family, structure):
 def test_streamed_is_in_memory(tmp_path, kind):
     """Streamed, the table is that of the model in memory."""
     model, source = source_of(tmp_path, kind)
-    texts = CalibrationSet.from_ids(tiny_ids(n_sequences=4))
+    texts = tiny_windows(n_sequences=4)
     streamed = open_streamed(source, dtype=torch.float64, device=torch.device("cpu"))
     streamed.set_experts_implementation("eager")
     expected = collect_statistics(model, texts, batch_size=2)

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from tiny_folder import opened, write_folder
 
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.streaming.stream import Stream, stream_of
-from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seq_len=16))
+WINDOWS = tiny_windows(n_sequences=5, seq_len=16)
 ROUNDED = {"nemotron_h", "nemotron_h_puzzle"}
 """Families that compute in float32 whatever the weights are in."""
 _Usage = namedtuple("_Usage", "total used free")

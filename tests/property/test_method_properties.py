@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_ids, tiny_model, tiny_windows
 from keeps import logits_of
 from methods_by_hand import SIX, reloaded
 from torch import nn
@@ -23,7 +23,7 @@ FAMILIES = ("mixtral", "deepseek_v2")
 """Families of different routers and tensor names; the oracles have each method's."""
 METHODS = {name: methods.get(name) for name in methods.names()}
 """Looked up once, because plug-ins are looked for each time."""
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=24))
+WINDOWS = tiny_windows(n_sequences=8, seq_len=24)
 """They have as many tokens as an expert's least squares have unknowns, or rounding
 would select its atoms."""
 IDS = tiny_ids(seed=5)

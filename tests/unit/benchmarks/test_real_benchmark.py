@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from heard import Heard, stop_at
 from keeps import random_keep
 
@@ -22,7 +22,6 @@ from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
-from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.text.calibration_spec import spread
 
 _DENSE = State("tiny", "abc")
@@ -126,7 +125,7 @@ def test_sizes_are_those_of_the_mask() -> None:
     """FLOPs at the paper's context, where the routing of tokens was measured."""
     pruner = object.__new__(real.Pruner)
     pruner.model = tiny_model("qwen2_moe")
-    measured = Measurements(pruner.model, CalibrationSet.from_ids(tiny_ids()))
+    measured = Measurements(pruner.model, tiny_windows())
     pruner._measured = {(real.FITTED_TO, 0): measured}
     for method in ("heapr", "fisher", "heapr-l"):
         scope = "layer" if method == "heapr-l" else "global"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import tiny_ids
+from families import tiny_windows
 from stored_tensors import changed_tensors
 
 from heapr_lab.checkpoints.same_model import own_mask, own_table
@@ -16,7 +16,6 @@ from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes.making import with_model
 from heapr_lab.storage.hashing import digest
-from heapr_lab.text.calibration import CalibrationSet
 
 EXPERTS = "model.layers.1.mlp.experts"
 Tensors = dict[str, torch.Tensor]
@@ -25,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 def table_of(source: Path, dtype: torch.dtype = torch.float32) -> ImportanceTable:
     """A table of the model in a folder, measured in a type."""
     model = read_weights(source, dtype=dtype)
-    return collect_statistics(model, CalibrationSet.from_ids(tiny_ids()))
+    return collect_statistics(model, tiny_windows())
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import D_VOCAB, tiny_ids, tiny_model
+from families import D_VOCAB, tiny_ids, tiny_model, tiny_windows
 from heard import Heard
 from keeps import full_keep, random_keep
 from torch import nn
@@ -99,7 +99,7 @@ def test_long_windows_of_rotary_positions_are_told_once(
     evaluate_perplexity(model, tiny_ids(seq_len=64))
     assert not caplog.text
     for _ in range(2):
-        collect_statistics(model, CalibrationSet.from_ids(tiny_ids(seq_len=65)))
+        collect_statistics(model, tiny_windows(seq_len=65))
         evaluate_perplexity(model, tiny_ids(seq_len=66))
     assert [record.message for record in caplog.records] == [
         "windows of 65 tokens are longer than the 64 positions that "

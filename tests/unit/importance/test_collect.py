@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from devices import GPU, OF_DEVICES
-from families import FAMILIES, REPRESENTATIVES, tiny_ids, tiny_model
+from families import FAMILIES, REPRESENTATIVES, tiny_model, tiny_windows
 from heard import Heard, stop_at
 from keeps import logits_of
 from processes import CONTEXT
@@ -32,7 +32,7 @@ from heapr_lab.text.calibration import CalibrationSet
 
 ROUNDING = 1e-12
 """float64: the order of some hundred additions."""
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
+WINDOWS = tiny_windows(n_sequences=5)
 
 
 def assert_same(
@@ -221,7 +221,7 @@ def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
     assert {name.partition(".")[0] for name in arrays} == {"0", "1"}
     assert arrays["1.tokens"].sum() == 2 * 9 * 2
     content = state.read_bytes()
-    other_windows = CalibrationSet.from_ids(tiny_ids(n_sequences=5, seed=9))
+    other_windows = tiny_windows(n_sequences=5, seed=9)
     for other, windows in (
         (tiny_model("qwen2_moe", seed=1), WINDOWS),
         (model, other_windows),
@@ -237,7 +237,7 @@ def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
 def measure(state: Path, steps: Connection) -> None:
     """What is killed: a pass that says how many of 400 windows it has done."""
     collect._SAVE_SECONDS, collect._SAVE_SHARE = 0.0, float("inf")
-    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=400))
+    windows = tiny_windows(n_sequences=400)
     collect_statistics(
         tiny_model("qwen2_moe"), windows, batch_size=1, state=state,
         progress=lambda done, _total: steps.send(done),
@@ -257,7 +257,7 @@ def test_a_killed_process_goes_on(tmp_path: Path) -> None:
     process.join(30)
     assert process.exitcode == -signal.SIGKILL
     model = tiny_model("qwen2_moe")
-    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=400))
+    windows = tiny_windows(n_sequences=400)
     table = collect_statistics(model, windows, batch_size=50, state=state)
     assert 2 <= table.metadata["provenance"]["resumed_at"] < 400
     assert_same(table, collect_statistics(model, windows, batch_size=50))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import tiny_ids, tiny_model
+from families import tiny_ids, tiny_model, tiny_windows
 from torch import nn
 
 from heapr_lab.errors import CoverageError, LayoutError
@@ -23,7 +23,7 @@ from heapr_lab.models.likelihood import token_nll
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
+WINDOWS = tiny_windows(n_sequences=5)
 
 
 # --- coverage ---------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_metadata() -> None:
 
 def test_windows_that_are_written_to_are_other_windows(model: nn.Module) -> None:
     """The fingerprint is that of the ids as they are when it is asked for."""
-    windows = CalibrationSet.from_ids(tiny_ids())
+    windows = tiny_windows()
     first = collect_statistics(model, windows)
     windows.ids[1, 2] = (windows.ids[1, 2] + 1) % 48
     after = collect_statistics(model, windows)
@@ -205,7 +205,7 @@ def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
     monkeypatch.setattr(collect.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(collect._Pass, "loss", stepping)
     monkeypatch.setattr(collect.files, "save_state", saving)
-    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=9))
+    windows = tiny_windows(n_sequences=9)
     state = tmp_path / "pass.state"
     collect_statistics(model, windows, batch_size=1, state=state)
     # After 60 s; then 1.5 s are 2 % of 75 s, which three windows take.

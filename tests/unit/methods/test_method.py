@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from keeps import full_keep, random_keep
 from torch import nn
 
@@ -24,9 +24,8 @@ from heapr_lab.methods.method import Method
 from heapr_lab.models.identity import identity_in_force
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.storage import files
-from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids())
+WINDOWS = tiny_windows()
 
 
 def test_each_measurement_takes_one_pass(
@@ -49,7 +48,7 @@ def test_each_measurement_takes_one_pass(
 def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
     """Other windows, another model, and the same model with other weights."""
     reap = methods.get("reap")
-    other = CalibrationSet.from_ids(tiny_ids(seed=2))
+    other = tiny_windows(seed=2)
     with pytest.raises(SpecError, match="shared measurements are of another"):
         reap.fit(model, other, ratio=0.25, shared=Measurements(model, WINDOWS))
     twin = tiny_model("qwen2_moe")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from commands import run
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from fences import fence
 from oracles.token_by_token import matrices
 from tiny_folder import write_model, write_text
@@ -16,7 +16,6 @@ from tiny_folder import write_model, write_text
 from heapr_lab import methods
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import find_experts
-from heapr_lab.text.calibration import CalibrationSet
 
 Install = Callable[..., None]
 PAGE = "docs/comparing.md"
@@ -67,7 +66,7 @@ def test_the_example_of_the_page_is_a_method_like_ours(install: Install) -> None
     assert methods.names()[-1] == "smallest"
     assert "smallest (experts): experts by the norm" in run("compare", "--list")
     model = tiny_model("qwen2_moe")
-    windows = CalibrationSet.from_ids(tiny_ids())
+    windows = tiny_windows()
     dropping: Any = methods.get("smallest").fit(model, windows, ratio=0.25)
     assert dropping.achieved_ratio == 0.25
     for layer in find_experts(model):
@@ -163,7 +162,7 @@ def test_a_rule_that_finds_nothing_is_named(
 ) -> None:
     """The method of a plug-in returned nothing, or wanted to leave."""
     install(with_rule(rule), name="empty")
-    windows = CalibrationSet.from_ids(tiny_ids())
+    windows = tiny_windows()
     with pytest.raises(SpecError, match=rf"'smallest' .*{said}"):
         methods.get("smallest").fit(tiny_model("qwen2_moe"), windows, ratio=0.25)
 

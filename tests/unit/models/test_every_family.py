@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import D_VOCAB, FAMILIES, config_of, tiny_ids, tiny_model
+from families import D_VOCAB, FAMILIES, config_of, tiny_ids, tiny_model, tiny_windows
 from tiny_folder import write_folder
 from transformers.models.auto import configuration_auto, modeling_auto
 from wrappers import WRAPPERS
@@ -23,7 +23,6 @@ from heapr_lab.models.folders import build
 from heapr_lab.models.formats import REFUSED
 from heapr_lab.models.loading import load_model
 from heapr_lab.storage import paths
-from heapr_lab.text.calibration import CalibrationSet
 
 PAGE = paths.project_dir() / "docs" / "families.md"
 HEADS: tuple[Mapping[str, object], ...] = (
@@ -147,7 +146,7 @@ def test_own_experts_are_refused(family: str, sizes: dict[str, Any]) -> None:
     with pytest.raises(LayoutError, match=f"'{family}'.*transformers' experts interf"):
         find_experts(model)
     with pytest.raises(LayoutError, match=f"'{family}'"):
-        collect_statistics(model, CalibrationSet.from_ids(tiny_ids()))
+        collect_statistics(model, tiny_windows())
 
 
 @of_the_pinned

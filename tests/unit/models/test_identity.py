@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_ids, tiny_model, tiny_windows
 from keeps import full_keep, random_keep
 from tiny_folder import write_model, write_text
 from torch import nn
@@ -34,11 +34,10 @@ from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.elimination import eliminate
-from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=6))
+WINDOWS = tiny_windows(n_sequences=6)
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def test_a_table_of_a_masked_model_says_so(model: nn.Module) -> None:
 def test_the_command_line_takes_no_masked_table(bench: Workbench) -> None:
     """`--importance` means the model as it is."""
     folder = Path(bench.model.name_or_path)
-    windows = CalibrationSet.from_ids(tiny_ids())
+    windows = tiny_windows()
     with masking(bench.model, random_keep(bench.model)):
         table = collect_statistics(bench.model, windows)
     table.write(folder / "masked.parquet")
@@ -97,7 +96,7 @@ def test_the_command_line_takes_no_masked_table(bench: Workbench) -> None:
 
 def calls(bench: Workbench) -> dict[str, Callable[[], Any]]:
     """Everything of a workbench that is kept in the cache."""
-    keep, text = random_keep(bench.model), CalibrationSet.from_ids(tiny_ids(seed=3))
+    keep, text = random_keep(bench.model), tiny_windows(seed=3)
     corpus = str(write_text(Path(bench.model.name_or_path) / "own.txt"))
     setting = Setting(0.25, calibration=corpus)
     return {
@@ -159,7 +158,7 @@ def test_routing_is_of_the_model(bench: Workbench) -> None:
     (before,) = {router.top_k for router in routers}
     for router in routers:
         router.top_k = 1
-    changed = bench.perplexity(None, CalibrationSet.from_ids(tiny_ids(seed=3)))
+    changed = bench.perplexity(None, tiny_windows(seed=3))
     assert (
         changed == evaluate_perplexity(model, tiny_ids(seed=3)) != first["perplexity"]
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from room import FULL, room_for
 from torch import nn
 
@@ -19,7 +19,6 @@ from heapr_lab.models.memory import (
     in_batches,
     is_out_of_memory,
 )
-from heapr_lab.text.calibration import CalibrationSet
 
 N_WINDOWS = 7
 
@@ -127,7 +126,7 @@ def test_the_first_batch_is_that_of_the_device(model: nn.Module) -> None:
 
 def test_statistics_are_measured_with_smaller_batches(model: nn.Module) -> None:
     """The whole pass anew, in each of its sums; the table says with which batches."""
-    windows = CalibrationSet.from_ids(tiny_ids(n_sequences=N_WINDOWS))
+    windows = tiny_windows(n_sequences=N_WINDOWS)
     expected = collect_statistics(model, windows, batch_size=2)
     with room_for(2) as sizes:
         table = collect_statistics(model, windows)

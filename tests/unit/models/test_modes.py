@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pandas as pd
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from keeps import random_keep
 from torch import nn
 
@@ -17,9 +17,8 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.modes import evaluating
 from heapr_lab.pruning.surgery import prune
-from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
+WINDOWS = tiny_windows(n_sequences=5)
 PATIENCE = 30
 """Seconds after which a thread that should have gone on has not."""
 
@@ -137,7 +136,7 @@ def test_it_measures_in_inference_mode(model: nn.Module) -> None:
     """It does so under no_grad as well, and with windows made in the block."""
     expected = collect_statistics(model, WINDOWS, batch_size=2)
     with torch.inference_mode():
-        windows = CalibrationSet.from_ids(tiny_ids(n_sequences=5))
+        windows = tiny_windows(n_sequences=5)
         got = collect_statistics(model, windows, batch_size=2)
         nll = evaluate_perplexity(model, windows.ids).nll
     assert windows.ids.is_inference()

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from families import tiny_ids
+from families import tiny_windows
 from torch import nn
 
 from heapr_lab.importance.collect import collect_statistics
@@ -17,9 +17,8 @@ from heapr_lab.refinement.activation_grams import iter_grams
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
-from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=12))
+WINDOWS = tiny_windows(n_sequences=8, seq_len=12)
 
 
 def test_elimination_and_compensation_share_one_pass(

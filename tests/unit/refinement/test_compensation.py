@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from heard import Heard
 from keeps import random_keep
 from torch import nn
@@ -28,7 +28,7 @@ from heapr_lab.refinement.compensation import (
 from heapr_lab.refinement.own_text import continuations
 from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=8, seq_len=12))
+WINDOWS = tiny_windows(n_sequences=8, seq_len=12)
 START = torch.zeros(32, 1, dtype=torch.long)
 COUPLED = [[2.0, 1.0], [1.0, 2.0]]
 """Products of two atoms over the tokens of one part."""

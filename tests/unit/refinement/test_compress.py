@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from heard import Heard
 from keeps import masked_nll, window_nll
 from torch import nn
@@ -30,7 +30,7 @@ from heapr_lab.refinement.compress import (
 )
 from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=24, seq_len=12))
+WINDOWS = tiny_windows(n_sequences=24, seq_len=12)
 FIT, DECIDING, REPORTED = WINDOWS.three_parts()
 HALF = Selection(0.5)
 FISHER, ELIMINATION = COMPENSATED
@@ -184,7 +184,7 @@ def test_three_of_four_windows_are_fitted_to() -> None:
     assert torch.equal(fit.ids, FIT.ids)
     assert (fit.provenance["part"], held_out.provenance["part"]) == ("fit", "held out")
     with pytest.raises(SpecError, match="there is 1 window, expected at least 2"):
-        CalibrationSet.from_ids(tiny_ids(n_sequences=1)).split()
+        tiny_windows(n_sequences=1).split()
 
 
 def test_the_others_decide_and_are_reported_in_turns() -> None:
@@ -192,10 +192,10 @@ def test_the_others_decide_and_are_reported_in_turns() -> None:
     assert torch.equal(DECIDING.ids, WINDOWS.ids[[1, 9, 17]])
     assert torch.equal(REPORTED.ids, WINDOWS.ids[[5, 13, 21]])
     for n, sizes in ((8, [5, 2, 1]), (9, [6, 2, 1]), (10, [7, 2, 1])):
-        few = CalibrationSet.from_ids(tiny_ids(n_sequences=n))
+        few = tiny_windows(n_sequences=n)
         assert [part.n_sequences for part in few.three_parts()] == sizes
     with pytest.raises(SpecError, match="there are 7 windows, expected at least 8"):
-        CalibrationSet.from_ids(tiny_ids(n_sequences=7)).three_parts()
+        tiny_windows(n_sequences=7).three_parts()
 
 
 # --- cost -------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import tiny_ids, tiny_model
+from families import tiny_model, tiny_windows
 from heard import Heard
 from torch import nn
 
@@ -20,9 +20,8 @@ from heapr_lab.refinement.elimination import (
     with_elimination,
 )
 from heapr_lab.storage.hashing import digest
-from heapr_lab.text.calibration import CalibrationSet
 
-WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=4, seq_len=12))
+WINDOWS = tiny_windows(n_sequences=4, seq_len=12)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from families import tiny_ids
+from families import tiny_windows
 from processes import CONTEXT
 from tiny_folder import opened
 
@@ -28,7 +28,7 @@ Work = Callable[[Ranks, Path], None]
 
 def windows(n: int) -> CalibrationSet:
     """Random windows."""
-    return CalibrationSet.from_ids(tiny_ids(n_sequences=n, seq_len=16))
+    return tiny_windows(n_sequences=n, seq_len=16)
 
 
 def tables(
