@@ -42,10 +42,10 @@ class Benchmark:
 
     name: str
     """Name of its files `benchmarks/results/NAME.csv` and .json, and of its block."""
-    script: str
-    """The script in `benchmarks/` that measures it."""
     title: str
     """Heading of its section in `benchmarks/README.md`."""
+    measured_by: str = ""
+    """Stem of the script that measures it; if empty, it is the name."""
     arguments: str = ""
     """What the script is given."""
     table: Reshape = _as_measured
@@ -59,6 +59,11 @@ class Benchmark:
     """The rows that the figure shows."""
     tested_on: Callable[[pd.DataFrame], str] | None = None
     """Says which windows and items its rows are of, where they say it themselves."""
+
+    @property
+    def script(self) -> str:
+        """The script in `benchmarks/` that measures it."""
+        return f"{self.measured_by or self.name}.py"
 
     @property
     def results(self) -> str:
@@ -138,7 +143,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         for benchmark in (
             Benchmark(
                 "real",
-                "real.py",
                 "What pruning costs pretrained models",
                 arguments=" --windows 0 --items 400",
                 table=real.real_table,
@@ -147,10 +151,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 drawn=real.front_states,
                 tested_on=real.tested_on,
             ),
-            Benchmark("tasks", "tasks.py", "What the seven tasks cost, item by item"),
+            Benchmark("tasks", "What the seven tasks cost, item by item"),
             Benchmark(
                 "cost",
-                "cost.py",
                 "What scoring costs",
                 table=cost.cost_table,
                 data=cost.cost_data,
@@ -159,14 +162,12 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             Benchmark(
                 "gpu",
-                "gpu.py",
                 "What scoring costs on a GPU",
                 table=cost.gpu_table,
                 tested_on=cost.gpu_tested_on,
             ),
             Benchmark(
                 "structures",
-                "structures.py",
                 "What a structure costs on the lab model",
                 table=structures.structures_table,
                 data=structures.structures_data,
@@ -175,7 +176,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             Benchmark(
                 "quality",
-                "quality.py",
                 "Better at the same ratio: several models",
                 table=quality.models_table,
                 data=quality.models_data,
@@ -185,13 +185,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             Benchmark(
                 "healing",
-                "healing.py",
                 "Healing a pruned model",
                 table=quality.healing_table,
             ),
             Benchmark(
                 "methods",
-                "methods.py",
                 "Every method on the same models and text",
                 table=methods.methods_table,
                 data=_with_pretrained,
@@ -201,31 +199,26 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             Benchmark(
                 "similarity",
-                "similarity.py",
                 "How alike the experts of a layer are",
                 table=methods.similarity_table,
             ),
             Benchmark(
                 "method_twins",
-                "method_twins.py",
                 "Methods beside plain restatements of their public code",
                 table=methods.twins_table,
             ),
             Benchmark(
                 "solves",
-                "solves.py",
                 "What compress costs at true widths",
                 table=cost.solves_table,
             ),
             Benchmark(
                 "streaming",
-                "streaming.py",
                 "A layer at a time from disk, beside all in memory",
                 table=streaming.streaming_table,
             ),
             Benchmark(
                 "quantised",
-                "quantised.py",
                 "Pruned, quantised, or both",
                 table=quantised.quantised_table,
                 data=quantised.quantised_data,
@@ -234,35 +227,32 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             Benchmark(
                 "speed",
-                "speed.py",
                 "How fast sliced experts run",
                 table=speed.speed_table,
             ),
             Benchmark(
                 "serving",
-                "serving.py",
                 "How fast vLLM serves pruned models",
                 table=speed.serving_table,
             ),
             Benchmark(
                 "serving_bfloat16",
-                "serving.py",
                 "How fast vLLM serves pruned models in bfloat16",
                 table=speed.serving_table,
+                measured_by="serving",
             ),
             Benchmark(
                 "panel",
-                "latency_browser.py",
                 "How fast the panel answers",
                 table=speed.panel_table,
+                measured_by="latency_browser",
             ),
             Benchmark(
                 "first_minute",
-                "first_minute.py",
                 "The first minute of a user",
                 table=speed.first_minute_table,
             ),
-            Benchmark("tables", "tables.py", "Importance tables of large models"),
+            Benchmark("tables", "Importance tables of large models"),
         )
     }
 )
