@@ -1,4 +1,4 @@
-"""Latency of models: seconds of a prefill or of decoding, models taking turns.
+"""Seconds of any work; those of a prefill or of decoding, models taking turns.
 
 In greedy decoding with a cache, only the steps are timed, not the prompt.
 """
@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 Found = TypeVar("Found")
-"""What a run returns: mostly seconds."""
+"""What a run returns."""
 
 
 @torch.inference_mode()
@@ -44,6 +44,15 @@ def seconds_of(
         for _ in range(n_steps or 1):
             ids = _next_ids(model, ids, options)
         return _now(model) - started
+
+
+def timed(
+    work: Callable[[], Found], clock: Callable[[], float] = time.process_time
+) -> tuple[Found, float]:
+    """What `work` returns, and its seconds: CPU time, if no other clock is given."""
+    began = clock()
+    found = work()
+    return found, clock() - began
 
 
 def in_turns(

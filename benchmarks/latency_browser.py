@@ -8,17 +8,14 @@ the shape of Qwen3-30B-A3B. The results are written to `results/panel.csv`.
 """
 
 import argparse
-import itertools
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-
 from benchmarks.machine import RESULTS, machine, write_results
+from benchmarks.tables import random_frame
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 
@@ -37,13 +34,8 @@ explore(ImportanceTable.read({path!r}))"""
 
 def random_table(n_layers: int, n_experts: int, d_inter: int) -> ImportanceTable:
     """A table of random sums, with an architecture of that shape."""
-    rng = np.random.default_rng(0)
-    sizes = (range(n_layers), range(n_experts), range(d_inter))
-    atoms = np.fromiter(itertools.product(*sizes), np.dtype((np.int64, 3)))
-    frame = pd.DataFrame(atoms, columns=["layer", "expert", "atom"])
-    frame["tokens"] = 100 + frame["expert"]
-    for name in ("sum_h2", "sum_g2", "sum_ph2", "max_abs_ph", "w_down_sq"):
-        frame[name] = rng.lognormal(size=len(frame))
+    names = ("sum_h2", "sum_g2", "sum_ph2", "max_abs_ph", "w_down_sq")
+    frame = random_frame((n_layers, n_experts, d_inter), names)
     shape = LayerShape(n_experts=n_experts, d_inter=d_inter, d_expert=2048)
     layers = dict.fromkeys(range(n_layers), shape)
     parameters = 10**9 + len(frame) * 3 * 2048

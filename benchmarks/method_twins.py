@@ -16,7 +16,6 @@ import functools
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,7 @@ from scipy.cluster.hierarchy import fcluster, linkage
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.latency import in_turns
+from benchmarks.latency import in_turns, timed
 from benchmarks.machine import Rows
 from benchmarks.quality import bench_of
 from heapr_lab import methods
@@ -246,17 +245,11 @@ def by_gradients(name: str, model: Any, windows: CalibrationSet) -> bool:
     return any(function.called for function in watched)
 
 
-def cpu_seconds(call: Callable[[], Any]) -> float:
-    """CPU seconds of one call, which do not count those of other processes."""
-    began = time.process_time()
-    call()
-    return time.process_time() - began
-
-
 def medians(calls: Sequence[Callable[[], Any]]) -> list[float]:
     """CPU seconds of each call, the median of its turns."""
-    runs = [functools.partial(cpu_seconds, call) for call in calls]
-    return [statistics.median(times) for times in in_turns(runs, n_rounds=N_ROUNDS)]
+    runs = [functools.partial(timed, call) for call in calls]
+    turns = in_turns(runs, n_rounds=N_ROUNDS)
+    return [statistics.median(seconds for _, seconds in of_call) for of_call in turns]
 
 
 def row_of(name: str, other: str, ours: float, theirs: float) -> dict[str, Any]:

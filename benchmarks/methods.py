@@ -37,6 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cost import highest_memory
+from benchmarks.latency import timed
 from benchmarks.machine import Rows
 from benchmarks.quality import CORPORA, model_folder
 from heapr_lab import methods
@@ -201,12 +202,10 @@ def sizes(smaller: Compression, dense: Any) -> Row:
     return row
 
 
-def timed(make: Callable[[], Any]) -> tuple[Any, Row]:
+def measured(make: Callable[[], Any]) -> tuple[Any, Row]:
     """What `make` returns, and what that took."""
     with highest_memory("cpu") as peak:
-        began = time.process_time()
-        output = make()
-        seconds = time.process_time() - began
+        output, seconds = timed(make)
     return output, {"fit_seconds": seconds, "fit_peak_bytes": peak[0]}
 
 
@@ -227,7 +226,7 @@ def row_at(case: Case, task: Task, ratio: float) -> Row:
     make = functools.partial(case.fitted, task, ratio, alone=alone)
     row = labels(task, ratio) | {"kind": methods.get(task.method).compresses}
     try:
-        fitted, cost = timed(make) if alone else (make(), {})
+        fitted, cost = measured(make) if alone else (make(), {})
         small = fitted.materialise(case.model)
         row |= {"refused": ""} | sizes(fitted, case.model) | cost
     except HeaprLabError as error:

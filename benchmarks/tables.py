@@ -13,8 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.latency import timed
 from benchmarks.machine import machine, write_results
 from heapr_lab.importance.columns import KEYS
 from heapr_lab.importance.table import ImportanceTable
@@ -31,55 +31,33 @@ from heapr_lab.pruning.selection import select
 
 COLUMNS = ("tokens", "sum_h2", "sum_g2")
 """The columns that the paper's score needs."""
+SUMS = ("sum_h2", "sum_g2", "sum_hg2", "sum_ph2")
+LAYOUTS = {"Qwen3-30B-A3B": (48, 128, 768), "DeepSeek-V3": (58, 256, 2048)}
+"""Layers, experts of each, atoms of each."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The routed experts of a model."""
-
-    name: str
-    n_layers: int
-    n_experts: int
-    d_inter: int
-
-    @property
-    def n_atoms(self) -> int:
-        """Rows of its table."""
-        return self.n_layers * self.n_experts * self.d_inter
-
-
-LAYOUTS = (
-    Layout("Qwen3-30B-A3B", 48, 128, 768),
-    Layout("DeepSeek-V3", 58, 256, 2048),
-)
-
-
-def random_table(layout: Layout) -> ImportanceTable:
-    """A table of sums that span some decades, as measured ones do."""
+def random_frame(shape: tuple[int, int, int], names: Sequence[str]) -> pd.DataFrame:
+    """Rows of atoms, with columns of sums that span some decades, as measured ones."""
     generator = np.random.default_rng(0)
-    shape = layout.n_layers, layout.n_experts, layout.d_inter
-    layer, expert, atom = np.indices(shape, dtype=np.int32).reshape(3, -1)
-    tokens = generator.integers(1, 1 << 20, shape[:2]).repeat(layout.d_inter)
-    columns = {
-        name: generator.lognormal(0, 3, layout.n_atoms).astype(np.float32)
-        for name in ("sum_h2", "sum_g2", "sum_hg2", "sum_ph2")
-    }
-    keys = {"layer": layer, "expert": expert, "atom": atom}
-    frame = pd.DataFrame({**keys, "tokens": tokens, **columns})
-    return ImportanceTable.from_frame(frame, N=1 << 20)
+    keys = np.indices(shape, dtype=np.int32).reshape(3, -1)
+    frame = pd.DataFrame(dict(zip(KEYS, keys, strict=True)))
+    frame["tokens"] = generator.integers(1, 1 << 20, shape[:2]).repeat(shape[2])
+    for name in names:
+        frame[name] = generator.lognormal(0, 3, len(frame)).astype(np.float32)
+    return frame
 
 
 def seconds(call: Callable[[], Any]) -> float:
     """Wall-clock time of one call."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+    return timed(call, time.perf_counter)[1]
 
 
-def measure(layout: Layout, folder: Path, n_repeats: int) -> dict[str, Any]:
+def measure(model: str, folder: Path, n_repeats: int) -> dict[str, Any]:
     """One row: reading and selecting."""
-    path = folder / f"{layout.name}.parquet"
-    random_table(layout).write(path)
+    path = folder / f"{model}.parquet"
+    frame = random_frame(LAYOUTS[model], SUMS)
+    ImportanceTable.from_frame(frame, N=1 << 20).write(path)
+    del frame
     columns = [*KEYS, *COLUMNS]
     floor, read = [], []
     for _ in range(n_repeats):
@@ -90,8 +68,8 @@ def measure(layout: Layout, folder: Path, n_repeats: int) -> dict[str, Any]:
     ratios = np.linspace(0.05, 0.95, 19)
     later = [seconds(functools.partial(select, table, ratio=float(r))) for r in ratios]
     return {
-        "model": layout.name,
-        "atoms": layout.n_atoms,
+        "model": model,
+        "atoms": table.n_atoms,
         "file [MB]": round(path.stat().st_size / 1e6),
         "pyarrow, same columns [s]": round(statistics.median(floor), 2),
         "read [s]": round(statistics.median(read), 2),
@@ -108,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     details = machine() | {"n_repeats": options.n_repeats}
     with tempfile.TemporaryDirectory() as folder:
-        rows = [measure(c, Path(folder), options.n_repeats) for c in LAYOUTS]
+        rows = [measure(name, Path(folder), options.n_repeats) for name in LAYOUTS]
     write_results("tables", rows, details)
 
 

@@ -16,7 +16,6 @@ each task, and one for all:
 import argparse
 import logging
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.latency import timed
 from benchmarks.machine import RESULTS, machine, write_results
 from heapr_lab import load_model
 from heapr_lab.tasks.harness import load_tasks, quiet
@@ -41,8 +41,8 @@ def measured(theirs: Any, ours: Any, task: Any, n_items: int) -> dict[str, Any]:
     drawn = sorted(drawn_items(len(task.eval_docs), n_items, seed=0))
     task.build_all_requests(limit=None, samples=drawn, rank=0, world_size=1)
     requests = task.instances
-    expected, their_seconds = timed(theirs, requests)
-    answers, our_seconds = timed(ours, requests)
+    expected, their_seconds = timed(lambda: answers_of(theirs, requests))
+    answers, our_seconds = timed(lambda: answers_of(ours, requests))
     apart = [abs(a - b) for (a, _), (b, _) in zip(expected, answers, strict=True)]
     return {
         "items": len(drawn),
@@ -56,11 +56,9 @@ def measured(theirs: Any, ours: Any, task: Any, n_items: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def timed(lm: Any, requests: list[Any]) -> tuple[list[tuple[float, bool]], float]:
-    """The answers, and the CPU seconds that they took."""
-    start = time.process_time()
-    answers = lm.loglikelihood(requests, disable_tqdm=True)
-    return answers, time.process_time() - start
+def answers_of(lm: Any, requests: list[Any]) -> Any:
+    """The answers of a model class."""
+    return lm.loglikelihood(requests, disable_tqdm=True)
 
 
 def n_tokens(lm: Any, pair: tuple[str, str]) -> int:
