@@ -20,47 +20,7 @@ from heapr_lab.workbench.settings import PROFILES
 _TESTED = PROFILES["lab"]
 """How many windows of a split are read, and how long they are, as everywhere else."""
 
-_CARD = """---
-license: apache-2.0
-language: en
-tags: [mixture-of-experts, pruning, test-model]
----
-
-# {title}
-
-A {millions:.1f}-million-parameter `{family}` language model ({n_moe} MoE layers,
-{n_experts} routed experts of {d_inter} atomic experts each, top-{top_k}, {shared},
-d_model {d_model}), trained from scratch for this repository so that pruning can
-be studied offline. It is for measuring pruning methods on, and nothing else.
-
-Made by `python -m benchmarks.lab_model --recipe {recipe}` on {n_tokens:,} tokens:
-AdamW, warmup-stable-decay, {balance}.{upcycling}
-
-{runs}
-
-Each run after the first begins with the bfloat16 weights that the one before it wrote.
-
-## Training corpora
-
-Shares of the training sequences until the learning rate decays, and while it does.
-
-{mixture}
-
-## Held-out loss
-
-{n_windows} windows of {seq_len} tokens, spread over each split, in float32; nats per
-token. Perplexity is per token of this model's own tokenizer: not comparable with that
-of any other.
-
-{losses}
-
-## Expert load
-
-Share of the routed tokens that an expert gets, relative to its fair share (1 = even),
-over all {n_moe} × {n_experts} experts, on the validation windows.
-
-{load}
-"""
+_CARD = Path(__file__).with_name("card.md").read_text("utf-8")
 
 
 def write_card(folder: Path, *, recipe: str, title: str = "The lab model") -> None:

