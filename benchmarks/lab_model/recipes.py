@@ -1,24 +1,8 @@
 """How the lab models are trained: sizes, texts and schedules of every run."""
 
+import tomllib
 from dataclasses import dataclass
-
-MIXTURE = {
-    "pydocs": 0.50,
-    "wikitext2:tokenized": 0.18,
-    "wikitext2": 0.07,
-    "ptb": 0.10,
-    "c4": 0.15,
-}
-"""Share of the training sequences drawn from each corpus, until the decay begins."""
-
-DECAY_MIXTURE = {
-    "pydocs": 0.70,
-    "wikitext2:tokenized": 0.10,
-    "wikitext2": 0.05,
-    "ptb": 0.06,
-    "c4": 0.09,
-}
-"""The shares while the learning rate decays: more of the model's main corpus."""
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -58,100 +42,13 @@ class TrainSpec:
         return self.n_steps * self.batch_size * self.seq_len
 
 
-BUNDLED_RUNS = (
-    TrainSpec(),
-    TrainSpec(
-        seed=1,
-        n_steps=9000,
-        learning_rate=2e-3,
-        decay_fraction=0.7,
-        precision="bfloat16",
-    ),
-)
-"""The bundled model: a run, and a second one from its bfloat16 weights.
-
-Source: Wen et al. 2024 (WSD-S): training resumes from a decayed checkpoint at a high
-learning rate.
-"""
-
-UNBALANCED_RUNS = (
-    TrainSpec(
-        family="qwen3_moe",
-        d_inter=128,
-        n_layers=4,
-        n_steps=5800,
-        learning_rate=2e-3,
-        balance_weight=0.0,
-        decay_balance_weight=0.0,
-        precision="bfloat16",
-        n_threads=1,
-    ),
-)
-"""Routers that no loss balances: a few experts get most tokens, some next to none."""
-
-FINE_RUNS = (
-    TrainSpec(
-        family="deepseek_v2",
-        d_inter=48,
-        d_shared=96,
-        n_layers=4,
-        n_experts=64,
-        top_k=6,
-        n_steps=6800,
-        learning_rate=2e-3,
-        precision="bfloat16",
-        n_threads=1,
-    ),
-)
-"""Many small experts, two shared ones, a dense first layer, as in DeepSeekMoE."""
-
-BIASED_RUNS = (
-    TrainSpec(
-        family="gpt_oss",
-        n_layers=4,
-        n_steps=4700,
-        learning_rate=2e-3,
-        precision="bfloat16",
-        n_threads=1,
-    ),
-)
-"""Experts with biases and a clamped activation, interleaved gate and up rows.
-
-This model and the fine-grained one are for judging alone: nothing is tuned on them.
-"""
-
-UPCYCLED_RUNS = (
-    TrainSpec(
-        family="qwen3_moe",
-        d_inter=128,
-        n_layers=4,
-        n_experts=1,
-        top_k=1,
-        n_steps=3000,
-        learning_rate=2e-3,
-        precision="bfloat16",
-        n_threads=1,
-    ),
-    TrainSpec(
-        family="qwen3_moe",
-        d_inter=128,
-        n_layers=4,
-        n_steps=2800,
-        learning_rate=1e-3,
-        precision="bfloat16",
-        n_threads=1,
-        seed=1,
-    ),
-)
-"""One dense expert a layer, copied into 16 with noise, and trained on.
-
-Experts are alike then, which is what merging them needs.
-"""
-
+_DATA = tomllib.loads(Path(__file__).with_name("recipes.toml").read_text("utf-8"))
+MIXTURE: dict[str, float] = _DATA["mixture"]
+"""Share of the training sequences drawn from each corpus, until the decay begins."""
+DECAY_MIXTURE: dict[str, float] = _DATA["decay_mixture"]
+"""The shares while the learning rate decays."""
 RECIPES = {
-    "bundled": BUNDLED_RUNS,
-    "unbalanced": UNBALANCED_RUNS,
-    "fine": FINE_RUNS,
-    "biased": BIASED_RUNS,
-    "upcycled": UPCYCLED_RUNS,
+    name: tuple(TrainSpec(**run) for run in runs)
+    for name, runs in _DATA["recipes"].items()
 }
+"""The runs of each lab model."""

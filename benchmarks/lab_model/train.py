@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, PreTrainedModel
 
 from benchmarks.lab_model import run_folder
-from benchmarks.lab_model.recipes import BUNDLED_RUNS, DECAY_MIXTURE, MIXTURE, TrainSpec
+from benchmarks.lab_model.recipes import DECAY_MIXTURE, MIXTURE, RECIPES, TrainSpec
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import build
 from heapr_lab.storage import cache
@@ -102,7 +102,7 @@ def train_bundled(
     out: Path,
     *,
     work: Path,
-    runs: Sequence[TrainSpec] = BUNDLED_RUNS,
+    runs: Sequence[TrainSpec] = RECIPES["bundled"],
     device: str = "cpu",
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.lab_model import __main__ as command
-from benchmarks.lab_model.recipes import UPCYCLED_RUNS
+from benchmarks.lab_model.recipes import RECIPES
 
 
 def invoke(*words: str) -> Any:
@@ -38,7 +38,7 @@ def test_a_recipe_is_trained_and_described(
     title = "The upcycled lab model"
     assert asked == [Path("new"), work, [5, 6], "upcycled", title]
     facts = json.loads(done.stdout)
-    assert facts["steps"] == sum(run.n_steps for run in UPCYCLED_RUNS)
+    assert facts["steps"] == sum(run.n_steps for run in RECIPES["upcycled"])
     assert facts["last_batch_loss_nats"] == 2.5
 
 
