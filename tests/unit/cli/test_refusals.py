@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -71,108 +73,13 @@ def test_the_options_of_prune_stand_in_groups() -> None:
 
 # --- before torch is imported -------------------------------------------------------
 
-RATIO = ("prune", "lab", "--ratio", "0.25")
-WIDE = (*RATIO, "--structure", "uniform", "--multiple", "256")
-TABLE = ("prune", "lab", "--importance", "bad.parquet")
-SCORE = ("score", "lab")
+REFUSED = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text("utf-8"))
 LONG = "x" * 240
-WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("prune", "lab", "--ratio", "25"), "write 0.25 or 25% if you mean that"),
-    (("prune", "lab", "--ratio", "much"), "much"),
-    ((*RATIO, "--method", "magic"), "method must be one of 'best', 'paper', "),
-    ((*RATIO, "--structure", "round"), "round"),
-    ((*RATIO, "--of", "bytes"), "bytes"),
-    ((*RATIO, "--estimator", "guess"), "guess"),
-    ((*RATIO, "--for", "abacus"), "abacus"),
-    (("score", "lab", "--seed", str(2**63)), "seed"),
-    ((*RATIO, "--profile", "huge"), "huge"),
-    ((*RATIO, "--dtype", "int8"), "int8"),
-    ((*RATIO, "--nonsense"), "--nonsense"),
-    (
-        (*RATIO, "--structure", "aligned", "--multiple", str(2**70)),
-        "from 1 to 2147483647",
-    ),
-    ((*RATIO, "--importance", "none.parquet"), "none.parquet"),
-    (("prune", "./nosuchfolder", "--ratio", "0.25"), "no such folder: "),
-    (("prune", "no/such-model", "--ratio", "0.25"), "no/such-model"),
-    ((*SCORE, "--out", "table.csv"), "a .parquet file"),
-    ((*SCORE, "--out", ""), "a .parquet file"),
-    ((*SCORE, "--out", "file/x.parquet"), "Not a directory"),
-    ((*SCORE, "--out", "loop/x.parquet"), "symbolic links"),
-    ((*SCORE, "--out", f"{LONG}.parquet"), "expected at most"),
-    ((*SCORE, "--corpus", "typo"), "corpus 'typo' is unknown"),
-    ((*SCORE, "--corpus", "0.5*pydocs + 0.5*typo"), "corpus 'typo' is unknown"),
-    ((*SCORE, "--corpus", "0.5*pydocs + typo"), "cannot read the mixture"),
-    ((*SCORE, "--corpus", "absent.txt"), "does not exist"),
-    ((*SCORE, "--corpus", "pydocs:no_such_package"), "not installed"),
-    ((*SCORE, "--dtype", ""), "'float16', 'float64', got ''"),
-    ((*SCORE, "--seed", str(-(2**63) - 1)), "seed must be a whole number from -"),
-    (("score", "lab", "--n-sequences", "0"), "--n-sequences"),
-    (("evaluate", "lab", "--corpora", ""), "nothing to measure"),
-    (("evaluate", "lab", "--corpora", "absent.txt"), "absent.txt"),
-    (("evaluate", "lab", "--corpora", "", "--tasks", "continuation:typo"), "typo"),
-    (("evaluate", "lab", "--tasks", "arc_esy"), "knows no task arc_esy"),
-    (("evaluate", "lab", "--tasks", "nope"), "knows no task nope"),
-    (("evaluate", "lab", "--mask", "none.parquet"), "none.parquet"),
-    (("evaluate", "lab", "--mask", "bad.parquet"), "bad.parquet cannot be read"),
-    (("evaluate", "lab", "--kl"), "--mask"),
-    (("compare",), "give MODEL, or --list"),
-    (("compare", "lab", "--ratios", "0.2,many"), "many"),
-    (("compare", "lab", "--ratios", "25"), "write 0.25 or 25%"),
-    (("compare", "lab", "--set", "alpha=1"), "expected METHOD.OPTION=VALUE"),
-    (("compare", "lab", "--set", "heapr.x=1"), "'heapr' has no option x; it has none"),
-    (("compare", "lab", "--set", "reap.alpha=1"), "no option alpha"),
-    (("compare", "lab", "--set", "camera-p.alpha=high"), "is 'high', expected float"),
-    (("compare", "lab", "--set", "naee.most_tokens=0"), "expected int from 1"),
-    (("compare", "lab", "--set", "magic.x=1"), "unknown method 'magic'"),
-    (("compare", "lab", "--tasks", "continuation:gone"), "gone"),
-    (("compare", "lab", "--tasks", "arc_esy"), "knows no task arc_esy"),
-    (("compare", "lab", "--methods", ""), "nothing to measure"),
-    (("compare", "lab", "--corpora", ""), "nothing to measure"),
-    (("compare", "lab", "--preset", "table2"), "expected paper-table1"),
-    (("prune", "lab"), "Missing option '--ratio'"),
-    ((*TABLE, "--ratio", "0.4"), "bad.parquet cannot be read"),
-    ((*TABLE, "--ratio", "0.4", "--own-text", "1"), "runs the model"),
-    (("plan", "lab", "--memory", "24 bananas"), "or a number with a unit"),
-    (("plan", "./nosuchfolder"), "no such folder: "),
-    (("score", "."), "has no config.json: expected "),
-    (("score", "as-moe:bad"), "cannot be read as JSON"),
-    (("reproduce", "--out", "figures.png"), "figures.png"),
-    (("reproduce", "--out", "file/figures"), "give"),
-    (("reproduce", "--out", ""), "has no name: give the name"),
-    (("score", "lab", "--host-memory", "24 bananas"), "16GB"),
-    (("reproduce", "--profile", "huge"), "huge"),
-    ((*RATIO, "--out", "mask.csv"), "named like a file: give a name without a suffix"),
-    ((*RATIO, "--out", "MASK.PARQUET"), "named like a file"),
-    ((*RATIO, "--out", ".parquet"), "named like a file"),
-    ((*RATIO, "--out", "loop"), "is not a folder"),
-    ((*RATIO, "--out", "file/pruned"), "Not a directory"),
-    ((*RATIO, "--out", "file/mask.parquet"), "Not a directory"),
-    ((*RATIO, "--out", LONG), "expected at most"),
-    ((*RATIO, "--corpus", "typo"), "corpus 'typo' is unknown"),
-    ((*RATIO, "--heal", "16"), "give the folder of a checkpoint as --out"),
-    ((*RATIO, "--heal", "16", "--out", "mask.parquet"), "a checkpoint as --out"),
-    ((*TABLE, "--ratio", "0.4", "--heal", "16", "--out", "x"), "leave --importance"),
-    (("compare", "lab", "--methods", "naeee", "--ratios", "20%"), "unknown method"),
-    (("score", "lab", "--device", "gpu"), "give one of auto, cpu"),
-    (("app", "none.parquet"), "no table none.parquet; make one"),
-    (("app", "bad.parquet"), "bad.parquet cannot be read"),
-    (("app", "./nosuchfolder"), "no such folder: "),
-    (("app", "."), "has no config.json"),
-    (("app", "bad/"), "cannot be read as JSON"),
-    (("app", "as-moe:bad"), "cannot be read as JSON"),
-    (("app", "lab", "--profile", "huge"), "profile must be one of "),
-)
-"""What is asked for, and a part of what is said of it."""
-LATER: tuple[tuple[tuple[str, ...], str], ...] = (
-    (WIDE, "experts have 96 atoms: give a smaller multiple"),
-    ((*WIDE, "--out", "x"), "experts have 96 atoms: give a smaller multiple"),
-    (
-        ("evaluate", "lab", "--corpora", "", "--tasks", "arc_easy"),
-        "the items of task 'arc_easy' are not available",
-    ),
-)
-"""What is refused before a model is opened, but not before torch is imported."""
+
+
+def asked(line: str) -> list[str]:
+    """The words of a command line."""
+    return shlex.split(line.replace("LONG", LONG))
 
 
 def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
@@ -202,7 +109,11 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
         "    assert [words, part] in later or not heavy & sys.modules.keys(), case\n"
     )
     env = {k: v for k, v in os.environ.items() if k != "HEAPR_TASKS_DIR"}
-    says("-c", code, json.dumps([WRONG, LATER]), cwd=tmp_path, env=env)
+    cases = [
+        [(asked(line), part) for line, part in REFUSED[when].items()]
+        for when in ("first", "later")
+    ]
+    says("-c", code, json.dumps(cases), cwd=tmp_path, env=env)
     assert sorted(tmp_path.iterdir()) == before
 
 
