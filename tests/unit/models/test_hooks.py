@@ -3,6 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -27,21 +28,9 @@ IDS = tiny_ids()
 
 def in_threads(*jobs: Callable[[], None]) -> None:
     """Run the jobs at the same time and raise what any of them raised."""
-    errors: list[BaseException] = []
-
-    def guarded(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for running in [pool.submit(job) for job in jobs]:
+            running.result(timeout=60)
 
 
 def implementation(model: nn.Module) -> str | None:

@@ -9,7 +9,6 @@ import pytest
 from commands import manifest_of
 from safetensors.torch import load_file
 from stored_tensors import changed_tensors
-from tiny_folder import write_model, write_text
 
 from heapr_lab.checkpoints import save
 from heapr_lab.errors import CacheError, SpecError
@@ -28,15 +27,6 @@ from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 BOTH_LOSSES = r"is \d+\.\d{6} nats per token in place of"
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and a text."""
-    folder = tmp_path_factory.mktemp("reloading")
-    write_model(folder / "moe")
-    write_text(folder / "text.txt", n_texts=60)
-    return folder
 
 
 def write(

@@ -4,8 +4,8 @@ import contextlib
 import multiprocessing
 import random
 import shutil
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,7 +22,6 @@ from heapr_lab.streaming.sweep_store import Group, SweepStore, budget_of, opened
 EACH = 32
 """Bytes of a group of four numbers."""
 KEY = {"pass": "first", "batch_size": 2}
-Usage = namedtuple("Usage", "total used free")
 
 
 def group(value: float, n: int = 4) -> Group:
@@ -118,7 +117,7 @@ def test_the_budget_is_half_of_what_is_free(
     stream = stream_of(
         load_model(write_model(tmp_path / "moe"), device="cpu", stream=True)[0]
     )
-    free = namedtuple("free", "available")(1001)
+    free = SimpleNamespace(available=1001)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     budgets = []
     for stream.host_memory in (None, 0, 7):
@@ -157,15 +156,12 @@ def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
 # --- a pass that goes on -------------------------------------------------------------
 
 
-class _KilledError(Exception):
-    """The test has killed the pass."""
-
-
 def killed(state: Path, key: dict[str, Any], name: str, number: float) -> None:
     """A pass that ends after it has kept one group."""
-    with contextlib.suppress(_KilledError), opened(state, key, budget=320) as store:
+    passed = opened(state, key, budget=320)
+    with contextlib.suppress(KeyboardInterrupt), passed as store:
         store.put(name, group(number))
-        raise _KilledError
+        raise KeyboardInterrupt
 
 
 def test_an_interrupted_pass_finds_what_it_kept(tmp_path: Path) -> None:
@@ -212,9 +208,9 @@ def test_temporary_files_are_removed(cache: Path) -> None:
     assert files(store.folder) == {"-a"}
     del store
     assert not list((cache / "sweeps").iterdir())
-    with contextlib.suppress(_KilledError), opened(None, KEY, budget=0) as second:
+    with contextlib.suppress(KeyboardInterrupt), opened(None, KEY, budget=0) as second:
         second.put("a", group(1.0))
-        raise _KilledError
+        raise KeyboardInterrupt
     assert not second.folder.exists()
 
 

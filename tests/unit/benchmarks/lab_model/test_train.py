@@ -4,12 +4,14 @@ import dataclasses
 import json
 import math
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from heard import Heard, stop_at
 from safetensors.torch import load_file
 from stored_tensors import same_tensors
 
@@ -56,35 +58,25 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
     return {str(words): 0.75, str(numbers): 0.25}
 
 
-class StopError(Exception):
-    """Stands for a killed run."""
-
-
 def losses_of(
     folder: Path,
     mixture: Mixture,
     *,
-    stop_at: int = 0,
+    on_step: Callable[..., None] | None = None,
     decay_mixture: Mixture | None = None,
     **changes: Any,
 ) -> dict[int, float]:
     """The loss of each step of a run in `folder`, whose model is in `out` there."""
-    losses: dict[int, float] = {}
-
-    def on_step(step: int, _n_steps: int, loss: float) -> None:
-        if step == stop_at:
-            raise StopError
-        losses[step] = loss
-
+    heard = Heard()
     train_lab_model(
         folder / "out",
         spec=dataclasses.replace(SPEC, **changes),
         work=folder,
         mixture=mixture,
         decay_mixture=decay_mixture,
-        on_step=on_step,
+        on_step=on_step or heard,
     )
-    return losses
+    return {step: loss for step, _n_steps, loss in heard}
 
 
 # --- training ---------------------------------------------------------------------
@@ -116,8 +108,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     losses = losses_of(whole, mixture)
     monkeypatch.setattr(train, "_SAVE_SECONDS", -1.0)  # after every step
     for step in (3, 6):
-        with pytest.raises(StopError):
-            losses_of(parts, mixture, stop_at=step)
+        with pytest.raises(KeyboardInterrupt):
+            losses_of(parts, mixture, on_step=stop_at(step))
     again = losses_of(parts, mixture)
     assert sorted(losses) == list(range(1, 9))
     # Step 6 was not saved when the run stopped in it, so it is done again.
@@ -173,18 +165,13 @@ def test_bundled_runs_follow_each_other(
     monkeypatch.setattr(train, "MIXTURE", mixture)
     monkeypatch.setattr(train, "DECAY_MIXTURE", mixture)
     runs = [SPEC, dataclasses.replace(SPEC, seed=1, n_steps=4)]
-    steps: list[int] = []
-    train_bundled(
-        tmp_path / "out",
-        work=tmp_path / "work",
-        runs=runs,
-        on_step=lambda step, _n, _loss: steps.append(step),
-    )
-    assert steps == [*range(1, 9), *range(1, 5)]
+    heard, work = Heard(), tmp_path / "work"
+    train_bundled(tmp_path / "out", work=work, runs=runs, on_step=heard)
+    assert [step for step, *_ in heard] == [*range(1, 9), *range(1, 5)]
     training = json.loads((tmp_path / "out" / "training.json").read_text())
     assert training["spec"]["n_steps"] == 4
     assert training["went_on_from"]["spec"]["n_steps"] == 8
-    assert (tmp_path / "work" / "model-1" / "model.safetensors").exists()
+    assert (work / "model-1" / "model.safetensors").exists()
 
 
 def test_either_precision_learns_alike(tmp_path: Path, mixture: Mixture) -> None:
