@@ -170,7 +170,8 @@ class Measured:
             best = fit_compression(model, self.windows(extra), selection, fitted=part)
             keep, down_projs = best.keep, best.down_projs
             cost["passes"] = PASSES["compress"]
-            cost["chosen"] = best.report.loc[best.report["chosen"], "made"].item()
+            report: Any = best.report  # which `compress` always has
+            cost["chosen"] = report.loc[report["chosen"], "made"].item()
         else:
             keep, down_projs = self._made(variant, selection)
         if variant.own_text:  # more windows, and writing them
