@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from heapr_lab.errors import SpecError
 from heapr_lab.models.named import dense_of, folder_here, folder_of, names
 from heapr_lab.models.safetensors_headers import check_there
+from heapr_lab.models.sources import weights_bytes
 from heapr_lab.storage.paths import cached_folders, kernel_transport
 
 if TYPE_CHECKING:
@@ -273,8 +274,7 @@ def _prepare(source: str, page: Any, notebook: Any, cwd: str) -> None:  # noqa: 
 def _bytes_of(source: str) -> int:
     """Size of the files of a model; 0 for a table, and where they are not found."""
     folder = folder_here(dense_of(source) or source)
-    files = [] if folder is None else folder.glob("*.safetensors")
-    return sum(path.stat().st_size for path in files)
+    return 0 if folder is None else weights_bytes(folder)
 
 
 def _free_port(port: int) -> int:

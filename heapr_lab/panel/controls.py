@@ -138,11 +138,9 @@ class Controls(ipw.VBox):
         self._on_change = on_change
         self._silent = False
         self._wished_scope = selection.scope
-        self._wished_ratio = ratio_text(selection.ratio)
-        self._widest = max(size for _, size in table.shapes().values())
-        self._default = default_multiple(table)
+        self._wished_ratio = ""
         self._build_amount(selection)
-        self._build_rules(table.estimators, selection)
+        self._build_rules(table, selection)
         super().__init__(
             [
                 beside(self.estimator, self.scope, self.granularity),
@@ -174,14 +172,15 @@ class Controls(ipw.VBox):
             layout={"width": "170px"}, disabled=True,
         )  # fmt: skip
 
-    def _build_rules(self, estimators: Sequence[str], selection: Selection) -> None:
-        self.estimator = _dropdown("estimator", estimators, selection.estimator)
+    def _build_rules(self, table: ImportanceTable, selection: Selection) -> None:
+        self.estimator = _dropdown("estimator", table.estimators, selection.estimator)
         self.scope, self.granularity, self.structure = (
             _dropdown(name, CHOICES[name], getattr(selection, name))
             for name in ("scope", "granularity", "structure")
         )
-        rounds = selection.structure != "ragged"
-        multiple, widest = selection.step if rounds else self._default, self._widest
+        ragged = selection.structure == "ragged"
+        multiple = default_multiple(table) if ragged else selection.step
+        widest = max(size for _, size in table.shapes().values())
         self.multiple = NumberBox(
             "multiple", multiple, least=1, most=widest, width="170px"
         )
@@ -259,7 +258,6 @@ class Controls(ipw.VBox):
         for name in _SHOWN:
             self._quietly(getattr(self, name), getattr(other, name).value)
         self._wished_scope = other._wished_scope
-        self._wished_ratio = other._wished_ratio
         self._lock()
 
     def show_use(self, scope: str, *, estimator: bool) -> None:

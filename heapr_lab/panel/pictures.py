@@ -132,7 +132,7 @@ class ChoicePicture:
         for artist in self._moving:
             assert artist.axes is not None
             artist.axes.draw_artist(artist)
-        return _png(_pixels(self._canvas))
+        return _png(self._canvas)
 
     def _show_scores(self, estimator: str, *, whole: bool) -> None:
         """Show other scores: of atoms, or their sums over whole experts."""
@@ -319,7 +319,7 @@ def drawn_png(draw: Callable[[], Figure], width: int | None = None) -> bytes:
         figure.set_figwidth(width / _DPI)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    return _png(_pixels(canvas))
+    return _png(canvas)
 
 
 def _load_colors(table: ImportanceTable, full: KeepMask, ax: Axes) -> np.ndarray:
@@ -357,12 +357,9 @@ def _settle(figure: Figure) -> FigureCanvasAgg:
     return canvas
 
 
-def _pixels(canvas: FigureCanvasAgg) -> np.ndarray:
-    return np.asarray(canvas.buffer_rgba())[..., :3]
-
-
-def _png(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
+def _png(canvas: FigureCanvasAgg) -> bytes:
+    """What is drawn, without its transparency."""
+    file, pixels = io.BytesIO(), np.asarray(canvas.buffer_rgba())[..., :3]
     # Speed matters more than size: the browser is usually on the same machine.
     options: dict[str, Any] = {"compress_level": 1}
     imsave(file, pixels, format="png", dpi=_DPI, pil_kwargs=options)
