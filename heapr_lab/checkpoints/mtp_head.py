@@ -394,10 +394,10 @@ def head_after(
         )
     with evaluating(model):
         states = states_of_all(model, windows.split(1))
-    by_window = {
-        _key(window[1:]): state[0, :-1]
-        for window, state in zip(windows, states, strict=True)
-    }
+        by_window = {
+            _key(window[1:]): state[0, :-1]
+            for window, state in zip(windows, states, strict=True)
+        }
     later = CalibrationSet(windows[:, 1:].contiguous(), calibration.provenance)
     return MtpHead(layer, by_window), later
 

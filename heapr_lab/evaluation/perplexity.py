@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from heapr_lab.models.backend import backend_of
 from heapr_lab.models.likelihood import (
     check_fits,
     input_device,
@@ -191,17 +190,16 @@ def _for_batches(
 
     def run(size: int) -> None:
         nonlocal done
-        together = backend_of(model).at_once(model, size * seq_len) // seq_len
-        while done < n_windows:
-            group = windows[done : done + together].split(size)
+        batches = windows[done:].split(size)
+        passes = [(keep, states_of_all(model, batches)) for keep in masks]
+        for batch in batches:
             by_mask = []
-            for keep in masks:
+            for keep, states in passes:
                 with masking(model, keep):
-                    by_mask.append(states_of_all(model, group))
-            for batch, *states in zip(group, *by_mask, strict=True):
-                work(batch, *(hidden.to(input_device(model)) for hidden in states))
-                done += len(batch)
-                report(done, n_windows)
+                    by_mask.append(next(states).to(input_device(model)))
+            work(batch, *by_mask)
+            done += len(batch)
+            report(done, n_windows)
 
     with evaluating(model):
         in_batches(run, model, windows, batch_size)

@@ -9,7 +9,7 @@ Shapes: B windows, L tokens in each; d_model; E n_experts.
 
 import copy
 import hashlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -226,9 +226,13 @@ class Backend:
         model: nn.Module,  # noqa: ARG002
         batches: Sequence[torch.Tensor],
         run: States,
-    ) -> list[torch.Tensor]:
-        """What `run` gives for each batch, on any device."""
-        return [run(ids) for ids in batches]
+        share: float,  # noqa: ARG002
+    ) -> Iterator[torch.Tensor]:
+        """What `run` gives for each batch, on any device, within a share of its room.
+
+        It is run when a result is asked for, in the contexts that there are then.
+        """
+        return map(run, batches)
 
     def backward(
         self,

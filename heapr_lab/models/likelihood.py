@@ -113,11 +113,15 @@ def final_states(
 
 
 def states_of_all(
-    model: nn.Module, batches: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """`final_states` of each batch, computed together; they may be on the CPU."""
+    model: nn.Module, batches: Sequence[torch.Tensor], *, share: float = 1.0
+) -> Iterator[torch.Tensor]:
+    """`final_states` of each batch, one after the other; they may be on the CPU.
+
+    Those of a streamed model are computed together, for as many batches as fit into a
+    share of its room, when the first of them is asked for.
+    """
     run = functools.partial(final_states, model)
-    return backend_of(model).final_states(model, batches, run)
+    return backend_of(model).final_states(model, batches, run, share)
 
 
 def check_fits(

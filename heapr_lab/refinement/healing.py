@@ -15,7 +15,7 @@ import itertools
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ _PARTS = 4
 _HELD_OUT = 16
 """Windows, at most: every fourth if there are few."""
 _SAVE_SECONDS = 300.0
+_SHARE = 0.5
+"""Of the room for states of the dense model; the training takes the rest."""
 _ROUTERS = r"(gate|router|shared_expert_gate|expert_bias)\b"
 """Names, in the block that experts are in, of what routes to them."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -253,8 +255,8 @@ class _Run:
     losses: list[float] = field(default_factory=list)
     """The loss of each step."""
     rows: list[dict[str, float]] = field(default_factory=list)
-    goals: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Final states of the dense model, by step."""
+    goals: Iterator[torch.Tensor] | None = None
+    """Final states of the dense model, batch by batch, once the first are needed."""
 
     def train(self, report: Progress) -> None:
         """Go on until two rises, or the end of the text, and take the best weights."""
@@ -307,17 +309,13 @@ class _Run:
 
     def _goals(self, step: int) -> torch.Tensor:
         """The final states of the dense model; those of steps to come are kept."""
-        if step not in self.goals:
-            n_tokens = self.batches[0].numel()
-            room = backend_of(self.dense).at_once(self.dense, n_tokens)
-            stop = step + max(1, room // (2 * n_tokens))
-            # No batch has windows of two steps: which these are depends on the room.
-            steps = [ids.split(self.batch_size) for ids in self.batches[step:stop]]
-            with evaluating(self.dense):
-                states = iter(states_of_all(self.dense, [*itertools.chain(*steps)]))
-            parts = [torch.cat([next(states) for _ in ids]) for ids in steps]
-            self.goals = dict(enumerate(parts, step))
-        return self.goals.pop(step)
+        # No batch has windows of two steps: which these are depends on the room.
+        steps = [ids.split(self.batch_size) for ids in self.batches[step:]]
+        if self.goals is None:
+            batches = [*itertools.chain(*steps)]
+            self.goals = states_of_all(self.dense, batches, share=_SHARE)
+        with evaluating(self.dense):
+            return torch.cat([next(self.goals) for _ in steps[0]])
 
     def _judge(self) -> bool:
         """Judge the held-out windows, and keep the weights if none were better.

@@ -6,7 +6,8 @@ files a part at a time.
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,18 @@ class OnDisk(Backend):
         model: nn.Module,
         batches: Sequence[torch.Tensor],
         run: States,  # noqa: ARG002
-    ) -> list[torch.Tensor]:
-        """The final states, by one sweep over the layers."""
-        return swept_states(model, batches)
+        share: float,
+    ) -> Iterator[torch.Tensor]:
+        """The final states, by a sweep over the layers for all that there is room for.
+
+        A batch that is larger than that is swept alone.
+        """
+        start, room = 0, share * self.at_once(model, 0)
+        while start < len(batches):
+            sizes = itertools.accumulate(ids.numel() for ids in batches[start:])
+            stop = start + max(1, sum(size <= room for size in sizes))
+            yield from swept_states(model, batches[start:stop])
+            start = stop
 
     def backward(self, model: nn.Module, run: GradientPass) -> Steps:
         """Run all windows by two sweeps over the layers."""

@@ -16,9 +16,9 @@ Importing this module imports the harness.
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,8 +37,6 @@ from heapr_lab.models.memory import halving_batches, tokens_at_first
 from heapr_lab.progress import Progress, no_report
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Request = tuple[Any, list[int], list[int]]
 """(key, token ids of the context, token ids of the continuation)."""
@@ -141,14 +139,11 @@ class PackingHFLM(HFLM):
         self, batches: "list[list[_Row]]"
     ) -> "Iterator[tuple[list[_Row], torch.Tensor]]":
         """Each batch with its final states (B, L, d_model)."""
-        if self.packs:
-            yield from ((batch, self._run(batch)) for batch in batches)
-            return
-        room = backend_of(self.model).at_once(self.model, 1)
-        for group in _grouped(batches, lambda g: sum(map(_n_padded, g)) <= room):
-            outputs = states_of_all(self.model, [_padded(batch) for batch in group])
-            for batch, states in zip(group, outputs, strict=True):
-                yield batch, states.to(input_device(self.model))
+        states: Iterator[torch.Tensor] = map(self._run, batches)
+        if not self.packs:
+            states = states_of_all(self.model, [*map(_padded, batches)])
+        for batch, of_batch in zip(batches, states, strict=True):
+            yield batch, of_batch.to(input_device(self.model))
 
     def _run(self, batch: "list[_Row]") -> torch.Tensor:
         ids = _padded(batch)
@@ -212,24 +207,13 @@ def _row(requests: list[Request], group: Sequence[int], max_length: int) -> _Row
 
 def _batches(rows: list[_Row], n_tokens: int) -> list[list[_Row]]:
     """Rows of similar length together, at most `n_tokens` padded ones in each batch."""
+    batches: list[list[_Row]] = []
     # Longest first, so that a lack of memory shows at once; equal ones are together.
-    longest_first = sorted(rows, key=lambda row: (-len(row.ids), row.ids))
-    return _grouped(longest_first, lambda batch: _n_padded(batch) <= n_tokens)
-
-
-def _n_padded(batch: Sequence[_Row]) -> int:
-    """Tokens of a batch whose first row is the longest, padding included."""
-    return len(batch) * len(batch[0].ids)
-
-
-def _grouped(parts: Sequence[T], fits: Callable[[list[T]], bool]) -> list[list[T]]:
-    """Consecutive parts in as few groups as fit; a part that does not is alone."""
-    groups: list[list[T]] = []
-    for part in parts:
-        if not groups or not fits([*groups[-1], part]):
-            groups.append([])
-        groups[-1].append(part)
-    return groups
+    for row in sorted(rows, key=lambda row: (-len(row.ids), row.ids)):
+        if not batches or (1 + len(batches[-1])) * len(batches[-1][0].ids) > n_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
 
 
 def _padded(batch: Sequence[_Row]) -> torch.Tensor:
