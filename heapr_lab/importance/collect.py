@@ -10,7 +10,7 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -197,7 +197,8 @@ class _Pass:
         """HEAPr on a model in memory: each batch to its loss, and back once."""
         for layer in self.layers:
             self.weighed(layer.layer)
-        with _gradients_from_embedding_on(self.model):
+        embeddings = self.model.get_input_embeddings()
+        with embeddings.register_forward_hook(_requiring_gradients):
             while self.done < len(self.ids):
                 stop = min(self.done + self.batch_size, len(self.ids))
                 windows = slice(self.done, stop)
@@ -287,16 +288,11 @@ class _Pass:
         check_unchanged(self.model, self._weights)
 
 
-@contextlib.contextmanager
-def _gradients_from_embedding_on(model: Any) -> Iterator[None]:
-    """The embedding's output requires a gradient wherever gradients are computed."""
-    hook = model.get_input_embeddings().register_forward_hook(
-        lambda _module, _args, output: output.requires_grad_(torch.is_grad_enabled())
-    )
-    try:
-        yield
-    finally:
-        hook.remove()
+def _requiring_gradients(
+    _module: nn.Module, _args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """What embeddings return, with a gradient wherever gradients are computed."""
+    return output.requires_grad_(torch.is_grad_enabled())
 
 
 def _warn_of_repeats(windows: list[str]) -> None:

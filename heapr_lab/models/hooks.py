@@ -50,7 +50,7 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 @contextlib.contextmanager
-def _setting(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+def setting(variable: ContextVar[_T], value: _T) -> Iterator[None]:
     """A variable of this thread's context has a value."""
     token = variable.set(value)
     try:
@@ -152,7 +152,7 @@ def masked(
             kept = kept * before.keep
             down = before.down if down is None else down
         mine[id(layer.module)] = Edit(kept, down)
-    with _setting(_edits, {**outer, **mine}), switching(layers):
+    with setting(_edits, {**outer, **mine}), switching(layers):
         yield
 
 
@@ -211,14 +211,14 @@ def observed(
     They are those of the dense model, even inside a context that masks it.
     """
     watching = _by_module(layers, observers)
-    with _setting(_observers, watching), _setting(_edits, _NONE), switching(layers):
+    with setting(_observers, watching), setting(_edits, _NONE), switching(layers):
         yield
 
 
 @contextlib.contextmanager
 def called(layers: list[ExpertsLayer], watchers: Sequence[Watcher]) -> Iterator[None]:
     """Show calls of the layers' experts to `watchers`, one each, in this thread."""
-    with _setting(_watchers, _by_module(layers, watchers)), switching(layers):
+    with setting(_watchers, _by_module(layers, watchers)), switching(layers):
         yield
 
 

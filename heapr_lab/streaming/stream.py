@@ -23,6 +23,7 @@ from torch import nn
 from heapr_lab.errors import LayoutError
 from heapr_lab.models.backend import FileTypes, backend_of
 from heapr_lab.models.experts import text_modules
+from heapr_lab.models.hooks import setting
 from heapr_lab.models.memory import return_freed
 
 _PART = "heapr_part"
@@ -287,8 +288,9 @@ def _share(modules: list[nn.Module]) -> None:
             module._parameters["weight"] = read._parameters["weight"]
 
 
-@contextlib.contextmanager
-def replace_layers(layer: _Instead, *, embeds: bool = True) -> Iterator[None]:
+def replace_layers(
+    layer: _Instead, *, embeds: bool = True
+) -> contextlib.AbstractContextManager[None]:
     """Decoder layers of streamed models are not run in this context, nor read.
 
     Args:
@@ -296,11 +298,7 @@ def replace_layers(layer: _Instead, *, embeds: bool = True) -> Iterator[None]:
             its output.
         embeds: whether the embeddings are read and run; else they give zeros.
     """
-    token = _instead.set((layer, embeds))
-    try:
-        yield
-    finally:
-        _instead.reset(token)
+    return setting(_instead, (layer, embeds))
 
 
 def _forward(
