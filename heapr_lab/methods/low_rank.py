@@ -168,9 +168,10 @@ def ranks_of(
     return {name: (ranks + i) // len(names) for i, name in enumerate(names)}
 
 
-def matrices(layer: ExpertsLayer, name: str) -> torch.Tensor:
-    """A projection of every expert, (E, out, in), a copy."""
-    return torch.stack([layer.expert(e)[name] for e in range(layer.n_experts)])
+def stacks_of(layer: ExpertsLayer) -> Stacks:
+    """Every projection of all experts, (E, out, in) by its name."""
+    stacks = layer.apart(layer.up_rows, axis=1) | {"down": layer.down}
+    return {name: stack.detach().contiguous() for name, stack in stacks.items()}
 
 
 # --- compositions -----------------------------------------------------------------
@@ -209,11 +210,11 @@ def _all_truncated(
     layer: ExpertsLayer, ranks: Mapping[str, int], moments: Moments
 ) -> Composition:
     """The layer's experts with truncated matrices; dense where factors cost as much."""
-    experts = dense_experts(layer)
+    experts, stacks = dense_experts(layer), stacks_of(layer)
     unit, dense = layer.d_expert + layer.d_inter, layer.d_expert * layer.d_inter
     for name, rank in ranks.items():
         if rank * unit < dense:
-            factors = truncated(matrices(layer, name), rank, moments.of(name))
+            factors = truncated(stacks[name], rank, moments.of(name))
             put_factors(experts, name, *factors)
     return experts
 
@@ -270,9 +271,9 @@ def _with_base(
     ranks: Mapping[str, int],
 ) -> Composition:
     """The experts of a layer: a base for each projection, and their differences."""
-    experts = dense_experts(layer)
+    experts, stacks = dense_experts(layer), stacks_of(layer)
     for name, rank in ranks.items():
-        stack = matrices(layer, name)
+        stack = stacks[name]
         base = base_of(stack, fisher[name], moments.tokens).to(stack.dtype)
         apart = truncated(stack.double() - base.double(), rank, moments.of(name))
         put_factors(experts, name, *apart)
@@ -293,23 +294,13 @@ def sensitivity(layer: ExpertsLayer, moments: Moments) -> float:
     f is the expert's share of the routed tokens, r the mean over its matrices of the
     number of singular values above 1 % of the largest, a its share of outliers.
     """
-    ranks = torch.stack(
-        [_principal_ranks(matrices(layer, name)) for name in names_of(layer)]
-    )
+    ranks = [
+        torch.linalg.matrix_rank(stack.double(), rtol=_PRINCIPAL)
+        for stack in stacks_of(layer).values()
+    ]
+    mean = torch.stack(ranks).double().mean(0).cpu()
     shares = moments.tokens / moments.tokens.sum()
-    return float((shares * ranks.mean(0).cpu() * moments.outliers).sum())
-
-
-def names_of(layer: ExpertsLayer) -> tuple[str, ...]:
-    """The projections of an expert."""
-    return ("gate", "up", "down") if layer.gated else ("up", "down")
-
-
-def _principal_ranks(stack: torch.Tensor) -> torch.Tensor:
-    """The number of large singular values of each matrix, (E,)."""
-    values = torch.linalg.svdvals(stack.double())
-    large: torch.Tensor = values > _PRINCIPAL * values[:, :1]
-    return large.sum(1).double()
+    return float((shares * mean * moments.outliers).sum())
 
 
 def chosen(
@@ -455,10 +446,9 @@ def _decomposed(
     Raises:
         SpecError: not even one rank fits.
     """
-    experts, left, names = dense_experts(layer), budget, names_of(layer)
-    for i, name in enumerate(names):
-        stack = matrices(layer, name)
-        sizes = sizes_of(left / (len(names) - i), *stack.shape)
+    experts, left, stacks = dense_experts(layer), budget, stacks_of(layer)
+    for i, (name, stack) in enumerate(stacks.items()):
+        sizes = sizes_of(left / (len(stacks) - i), *stack.shape)
         if sizes.decomposed and not sizes.rank:
             raise SpecError(
                 f"the experts of layer {layer.layer} have room for {int(budget)} "
