@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from heapr_lab import figures, hub
 from heapr_lab.errors import SpecError
@@ -147,13 +146,17 @@ def _check_publish(
 
 def _harvest(bench: Workbench, executor: Executor | None) -> None:
     """Read the docstrings of every package, which all pydocs corpora need."""
-    steps = [functools.partial(_harvest_one, name) for name in pydocs.not_harvested()]
+    harvest = (
+        functools.partial(pydocs.harvested, name) for name in pydocs.not_harvested()
+    )
+    steps = [functools.partial(_alone, one) for one in harvest]
     with progress_bar("reading docstrings", "package") as show:
         run_steps(steps, bench, executor, progress=show)
 
 
-def _harvest_one(package: str, _bench: Workbench) -> None:
-    pydocs.harvested(package)
+def _alone(function: Callable[[], Any], _bench: Workbench) -> Any:
+    """A step that needs no workbench."""
+    return function()
 
 
 def run_experiments(
@@ -238,10 +241,12 @@ def draw_all(
         All written paths.
     """
     made_on = _made_on(bench)
-    steps = [
-        functools.partial(_draw, folder, made_on, *drawing)
-        for drawing in _drawings(bench, evidence)
-    ]
+    draw = functools.partial(draw_files, provenance=made_on)
+    draws = (
+        functools.partial(draw, data, figure, folder / name, table_of=table)
+        for name, figure, data, table in _drawings(bench, evidence)
+    )
+    steps = [functools.partial(_alone, one) for one in draws]
     with progress_bar("figures", "figure") as show:
         drawn = run_steps(steps, bench, executor, progress=show)
     written = [path for paths_of_one in drawn for path in paths_of_one]
@@ -249,19 +254,6 @@ def draw_all(
     summary = figures.summary_table(evidence.results, evidence.savings)
     written += write_table(summary, folder / "0_summary_table")
     return sorted(written)
-
-
-def _draw(
-    folder: Path,
-    made_on: dict[str, Any],
-    name: str,
-    figure: Callable[[pd.DataFrame], Figure],
-    data: pd.DataFrame,
-    table: Callable[[pd.DataFrame], pd.DataFrame] | None,
-    _bench: Workbench,
-) -> list[Path]:
-    """Write the files of one figure."""
-    return draw_files(data, figure, folder / name, table_of=table, provenance=made_on)
 
 
 def _drawings(bench: Workbench, evidence: claims.Evidence) -> list[tuple[Any, ...]]:
