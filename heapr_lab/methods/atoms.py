@@ -178,16 +178,13 @@ def _camera(request: Request) -> AtomCompression:
     return request.keeping(dict(_sequential(request)))
 
 
-ATOMS = (
-    ours("heapr", _selecting()),
-    ours("heapr-l", _selecting(scope="layer")),
-    ours("heapr-expert", _selecting(granularity="expert")),
-    ours("magnitude", _selecting(estimator="magnitude")),
-    ours("random", _random),
-    ours("compress", _compress),
-    ours("intdim-e", _intdim("expert")),
-    ours("intdim-l", _intdim("layer")),
-    ours("intdim-g", _intdim("global")),
-    ours("camera-p", _camera),
-)
-"""The methods of this module."""
+ours("heapr", _selecting())
+ours("heapr-l", _selecting(scope="layer"))
+ours("heapr-expert", _selecting(granularity="expert"))
+ours("magnitude", _selecting(estimator="magnitude"))
+ours("random", _random)
+ours("compress", _compress)
+ours("intdim-e", _intdim("expert"))
+ours("intdim-l", _intdim("layer"))
+ours("intdim-g", _intdim("global"))
+ours("camera-p", _camera)

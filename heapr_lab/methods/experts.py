@@ -156,14 +156,11 @@ def ranked(request: Request) -> dict[int, tuple[int, ...]]:
     return {k: tuple(np.argsort(s, kind="stable").tolist()) for k, s in scores.items()}
 
 
-EXPERTS = (
-    ours("frequency", _by("tokens"), expert_sums),
-    ours("ean", _by("sum_norm"), expert_sums),
-    ours("reap", _by("sum_p_norm", per_token=True), expert_sums),
-    ours("man", _by("sum_norm", per_token=True), expert_sums),
-    ours("msan", _by("sum_norm2", per_token=True), expert_sums),
-)
-"""The methods of this module."""
+ours("frequency", _by("tokens"), expert_sums)
+ours("ean", _by("sum_norm"), expert_sums)
+ours("reap", _by("sum_p_norm", per_token=True), expert_sums)
+ours("man", _by("sum_norm", per_token=True), expert_sums)
+ours("msan", _by("sum_norm2", per_token=True), expert_sums)
 
 
 # --- NAEE -------------------------------------------------------------------------
@@ -309,4 +306,4 @@ def positions(request: Request, n_experts: int) -> torch.Tensor:
     return places.flatten()
 
 
-NAEE = ours("naee", _naee)
+ours("naee", _naee)

@@ -219,7 +219,7 @@ def _all_truncated(
     return experts
 
 
-SVD = ours("svd", _svd, MOMENTS)
+ours("svd", _svd, MOMENTS)
 
 
 # --- D²-MoE -----------------------------------------------------------------------
@@ -282,7 +282,7 @@ def _with_base(
     return experts
 
 
-D2_MOE = ours("d2-moe", _d2_moe, MOMENTS)
+ours("d2-moe", _d2_moe, MOMENTS)
 
 
 # --- MoE-SVD: which layers --------------------------------------------------------
@@ -463,4 +463,4 @@ def _decomposed(
     return experts, left
 
 
-MOE_SVD = ours("moe-svd-like", _moe_svd, MOMENTS)
+ours("moe-svd-like", _moe_svd, MOMENTS)

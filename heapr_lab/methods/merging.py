@@ -309,7 +309,7 @@ def _hc_smoe(request: Request) -> ExpertComposition:
     return merged_by_frequency(request, groups)
 
 
-HC_SMOE = ours("hc-smoe", _hc_smoe, mean_outputs)
+ours("hc-smoe", _hc_smoe, mean_outputs)
 
 
 # --- the control ------------------------------------------------------------------
@@ -338,7 +338,7 @@ def _random_groups(request: Request) -> ExpertComposition:
     return merged_by_frequency(request, groups)
 
 
-RANDOM_GROUPS = ours("random-groups", _random_groups)
+ours("random-groups", _random_groups)
 
 
 # --- MC-SMoE ----------------------------------------------------------------------
@@ -417,7 +417,7 @@ def joined(cosines: np.ndarray, leaders: Sequence[int]) -> Groups:
     return groups_of(nearest.tolist())
 
 
-MC_SMOE = ours("mc-smoe", _mc_smoe, cosines_of_logits, expert_sums)
+ours("mc-smoe", _mc_smoe, cosines_of_logits, expert_sums)
 
 
 # --- Sub-MoE ----------------------------------------------------------------------
@@ -494,4 +494,4 @@ def seeds(cosines: np.ndarray, number: int, rng: np.random.Generator) -> list[in
     return centres
 
 
-SUB_MOE = ours("sub-moe-like", _sub_moe, cosines_of_outputs, expert_sums)
+ours("sub-moe-like", _sub_moe, cosines_of_outputs, expert_sums)

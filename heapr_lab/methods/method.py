@@ -5,7 +5,7 @@ Methods are those of this package, and those that plug-ins add.
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib.metadata import EntryPoint, entry_points
@@ -228,12 +228,16 @@ class Method:
         return {**self.options, **options}
 
 
+_OURS: dict[str, Method] = {}
+"""The methods of this package whose modules are imported, by name."""
+
+
 def ours(
     name: str, rule: Callable[[Request], Compression], *collectors: Collector
-) -> Method:
-    """The method of this package that `methods.toml` describes under that name."""
+) -> None:
+    """Add the method of this package that `methods.toml` describes under that name."""
     fields = {field: v for field, v in DESCRIBED[name].items() if field != "module"}
-    return Method(name, rule=rule, collectors=collectors, **fields)
+    _OURS[name] = Method(name, rule=rule, collectors=collectors, **fields)
 
 
 # --- every method by name ---------------------------------------------------------
@@ -246,9 +250,9 @@ def all_methods() -> Mapping[str, Method]:
         SpecError: a plug-in cannot be loaded, is no `Method`, or its name is taken (the
             distribution is named).
     """
-    places = {entry["module"] for entry in DESCRIBED.values()}
-    made = {method.name: method for place in places for method in _in(place)}
-    methods = {name: made[name] for name in DESCRIBED}
+    for place in {described["module"] for described in DESCRIBED.values()}:
+        importlib.import_module(f"{__package__}.{place}")
+    methods = {name: _OURS[name] for name in DESCRIBED}
     made_by = dict.fromkeys(methods, "heapr-lab")
     for entry in sorted(entry_points(group=GROUP), key=_place):
         method = _loaded(entry)
@@ -261,14 +265,6 @@ def all_methods() -> Mapping[str, Method]:
         methods[method.name] = method
         made_by[method.name] = _place(entry)
     return MappingProxyType(methods)
-
-
-def _in(place: str) -> Iterator[Method]:
-    """The methods that a module has names for, alone or in a tuple."""
-    module = importlib.import_module(f"{__package__}.{place}")
-    for value in vars(module).values():
-        values: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
-        yield from (one for one in values if isinstance(one, Method))
 
 
 def _place(entry: EntryPoint) -> str:

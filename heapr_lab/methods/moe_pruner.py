@@ -101,4 +101,4 @@ def _moe_pruner(request: Request) -> SparseWeights:
     return SparseWeights(request.made, compositions, request.shapes)
 
 
-MOE_PRUNER = ours("moe-pruner", _moe_pruner, WEIGHTED_INPUTS)
+ours("moe-pruner", _moe_pruner, WEIGHTED_INPUTS)

@@ -109,4 +109,4 @@ def _mone(request: Request) -> ExpertComposition:
     return request.composed(made)
 
 
-MONE = ours("mone", _mone, OUTPUT_MOMENTS)
+ours("mone", _mone, OUTPUT_MOMENTS)

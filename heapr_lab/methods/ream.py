@@ -231,4 +231,4 @@ def _by_saliency(scores: np.ndarray, places: torch.Tensor) -> Merge:
     return merge
 
 
-REAM = ours("ream", _ream, mean_outputs, cosines_of_logits, gated_norms)
+ours("ream", _ream, mean_outputs, cosines_of_logits, gated_norms)

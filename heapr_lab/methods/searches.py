@@ -245,7 +245,7 @@ def moved(
     return tuple(new)
 
 
-EVOESAP = ours("evoesap", _evoesap, expert_sums)
+ours("evoesap", _evoesap, expert_sums)
 
 
 # --- MoE-I² -----------------------------------------------------------------------
@@ -412,4 +412,4 @@ def _moe_i2(request: Request) -> ExpertComposition:
     return request.composed(compositions, kept)
 
 
-MOE_I2 = ours("moe-i2-like", _moe_i2, expert_sums)
+ours("moe-i2-like", _moe_i2, expert_sums)
