@@ -36,11 +36,9 @@ from heapr_lab.tasks.harness import (
     quiet,
     run_tasks,
 )
-from heapr_lab.tasks.paper_tasks import PAPER_TASKS, task_summary
+from heapr_lab.tasks.paper_tasks import PAPER_TASKS, continued_corpus, task_summary
 from heapr_lab.text.calibration import tokenizer_fingerprint
-from heapr_lab.text.calibration_spec import DEFAULT_CORPUS
 from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.settings import CONTINUATION
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -316,9 +314,10 @@ class AskedTask:
         asked = {"n_items": self.limit, "task": self.name}
         if self.name in PAPER_TASKS:
             return items_fingerprint(self.name) | asked | _DRAW
-        if self._corpus is None:
+        corpus = continued_corpus(self.name)
+        if corpus is None:
             return items_fingerprint(self.name, limit=self.limit) | asked
-        text = load_corpus(self._corpus, split="test")
+        text = load_corpus(corpus, split="test")
         return asked | {"corpus": text.fingerprint, "n_items": self._n_items}
 
     def run(
@@ -329,7 +328,7 @@ class AskedTask:
         Those of the paper's tasks also have `items`, the metric of each item in the
         order of the draw. They come from the cache, and are kept there, if `stored`.
         """
-        corpus, task = self._corpus, self.name
+        corpus, task = continued_corpus(self.name), self.name
         if task in PAPER_TASKS:
             options: dict[str, Any] = {"stored": stored, "progress": progress} | _DRAW
             items = task_items(model, tokenizer, [task], n_items=self.limit, **options)
@@ -341,12 +340,6 @@ class AskedTask:
         frame = run_tasks(model, tokenizer, [task], limit=self.limit, progress=progress)
         rows: list[dict[str, Any]] = frame[_COLUMNS].to_dict("records")
         return rows
-
-    @property
-    def _corpus(self) -> str | None:
-        """The corpus of continuations; None for the tasks of the harness."""
-        name, _, corpus = self.name.partition(":")
-        return (corpus or DEFAULT_CORPUS) if name == CONTINUATION else None
 
     @property
     def _n_items(self) -> int:

@@ -68,14 +68,15 @@ def continued(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
         >>> continued(["piqa", "continuation", "continuation:ptb"])
         (['pydocs', 'ptb'], ['piqa'])
     """
-    corpora, others = [], []
-    for task in tasks:
-        name, _, corpus = task.partition(":")
-        if name == CONTINUATION:
-            corpora.append(corpus or DEFAULT_CORPUS)
-        else:
-            others.append(task)
-    return corpora, others
+    pairs = [(task, continued_corpus(task)) for task in tasks]
+    corpora = [corpus for _, corpus in pairs if corpus is not None]
+    return corpora, [task for task, corpus in pairs if corpus is None]
+
+
+def continued_corpus(task: str) -> str | None:
+    """The corpus whose text a task continues; None for a task of the harness."""
+    name, _, corpus = task.partition(":")
+    return (corpus or DEFAULT_CORPUS) if name == CONTINUATION else None
 
 
 def check_defined(names: Iterable[str]) -> None:
