@@ -13,10 +13,8 @@ from oracles.token_by_token import matrices
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab import KeepMask, evaluate_perplexity, masking
 from heapr_lab.models.experts import find_experts
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import masking
 
 
 def random_keep(model: nn.Module, *, seed: int = 0, share: float = 0.5) -> KeepMask:

@@ -15,10 +15,9 @@ from text_models import experts_calls
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from heapr_lab import methods
+from heapr_lab import CalibrationSet, methods
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.text.calibration import CalibrationSet
 
 IDS = tiny_ids(n_sequences=6, seq_len=10)
 WINDOWS = CalibrationSet.from_ids(IDS)

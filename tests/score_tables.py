@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.pruning.selection import select
+from heapr_lab import ImportanceTable, select
 
 
 def make_table(

@@ -10,9 +10,7 @@ from keeps import random_keep, widths_keep
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.models.loading import load_model
-from heapr_lab.pruning.surgery import prune
+from heapr_lab import load_model, prune, save_pruned
 
 D_VOCAB = 258
 

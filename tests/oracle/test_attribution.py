@@ -11,12 +11,11 @@ from oracles import token_by_token
 from text_models import SINGLE, experts_calls
 from torch import nn
 
-from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
+from heapr_lab import HeaprLabError, KeepMask, masking
+from heapr_lab.errors import CoverageError, SpecError
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.likelihood import token_nll
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import masking
 
 FAMILIES = ["qwen2_moe", "mixtral", "deepseek_v2", "gpt_oss", "nemotron_h", "kolibri1"]
 CLOSE = {"rtol": 1e-7, "atol": 1e-10}

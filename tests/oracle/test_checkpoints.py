@@ -26,19 +26,13 @@ from tiny_folder import write_folder, write_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from heapr_lab.checkpoints.save import (
-    KEEP_FILE,
-    prune_folder,
-    save_pruned,
-)
+from heapr_lab import KeepMask, load_model, masking, prune, save_pruned
+from heapr_lab.checkpoints.save import KEEP_FILE, prune_folder
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.models.experts import describe, find_experts, sliced_experts
 from heapr_lab.models.folders import read_weights
-from heapr_lab.models.loading import load_model
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.storage import paths
 
 IDS = tiny_ids()

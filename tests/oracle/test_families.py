@@ -6,10 +6,9 @@ from families import FAMILIES, tiny_ids, tiny_model
 from oracles import token_by_token
 from wrappers import WRAPPERS, tiny_wrapper
 
-from heapr_lab.importance.collect import collect_statistics
+from heapr_lab import CalibrationSet, collect_statistics
 from heapr_lab.importance.columns import MAXIMA, SUMS
 from heapr_lab.models.experts import find_experts
-from heapr_lab.text.calibration import CalibrationSet
 
 RELATIVE = 1e-9
 """float64 sums of some hundred terms; measured 1e-13 and below."""

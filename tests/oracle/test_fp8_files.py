@@ -16,16 +16,12 @@ from stored_tensors import changed_tensors, same_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab import CalibrationSet, KeepMask, heal, load_model, prune, save_pruned
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.checkpoints.stored_type import file_types, round_changed
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.formats import stays_float32
-from heapr_lab.models.loading import load_model
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import prune
-from heapr_lab.refinement.healing import heal
 from heapr_lab.streaming.stream import stream_of
-from heapr_lab.text.calibration import CalibrationSet
 
 BLOCK = 8, 4
 IDS = torch.arange(2, 34).reshape(2, 16)

@@ -16,23 +16,21 @@ from keeps import logits_of, random_keep, widths_keep
 from oracles.features import all_grams, features_of, problems
 from torch import nn
 
+from heapr_lab import (
+    CalibrationSet,
+    ImportanceTable,
+    KeepMask,
+    collect_statistics,
+    compensate,
+    select,
+)
 from heapr_lab.errors import CoverageError, LayoutError, SpecError
-from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.selection import select
 from heapr_lab.refinement import elimination
 from heapr_lab.refinement.activation_grams import SPANS
-from heapr_lab.refinement.compensation import (
-    RIDGES,
-    Compensation,
-    compensate,
-    fit_compensation,
-)
+from heapr_lab.refinement.compensation import RIDGES, Compensation, fit_compensation
 from heapr_lab.refinement.elimination import eliminate, layer_costs
-from heapr_lab.text.calibration import CalibrationSet
 
 FAMILIES = ("qwen2_moe", "gpt_oss", "nemotron_h", "deepseek_v2")
 WINDOWS = tiny_windows(n_sequences=8, seq_len=24)

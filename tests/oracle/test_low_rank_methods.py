@@ -14,8 +14,8 @@ from oracles.token_by_token import RoutedToken
 from oracles.token_by_token import matrices as by_hand
 from torch import nn
 
-from heapr_lab import methods
-from heapr_lab.errors import CoverageError, HeaprLabError, SpecError
+from heapr_lab import CalibrationSet, HeaprLabError, methods
+from heapr_lab.errors import CoverageError, SpecError
 from heapr_lab.methods.collectors import Measurements, sum_over_windows
 from heapr_lab.methods.composing import Composition, Matrices, distinct
 from heapr_lab.methods.compression import ExpertComposition
@@ -30,7 +30,6 @@ from heapr_lab.methods.low_rank import (
 )
 from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.text.calibration import CalibrationSet
 
 FAMILIES = ("deepseek_v2", "gpt_oss")
 DAMPING = 1e-6

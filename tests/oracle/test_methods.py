@@ -23,13 +23,11 @@ from oracles.token_by_token import matrices
 from text_models import atoms_by_hand
 from torch import nn
 
-from heapr_lab.importance.collect import collect_statistics
+from heapr_lab import collect_statistics, masking, select
 from heapr_lab.methods import experts
 from heapr_lab.methods.collectors import Measurements, expert_output
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import find_experts
-from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.expert_calls import iter_expert_calls
 
 # --- experts ----------------------------------------------------------------------

@@ -7,10 +7,7 @@ import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import full_keep, logits_of, masked_logits, random_keep
 
-from heapr_lab.evaluation.perplexity import (
-    evaluate_divergence,
-    evaluate_perplexity,
-)
+from heapr_lab import evaluate_divergence, evaluate_perplexity
 from heapr_lab.models import likelihood
 from heapr_lab.models.likelihood import token_nll
 

@@ -15,16 +15,12 @@ from stored_tensors import changed_json, changed_tensors, tensors_in
 from tiny_folder import opened, write_folder
 from torch import nn
 
+from heapr_lab import CalibrationSet, Selection, collect_statistics, plan, select
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe
-from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.selection import select
 from heapr_lab.recipes.export import check_selection
 from heapr_lab.storage.files import read_json
-from heapr_lab.streaming.plan import plan
-from heapr_lab.text.calibration import CalibrationSet
 
 IDS = tiny_ids()
 BLOCKS: list[dict[str, Any]] = [

@@ -10,16 +10,11 @@ from families import tiny_model
 from keeps import check_masked, widths_keep
 from stored_tensors import same_tensors, tensors_in
 
-from heapr_lab.checkpoints.save import (
-    KEEP_FILE,
-    MANIFEST_FILE,
-    prune_folder,
-    save_pruned,
-)
+from heapr_lab import prune, save_pruned
+from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, prune_folder
 from heapr_lab.checkpoints.uniform import stock_config, wider
 from heapr_lab.models.folders import read_config
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.pruning.surgery import prune
 
 SHAPES = Path(__file__).parents[1] / "data" / "shapes"
 """The published config.json of each model of the paper."""

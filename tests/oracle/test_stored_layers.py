@@ -17,10 +17,8 @@ from keeps import masked_nll, random_keep, window_nll
 from oracles.streamed import free_on_disk, written
 from tiny_folder import opened
 
+from heapr_lab import KeepMask, collect_statistics, prune
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import prune
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import LayerSolver, fit_compensation
 from heapr_lab.refinement.compress import fit_compression

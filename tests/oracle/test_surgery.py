@@ -21,11 +21,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from heapr_lab import CalibrationSet, collect_statistics, masking, prune
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe, find_experts
-from heapr_lab.pruning.surgery import masking, prune
-from heapr_lab.text.calibration import CalibrationSet
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 """float64: the same products, summed in another order."""

@@ -10,13 +10,11 @@ from keeps import logits_of, masked_logits, random_keep, widths_keep
 from tiny_folder import write_model
 from torch import nn
 
-from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab import evaluate_perplexity, load_model, prune
 from heapr_lab.models import hooks, ragged_experts
 from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.hooks import Edit, _routed_forward
-from heapr_lab.models.loading import load_model
 from heapr_lab.models.ragged_experts import RaggedExperts, normalises
-from heapr_lab.pruning.surgery import prune
 
 
 @pytest.mark.parametrize("fast", [False, True])

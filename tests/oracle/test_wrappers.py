@@ -13,14 +13,13 @@ from stored_tensors import changed_tensors, same_tensors, tensors_in
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from wrappers import NO_STOCK, WRAPPERS, tiny_wrapper
 
+from heapr_lab import collect_statistics, prune, save_pruned
 from heapr_lab.checkpoints.model_card import loading_code
-from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.folders import build, read_config, read_weights
 from heapr_lab.models.likelihood import final_states
-from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage.files import read_json
 from heapr_lab.streaming.opening import open_streamed
 

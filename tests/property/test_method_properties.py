@@ -11,13 +11,11 @@ from keeps import logits_of
 from methods_by_hand import SIX, reloaded
 from torch import nn
 
-from heapr_lab import methods
+from heapr_lab import CalibrationSet, Compression, methods
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.collectors import Measurements
-from heapr_lab.methods.compression import Compression
 from heapr_lab.methods.expert_axes import find_expert_axes
 from heapr_lab.models.experts import describe, find_experts
-from heapr_lab.text.calibration import CalibrationSet
 
 FAMILIES = ("mixtral", "deepseek_v2")
 """Families of different routers and tensor names; the oracles have each method's."""

@@ -12,11 +12,10 @@ import pandas as pd
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from heapr_lab import ImportanceTable, select
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.ranking import atom_sizes
-from heapr_lab.pruning.selection import select
 
 N_ROUTED = 6
 """Routed tokens of every layer."""

@@ -12,11 +12,10 @@ from pressing import panel_on
 from tiny_folder import write_model, write_text
 from torch import nn
 
+from heapr_lab import Calibration, Workbench, open_workbench
 from heapr_lab.panel import pictures
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,9 +10,8 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from heapr_lab import hub
+from heapr_lab import hub, load_model
 from heapr_lab.errors import CorpusError, SpecError
-from heapr_lab.models.loading import load_model
 from heapr_lab.pretrained.wheel import offline_by_choice
 from heapr_lab.text import corpora
 

@@ -15,12 +15,9 @@ from keeps import random_keep
 
 from benchmarks import real
 from benchmarks.real import CORPORA, Results, State
-from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab import Selection, evaluate_perplexity, masking, select
 from heapr_lab.methods.collectors import Measurements
-from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
-from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 from heapr_lab.text.calibration_spec import spread
 

@@ -19,13 +19,12 @@ from keeps import random_keep
 from safetensors import SafetensorError
 from stored_tensors import tensors_in
 
+from heapr_lab import KeepMask, prune, save_pruned
 from heapr_lab.checkpoints import save
 from heapr_lab.checkpoints.folder import check_new, new_folder, partial_of
-from heapr_lab.checkpoints.save import MANIFEST_FILE, prune_folder, save_pruned
+from heapr_lab.checkpoints.save import MANIFEST_FILE, prune_folder
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.folders import read_weights
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
 from heapr_lab.streaming import on_disk
 

@@ -12,12 +12,10 @@ from commands import run
 from figure_rows import keep_of
 from PIL import Image, PngImagePlugin
 
-from heapr_lab import figures
+from heapr_lab import ImportanceTable, KeepMask, figures, read_provenance
 from heapr_lab.checkpoints.model_card import loading_code
-from heapr_lab.checkpoints.provenance import MANIFEST_FILE, read_provenance
+from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
 
 HASH = "ab" * 32

@@ -23,13 +23,12 @@ from stored_tensors import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from heapr_lab import KeepMask, prune, save_pruned
 from heapr_lab.checkpoints.folder import partial_of
-from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import CacheError, LayoutError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import skeleton_of
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import prune
 from heapr_lab.streaming.opening import open_streamed
 
 FAMILIES = (

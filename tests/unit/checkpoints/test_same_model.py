@@ -7,13 +7,11 @@ import torch
 from families import tiny_windows
 from stored_tensors import changed_tensors
 
+from heapr_lab import ImportanceTable, collect_statistics, select
 from heapr_lab.checkpoints.same_model import own_mask, own_table
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.identity import model_identity
-from heapr_lab.pruning.selection import select
 from heapr_lab.recipes.making import with_model
 from heapr_lab.storage.hashing import digest
 

@@ -7,14 +7,12 @@ import pytest
 from commands import TINY, manifest_of, refused, run, said, text_of
 from tiny_folder import write_model, write_text
 
+from heapr_lab import ImportanceTable, KeepMask, Workbench
 from heapr_lab.importance.estimators import ESTIMATORS
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.refinement import compensation
 from heapr_lab.storage import paths
 from heapr_lab.storage.hashing import without_nan
 from heapr_lab.workbench.settings import PROFILES
-from heapr_lab.workbench.workbench import Workbench
 
 N_ATOMS = 2 * 4 * 8
 """Layers, experts, atoms of the tiny model."""

@@ -12,16 +12,12 @@ import pytest
 from commands import TINY, invoke, one_line, run, said
 from heard import Heard
 
-from heapr_lab import methods
-from heapr_lab.evaluation.perplexity import evaluate_perplexity
+from heapr_lab import Calibration, Method, Workbench, evaluate_perplexity, methods
 from heapr_lab.experiments.paper import TABLE1_BESIDE
 from heapr_lab.figures.curves import plain_name
 from heapr_lab.methods.comparison import Entry, compare_methods, entries
-from heapr_lab.methods.method import Method
 from heapr_lab.progress import Progress
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench
 
 
 def asked(root: Path, *more: str) -> tuple[Any, ...]:

@@ -11,12 +11,8 @@ from keeps import full_keep, random_keep
 from room import FULL, room_for
 from torch import nn
 
-from heapr_lab.evaluation.perplexity import (
-    evaluate_divergence,
-    evaluate_perplexity,
-    exp_nll,
-    kl_divergence,
-)
+from heapr_lab import evaluate_divergence, evaluate_perplexity
+from heapr_lab.evaluation.perplexity import exp_nll, kl_divergence
 from heapr_lab.models.likelihood import token_nll
 
 # --- batches ----------------------------------------------------------------------

@@ -19,16 +19,15 @@ from keeps import logits_of
 from processes import CONTEXT
 from torch import nn
 
-from heapr_lab.errors import CacheError, CoverageError, HeaprLabError, LayoutError
+from heapr_lab import CalibrationSet, HeaprLabError, ImportanceTable, collect_statistics
+from heapr_lab.errors import CacheError, CoverageError, LayoutError
 from heapr_lab.importance import collect
-from heapr_lab.importance.collect import collect_statistics, statistics_spec
-from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.importance.collect import statistics_spec
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import identity_in_force
 from heapr_lab.models.likelihood import token_nll
 from heapr_lab.storage import files
 from heapr_lab.storage.hashing import digest
-from heapr_lab.text.calibration import CalibrationSet
 
 ROUNDING = 1e-12
 """float64: the order of some hundred additions."""

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from random_tables import random_table
 
+from heapr_lab import ImportanceTable, KeepMask, Selection
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.mask_diff import (
     ScoredMask,
     cut,
@@ -23,8 +23,6 @@ from heapr_lab.inspection.mask_diff import (
     ranks,
     spearman,
 )
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.options import Selection
 
 SHAPES = {1: (3, 5), 4: (2, 7)}
 """Layers that differ, and whose numbers are not their positions."""

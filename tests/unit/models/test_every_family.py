@@ -16,12 +16,11 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from wrappers import WRAPPERS
 
 from benchmarks.readme import fill_blocks
+from heapr_lab import collect_statistics, load_model
 from heapr_lab.errors import LayoutError
-from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.folders import build
 from heapr_lab.models.formats import REFUSED
-from heapr_lab.models.loading import load_model
 from heapr_lab.storage import paths
 
 PAGE = paths.project_dir() / "docs" / "families.md"

@@ -17,9 +17,10 @@ from transformers import AutoConfig
 
 import heapr_lab
 from benchmarks.lab_model.run_folder import begin_from
+from heapr_lab import HeaprLabError, load_model, open_workbench, prune, save_pruned
 from heapr_lab.checkpoints.same_model import own_table
-from heapr_lab.checkpoints.save import prune_folder, save_pruned
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.checkpoints.save import prune_folder
+from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import (
     build,
     read_config,
@@ -27,9 +28,6 @@ from heapr_lab.models.folders import (
     read_weights,
     skeleton_of,
 )
-from heapr_lab.models.loading import load_model
-from heapr_lab.pruning.surgery import prune
-from heapr_lab.workbench.workbench import open_workbench
 
 PACKAGE = Path(heapr_lab.__file__).parent
 READERS = {"from_pretrained", "from_config"}

@@ -15,12 +15,10 @@ from tiny_folder import write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.lab_model.run_folder import begin_from
-from heapr_lab.checkpoints.save import prune_folder, save_pruned
+from heapr_lab import KeepMask, load_model, prune, save_pruned
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.folders import read_weights
-from heapr_lab.models.loading import load_model
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import prune
 
 ROUTER = "model.layers.0.mlp.gate.weight"
 NORM = "model.layers.1.input_layernorm.weight"

@@ -16,11 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2MoeForCausalLM
 
+from heapr_lab import KeepMask, masking
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import IMPLEMENTATION, probed
 from heapr_lab.models.likelihood import token_nll
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import masking
 
 N_ROUNDS = 25
 IDS = tiny_ids()

@@ -12,8 +12,7 @@ from families import tiny_model, tiny_windows
 from room import FULL, room_for
 from torch import nn
 
-from heapr_lab.errors import HeaprLabError
-from heapr_lab.importance.collect import collect_statistics
+from heapr_lab import HeaprLabError, collect_statistics
 from heapr_lab.models.memory import (
     halving_batches,
     in_batches,

@@ -12,11 +12,9 @@ from families import tiny_model, tiny_windows
 from keeps import random_keep
 from torch import nn
 
+from heapr_lab import collect_statistics, evaluate_perplexity, prune
 from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.evaluation.perplexity import evaluate_perplexity
-from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.modes import evaluating
-from heapr_lab.pruning.surgery import prune
 
 WINDOWS = tiny_windows(n_sequences=5)
 PATIENCE = 30

@@ -9,10 +9,9 @@ import torch
 from carved_models import dense_model, described, one_expert_model, one_expert_state
 from tiny_folder import write_folder
 
-from heapr_lab import hub
+from heapr_lab import hub, load_model
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.loading import load_model
 from heapr_lab.models.safetensors_headers import SINGLE
 from heapr_lab.pretrained import carved, one_expert, smollm2
 from heapr_lab.pretrained.carved import Carved, Layout, as_glm4_moe

@@ -11,10 +11,8 @@ import pandas as pd
 import pytest
 from score_tables import TWO_LAYERS, make_table
 
+from heapr_lab import ImportanceTable, KeepMask, select
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.selection import select
 from heapr_lab.storage import files
 
 

@@ -6,11 +6,9 @@ from typing import Any
 import numpy as np
 from score_tables import make_table
 
-from heapr_lab.importance.table import ImportanceTable
+from heapr_lab import ImportanceTable, Selection, select
 from heapr_lab.models.architecture import Architecture, LayerShape
-from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.ranking import atom_sizes, rank_atoms
-from heapr_lab.pruning.selection import select
 
 # Layer 1: gated, 12 parameters and 24 operations an atom and token; layer 4: no gate,
 # in 5 dimensions with a bias, 11 parameters and 20 operations.

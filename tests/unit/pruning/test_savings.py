@@ -7,11 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from heapr_lab import ImportanceTable, KeepMask
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.sources import Source
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.savings import (
     savings_of,
     summed_scores,

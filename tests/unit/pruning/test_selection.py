@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from score_tables import TWO_LAYERS, kept, make_table
 
+from heapr_lab import Selection, select
 from heapr_lab.errors import SpecError
 from heapr_lab.models.architecture import Architecture, LayerShape
-from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.selection import select
 from heapr_lab.storage.hashing import digest
 
 # --- ragged atoms ---------------------------------------------------------------

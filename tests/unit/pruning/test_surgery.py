@@ -9,19 +9,17 @@ from families import tiny_ids, tiny_model
 from keeps import logits_of, random_keep
 from torch import nn
 
-from heapr_lab.errors import SpecError
-from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.experts import find_experts
-from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.pruning.surgery import (
-    check_table,
-    keeps_of,
+from heapr_lab import (
+    CalibrationSet,
+    ImportanceTable,
+    collect_statistics,
     masking,
     prune,
-    sliced,
 )
-from heapr_lab.text.calibration import CalibrationSet
+from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.ragged_experts import RaggedExperts
+from heapr_lab.pruning.surgery import check_table, keeps_of, sliced
 
 IDS = tiny_ids()
 

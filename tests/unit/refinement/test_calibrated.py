@@ -8,9 +8,7 @@ import torch
 from families import tiny_windows
 from torch import nn
 
-from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.selection import select
+from heapr_lab import Selection, collect_statistics, select
 from heapr_lab.refinement import activation_grams
 from heapr_lab.refinement import calibrated as refinement
 from heapr_lab.refinement.activation_grams import iter_grams

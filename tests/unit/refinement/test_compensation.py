@@ -12,21 +12,18 @@ from heard import Heard
 from keeps import random_keep
 from torch import nn
 
+from heapr_lab import CalibrationSet, KeepMask, compensate, masking
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement.activation_grams import LayerGrams
 from heapr_lab.refinement.compensation import (
     Compensation,
     LayerSolver,
-    compensate,
     compensation_of,
     describe_weights,
     fit_compensation,
 )
 from heapr_lab.refinement.own_text import continuations
-from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = tiny_windows(n_sequences=8, seq_len=12)
 START = torch.zeros(32, 1, dtype=torch.long)

@@ -14,12 +14,9 @@ from keeps import masked_nll, window_nll
 from torch import nn
 
 import heapr_lab
+from heapr_lab import CalibrationSet, Selection, collect_statistics, masking, select
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.identity import weights_state
-from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.refinement import activation_grams, calibrated, compensation, compress
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compress import (
@@ -28,7 +25,6 @@ from heapr_lab.refinement.compress import (
     FittedCompression,
     fit_compression,
 )
-from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = tiny_windows(n_sequences=24, seq_len=12)
 FIT, DECIDING, REPORTED = WINDOWS.three_parts()

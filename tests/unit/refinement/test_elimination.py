@@ -8,9 +8,8 @@ from families import tiny_model, tiny_windows
 from heard import Heard
 from torch import nn
 
+from heapr_lab import ImportanceTable, collect_statistics
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement.activation_grams import LayerGrams, iter_grams
 from heapr_lab.refinement.elimination import (

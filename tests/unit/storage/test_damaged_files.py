@@ -11,10 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from heapr_lab.checkpoints.provenance import read_provenance
+from heapr_lab import ImportanceTable, KeepMask, read_provenance
 from heapr_lab.errors import CacheError
-from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import files
 from heapr_lab.storage.hashing import digest
 

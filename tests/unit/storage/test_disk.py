@@ -14,11 +14,9 @@ from families import tiny_model
 from keeps import full_keep
 from score_tables import make_table
 
-from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab import KeepMask, prune, save_pruned
 from heapr_lab.errors import SpecError
 from heapr_lab.figures.files import write_files
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import cache, files, paths
 from heapr_lab.tasks import items
 

@@ -10,13 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from heapr_lab import CalibrationSet, load_calibration, load_windows
 from heapr_lab.errors import CorpusError, SpecError
-from heapr_lab.text.calibration import (
-    CalibrationSet,
-    load_calibration,
-    load_windows,
-    tokenizer_fingerprint,
-)
+from heapr_lab.text.calibration import tokenizer_fingerprint
 from heapr_lab.text.calibration_spec import spread
 
 

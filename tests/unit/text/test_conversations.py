@@ -10,11 +10,9 @@ import pytest
 from tiny_folder import write_model
 from transformers import AutoTokenizer
 
+from heapr_lab import load_calibration, load_corpus, load_windows, open_workbench
 from heapr_lab.errors import CorpusError, SpecError
 from heapr_lab.tasks.harness import continuation_items
-from heapr_lab.text.calibration import load_calibration, load_windows
-from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.workbench import open_workbench
 
 CHATS = [
     [

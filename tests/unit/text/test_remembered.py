@@ -8,12 +8,9 @@ import pytest
 from heard import Heard
 from tiny_folder import write_model, write_piqa, write_text
 
+from heapr_lab import Calibration, Setting, Workbench, load_corpus, open_workbench
 from heapr_lab.tasks.harness import items_fingerprint
 from heapr_lab.text import corpora
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.settings import Setting
-from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from heapr_lab import Selection, Setting, Workbench
 from heapr_lab.errors import SpecError
-from heapr_lab.pruning.options import Selection
-from heapr_lab.workbench.settings import Setting, profile_of
-from heapr_lab.workbench.workbench import Workbench
+from heapr_lab.workbench.settings import profile_of
 
 
 @pytest.mark.parametrize(

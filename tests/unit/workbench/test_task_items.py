@@ -6,13 +6,11 @@ import pytest
 from keeps import random_keep
 from tiny_folder import write_model, write_piqa, write_text
 
+from heapr_lab import KeepMask, Workbench, masking, open_workbench
 from heapr_lab.evaluation.paired import paired_difference
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks.items import drawn_items, task_items
 from heapr_lab.tasks.paper_tasks import task_difference, task_summary
 from heapr_lab.workbench.settings import CONTINUATION, PROFILES
-from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 N_ITEMS = 60
 
