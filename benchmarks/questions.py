@@ -4,8 +4,10 @@ Each answer is made from committed files; the claims of the paper among them are
 of the lab model, as `heapr-lab reproduce` wrote them.
 """
 
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 
@@ -41,28 +43,26 @@ class Committed:
         return answers.claim_in_words(row.to_dict(), "The lab model")
 
 
-Answer = Callable[[Committed], str]
-
-
 @dataclass(frozen=True)
 class Question:
-    """A section of the page."""
+    """A section of the page, as `questions.toml` says."""
 
     block: str
-    """Name of the block below its heading."""
     text: str
-    """The heading."""
     stem: str
-    """Name of the files of its figure."""
-    answer: Answer
     notebook: str = ""
-    """The notebook that goes into it; it is made by `make publish`."""
     benchmark: str = ""
-    """The benchmark whose results it shows, if it is not made with the notebooks."""
     measures: str = ""
     """Format of what was measured, of the fields of `_of_lab_model`."""
-    table: Callable[[Committed], pd.DataFrame] | None = None
-    """The table below the answer."""
+    claims: Sequence[int] = ()
+    summary: bool = False
+    """Whether the summary of the lab model is the table below the answer."""
+
+    def answer(self, committed: Committed) -> str:
+        """The answer in words."""
+        if self.claims:
+            return " ".join(committed.claim(number) for number in self.claims)
+        return _ANSWERS[self.block](committed)
 
 
 def blocks(committed: Committed) -> dict[str, str]:
@@ -72,8 +72,8 @@ def blocks(committed: Committed) -> dict[str, str]:
 
 def _shown(question: Question, committed: Committed) -> str:
     parts = [f"![{question.text}]({question.stem}.png)", question.answer(committed)]
-    if question.table is not None:
-        parts.append(table_markdown(question.table(committed)).strip())
+    if question.summary:
+        parts.append(table_markdown(committed.summary).strip())
     parts.append(" · ".join([*_measured(question), *_files(question)]))
     return "\n" + "\n\n".join(parts) + "\n"
 
@@ -221,118 +221,18 @@ def _costs(committed: Committed) -> str:
     return f"{said}. Both give the same scores."
 
 
-def _of_claims(*numbers: int) -> Answer:
-    return lambda committed: " ".join(committed.claim(n) for n in numbers)
-
-
-# --- the page -------------------------------------------------------------------------
-
-_TESTED = "{model}, {calibration}; {windows}, {items}"
-
-QUESTIONS = (
-    Question("atom", "What is an atomic expert?", "7_atomic_expert", _atom, "00_tour"),
-    Question(
-        "pretrained",
-        "What does pruning cost a pretrained model?",
-        "17_real",
-        _pretrained,
-        "06_quality",
-        benchmark="real",
-    ),
-    Question(
-        "boundary",
-        "How much can go, and what does it save?",
-        "4_boundary",
-        _of_claims(9),
-        "04_boundary",
-        measures=_TESTED,
-        table=lambda committed: committed.summary,
-    ),
-    Question(
-        "gains",
-        "What does compress gain over HEAPr?",
-        "11_models",
-        _gains,
-        "06_quality",
-        benchmark="quality",
-    ),
-    Question(
-        "methods",
-        "Which method loses least?",
-        "15_methods",
-        _best_methods,
-        "07_methods",
-        benchmark="methods",
-    ),
-    Question(
-        "scores",
-        "Which score ranks atoms best?",
-        "8_methods",
-        _scores,
-        "05_ablations",
-        measures=_TESTED,
-    ),
-    Question(
-        "granularity",
-        "Atoms or whole experts?",
-        "5_granularity",
-        _of_claims(7),
-        "05_ablations",
-        measures=_TESTED,
-    ),
-    Question(
-        "scope",
-        "One ranking for the model, or one for each layer?",
-        "6_scope",
-        _of_claims(6),
-        "05_ablations",
-        measures=_TESTED,
-    ),
-    Question(
-        "text",
-        "How much text, and which?",
-        "3_calibration_size",
-        _text,
-        "03_calibration_size",
-        measures="{model}; {windows}, {items}; means of {draws}",
-    ),
-    Question(
-        "layers",
-        "Which layers lose most?",
-        "1_layer_ratios",
-        _of_claims(11),
-        "02_layers_and_bins",
-        measures="{model}, {calibration}",
-    ),
-    Question(
-        "prediction",
-        "Do the scores predict the loss?",
-        "2_bins",
-        _of_claims(8),
-        "02_layers_and_bins",
-        measures="{model}, {calibration}, on which the loss is measured, too",
-    ),
-    Question(
-        "structures",
-        "What does a shape that engines load cost?",
-        "10_structures",
-        _structures,
-        benchmark="structures",
-    ),
-    Question(
-        "quantised",
-        "Prune, or quantise?",
-        "16_quantised",
-        _quantised,
-        benchmark="quantised",
-    ),
-    Question(
-        "costs",
-        "What does scoring cost?",
-        "9_cost",
-        _costs,
-        "01_importance",
-        benchmark="cost",
-    ),
-)
+_ANSWERS: Mapping[str, Callable[[Committed], str]] = {
+    "atom": _atom,
+    "pretrained": _pretrained,
+    "gains": _gains,
+    "methods": _best_methods,
+    "scores": _scores,
+    "text": _text,
+    "structures": _structures,
+    "quantised": _quantised,
+    "costs": _costs,
+}
+"""What answers a question that is of no claims, by its block."""
+_ROWS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text("utf-8"))
+QUESTIONS = tuple(Question(block, **row) for block, row in _ROWS.items())
 """The questions in the order of the page."""
