@@ -9,12 +9,7 @@ import pandas as pd
 from benchmarks.figures import real
 from benchmarks.index import BENCHMARKS, results_of, rows_beside
 from heapr_lab.experiments.answers import listed
-from heapr_lab.experiments.intervals import (
-    UNDECIDED,
-    loss_difference,
-    of_error,
-    state,
-)
+from heapr_lab.experiments.intervals import UNDECIDED, loss_difference, of_error, state
 
 COUNTED = ("compress", "fisher + compensation", "elimination + compensation")
 """`compress`, and the two that it chooses from besides HEAPr's own mask."""

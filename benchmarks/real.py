@@ -65,11 +65,7 @@ from heapr_lab.storage.files import checksum, replacing
 from heapr_lab.tasks.items import State as ModelState
 from heapr_lab.tasks.items import cached_rows, task_items
 from heapr_lab.tasks.paper_tasks import MEAN, PAPER_TASKS, task_difference, task_summary
-from heapr_lab.text.calibration import (
-    CalibrationSet,
-    load_calibration,
-    load_windows,
-)
+from heapr_lab.text.calibration import CalibrationSet, load_calibration, load_windows
 from heapr_lab.text.calibration_spec import OWN_TEXT, spread
 
 logger = logging.getLogger("real")

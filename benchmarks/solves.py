@@ -37,11 +37,7 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.pruning.selection import select
-from heapr_lab.refinement.activation_grams import (
-    LayerGrams,
-    default_span,
-    iter_grams,
-)
+from heapr_lab.refinement.activation_grams import LayerGrams, default_span, iter_grams
 from heapr_lab.refinement.compensation import LayerSolver, compensation_of
 from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.refinement.elimination import with_elimination

@@ -5,12 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.figures.looks import figure_by, look
-from heapr_lab.figures.style import (
-    LABELS,
-    own_axes,
-    show_percent,
-    styled,
-)
+from heapr_lab.figures.style import LABELS, own_axes, show_percent, styled
 from heapr_lab.importance.estimators import PER_TOKEN
 
 _FLOATS = "bfloat16"

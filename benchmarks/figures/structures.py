@@ -6,11 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from benchmarks.figures.looks import figure_by, look
-from heapr_lab.figures.style import (
-    REFERENCE_LINE,
-    own_axes,
-    styled,
-)
+from heapr_lab.figures.style import REFERENCE_LINE, own_axes, styled
 from heapr_lab.importance.estimators import PER_TOKEN
 
 RAGGED = "ragged"

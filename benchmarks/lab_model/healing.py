@@ -15,11 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.lab_model.carved_ffn import load_shares
-from heapr_lab.refinement.healing import (
-    restore_training,
-    save_training,
-    share_of_rate,
-)
+from heapr_lab.refinement.healing import restore_training, save_training, share_of_rate
 
 _SAVE_SECONDS = 300.0
 _ROWS_AT_ONCE = 512

@@ -32,11 +32,7 @@ from heapr_lab.storage.hashing import digest
 from heapr_lab.tasks.harness import load_tasks
 from heapr_lab.tasks.items import task_items
 from heapr_lab.tasks.paper_tasks import MEAN, PAPER_TASKS, task_summary
-from heapr_lab.text.calibration import (
-    CalibrationSet,
-    load_calibration,
-    load_windows,
-)
+from heapr_lab.text.calibration import CalibrationSet, load_calibration, load_windows
 
 SEQ_LEN = 512
 MIXTURE = {

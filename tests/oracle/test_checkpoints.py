@@ -16,12 +16,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from keeps import check_masked, logits_of, masked_logits, random_keep, widths_keep
 from processes import run_each
-from stored_tensors import (
-    SINGLE,
-    changed_json,
-    changed_tensors,
-    tensors_in,
-)
+from stored_tensors import SINGLE, changed_json, changed_tensors, tensors_in
 from tiny_folder import write_folder, write_model
 from torch import nn
 from transformers import AutoModelForCausalLM

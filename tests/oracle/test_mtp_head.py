@@ -16,14 +16,7 @@ from commands import one_line, run, text_of
 from families import D_VOCAB, tiny_ids, tiny_model, tiny_windows
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from methods_by_hand import reloaded
-from quantised_folder import (
-    POWERS,
-    WIDE,
-    in_fp4,
-    in_fp8,
-    in_pairs,
-    of_each_weight,
-)
+from quantised_folder import POWERS, WIDE, in_fp4, in_fp8, in_pairs, of_each_weight
 from stored_tensors import changed_tensors, same_bits, same_tensors, tensors_in
 from tiny_folder import D_VOCAB as TEXT_VOCABULARY
 from tiny_folder import write_text, write_tokenizer

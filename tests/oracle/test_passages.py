@@ -23,11 +23,7 @@ from text_models import (
 )
 
 from heapr_lab.errors import SpecError
-from heapr_lab.inspection.activations import (
-    atoms_of_token,
-    routing,
-    top_contexts,
-)
+from heapr_lab.inspection.activations import atoms_of_token, routing, top_contexts
 from heapr_lab.inspection.passages import (
     Passage,
     continue_text,

@@ -7,13 +7,7 @@ from heard import Heard
 
 from heapr_lab.panel import jobs
 from heapr_lab.panel.jobs import Job, Report
-from heapr_lab.progress import (
-    Parts,
-    TimeLeft,
-    no_report,
-    progress_bars,
-    time_left_text,
-)
+from heapr_lab.progress import Parts, TimeLeft, no_report, progress_bars, time_left_text
 
 
 class Clock:

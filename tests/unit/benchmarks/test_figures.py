@@ -3,18 +3,9 @@
 import numpy as np
 import pandas as pd
 import pytest
-from figure_rows import (
-    cost_rows,
-    lines_of,
-    measured_models,
-    streamed_runs,
-)
+from figure_rows import cost_rows, lines_of, measured_models, streamed_runs
 
-from benchmarks.figures import (
-    cost,
-    quality,
-    streaming,
-)
+from benchmarks.figures import cost, quality, streaming
 from benchmarks.index import BENCHMARKS, results_of
 from benchmarks.quality import PASSES
 from heapr_lab import figures

@@ -6,11 +6,7 @@ from families import tiny_ids, tiny_model
 
 from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models import likelihood
-from heapr_lab.models.likelihood import (
-    final_states,
-    iter_log_probs,
-    token_nll,
-)
+from heapr_lab.models.likelihood import final_states, iter_log_probs, token_nll
 
 ROUNDING = 1e-12
 """float64, sums of a few dozen terms."""

@@ -11,10 +11,7 @@ from heapr_lab import ImportanceTable, KeepMask
 from heapr_lab.errors import SpecError
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.sources import Source
-from heapr_lab.pruning.savings import (
-    savings_of,
-    summed_scores,
-)
+from heapr_lab.pruning.savings import savings_of, summed_scores
 
 # One layer of two experts of two atoms, gated, in 4 dimensions: 12 parameters and 24
 # operations an atom; a token goes to one expert.

@@ -17,13 +17,7 @@ from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import MAXIMA, SUMS
-from heapr_lab.streaming.plan import (
-    ATOM_BYTES,
-    Sizes,
-    size_of,
-    sizes_of,
-    why_streamed,
-)
+from heapr_lab.streaming.plan import ATOM_BYTES, Sizes, size_of, sizes_of, why_streamed
 from heapr_lab.streaming.stream import decoder_layers
 
 LAYER = LayerShape(n_experts=4, d_inter=16, d_expert=4, top_k=2)
