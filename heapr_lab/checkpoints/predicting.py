@@ -20,19 +20,9 @@ from heapr_lab.checkpoints.stored_type import Fp8Files, conversions_of, read_ten
 from heapr_lab.checkpoints.uniform import fit
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.safetensors_headers import (
-    INDEX,
-    PREDICTING,
-    SINGLE,
-    read_headers,
-)
+from heapr_lab.models.safetensors_headers import INDEX, PREDICTING, SINGLE, read_headers
 from heapr_lab.storage import files
-from heapr_lab.streaming.file_reader import (
-    FLOATS,
-    FoundTensor,
-    find_tensors,
-    in_floats,
-)
+from heapr_lab.streaming.file_reader import FLOATS, FoundTensor, find_tensors, in_floats
 from heapr_lab.streaming.on_disk import write_index
 from heapr_lab.streaming.opening import quantizer_in
 from heapr_lab.streaming.quantisation import Fp4Quantizer, Fp8Quantizer

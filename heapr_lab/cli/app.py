@@ -154,8 +154,7 @@ def reproduce(
     publish: Annotated[
         bool,
         typer.Option(
-            "--publish",
-            help="Overwrite the committed figures and notebooks.",
+            "--publish", help="Overwrite the committed figures and notebooks."
         ),
     ] = False,
     n_workers: Annotated[
@@ -194,8 +193,7 @@ def reproduce(
 @app.command(epilog=_examples("provenance"))
 def provenance(
     file: Annotated[
-        Path,
-        typer.Argument(help="A png or parquet file, or a checkpoint."),
+        Path, typer.Argument(help="A png or parquet file, or a checkpoint.")
     ],
     as_json: options.AsJson = False,
 ) -> None:
@@ -215,10 +213,7 @@ def _flat(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return flat
 
 
-@app.command(
-    "app",
-    epilog=_examples("app"),
-)
+@app.command("app", epilog=_examples("app"))
 def panel(
     source: Annotated[
         str,

@@ -209,11 +209,7 @@ def _refuse(refused: list[dict[str, Any]], entry: "Entry", error: Exception) -> 
 
 
 def _show_table1(
-    name: str,
-    frame: "pd.DataFrame",
-    refused: list[dict[str, Any]],
-    *,
-    as_json: bool,
+    name: str, frame: "pd.DataFrame", refused: list[dict[str, Any]], *, as_json: bool
 ) -> None:
     """Print what was measured, and could not be, beside the paper's own table."""
     from heapr_lab.experiments import paper

@@ -109,9 +109,7 @@ def _what_differs(config: Any) -> str | None:
     return None if rope in _ROPE else f"its rope_type is {rope!r}"
 
 
-def one_expert_tensors(
-    tensors: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
+def one_expert_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of Llama by their names in Mixtral's files, and the routers.
 
     The router of a layer, (1, D), comes with its down_proj, (D, I).

@@ -27,12 +27,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.describing import calibration_of, describe_calibration
-from heapr_lab.recipes.making import (
-    PruningResult,
-    healing_of,
-    pruned_model,
-    records,
-)
+from heapr_lab.recipes.making import PruningResult, healing_of, pruned_model, records
 from heapr_lab.streaming.opening import load_like, why_no_copy
 from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench.workbench import Workbench

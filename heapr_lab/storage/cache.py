@@ -15,13 +15,7 @@ from typing import Any, TypeVar
 import filelock
 
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.storage.files import (
-    read_json,
-    remedy,
-    replacing,
-    share_mode,
-    write_json,
-)
+from heapr_lab.storage.files import read_json, remedy, replacing, share_mode, write_json
 from heapr_lab.storage.hashing import canonical_json, digest
 from heapr_lab.storage.paths import cache_dir, writable
 

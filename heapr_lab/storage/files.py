@@ -125,10 +125,7 @@ def write_frame(
 
 
 def read_frame(
-    path: Path | str,
-    columns: Sequence[str] | None = None,
-    *,
-    kind: str | None = None,
+    path: Path | str, columns: Sequence[str] | None = None, *, kind: str | None = None
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The frame and the metadata that `write_frame` wrote to `path`.
 
