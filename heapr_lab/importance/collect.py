@@ -10,11 +10,10 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,8 +21,9 @@ import torch
 import transformers
 from torch import nn
 
-from heapr_lab.errors import CacheError, CoverageError
+from heapr_lab.errors import CoverageError
 from heapr_lab.importance.columns import atom_keys
+from heapr_lab.importance.resuming import Ranks, SavedSums
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import Steps, backend_of
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, describe, find_experts
@@ -34,7 +34,6 @@ from heapr_lab.models.memory import in_batches
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import LayerMoments
 from heapr_lab.progress import Progress, no_report
-from heapr_lab.storage import files
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -46,30 +45,6 @@ _TOKENS_ON_CPU, _TOKENS_AND_LAYERS = 2048, 2**14
 """On a CPU, at most so many tokens in a batch, and so many tokens times layers: larger
 batches take more memory and no less time, because what the backward pass keeps comes in
 pages that are zeroed first."""
-_SAVE_SECONDS = 60.0
-_SAVE_SHARE = 0.02
-T = TypeVar("T")
-
-
-class Ranks(Protocol):
-    """Processes that measure disjoint windows together, as one of them sees them."""
-
-    def share(self, n_windows: int) -> range:
-        """The windows of this process."""
-
-    def own_state(self, path: Path) -> Path:
-        """The file for its state."""
-
-    def check_same(self, spec_hash: str) -> None:
-        """Check that all measure the same."""
-
-    def combine(self, moments: Sequence[LayerMoments]) -> None:
-        """Replace its moments by those of all windows."""
-
-    def stored(
-        self, store: Callable[[Callable[[], T]], T], compute: Callable[[], T]
-    ) -> T | None:
-        """`store(compute)` in the first of them; the others compute if it does."""
 
 
 def statistics_spec(
@@ -185,8 +160,10 @@ class _Pass:
         """Measure all windows not measured before; the probes then have the sums."""
         self.batch_size = batch_size
         with differentiating(self.model), probed(self.layers) as self.probes:
-            self._saved_at, self._saving = time.perf_counter(), 0.0
-            self.done = self.resumed_at = self._resume()
+            self._saved = SavedSums(
+                self.state, self.key, self.probes, check=self._check_weights
+            )
+            self.done = self.resumed_at = self._saved.resume()
             steps = backend_of(self.model).backward(self.model, self)
             with contextlib.closing(steps):
                 for number, windows in steps:
@@ -223,52 +200,7 @@ class _Pass:
         """All windows before `stop` are measured."""
         self.done = stop
         self.progress(stop, len(self.ids))
-        self._save(now=save)
-
-    def _resume(self) -> int:
-        """Give the probes what was saved; returns the windows that are done.
-
-        Raises:
-            CacheError: the file belongs to another pass, or is damaged.
-        """
-        if self.state is None or not self.state.exists():
-            return 0
-        arrays, meta = files.load_state(self.state)
-        if meta.get("key") != self.key:
-            raise CacheError(
-                f"{self.state} is the state of another pass (another model or "
-                "calibration set); delete it, or give another file"
-            )
-        for number, moments in self.probes.items():
-            state = {
-                name.partition(".")[2]: torch.from_numpy(array)
-                for name, array in arrays.items()
-                if name.startswith(f"{number}.")
-            }
-            moments.load_state(state)
-        logger.info("resumed %s at window %d", self.state, meta["done"])
-        return int(meta["done"])
-
-    def _save(self, *, now: bool) -> None:
-        """Save the sums of the windows that are done, if it is due or has to be now.
-
-        They are saved a minute after the last time, or later if it takes long to save
-        them; without a file for them never.
-        """
-        begun = time.perf_counter()
-        waited = begun - self._saved_at
-        due = waited >= _SAVE_SECONDS and self._saving <= _SAVE_SHARE * waited
-        if self.state is None or not (now or due):
-            return
-        self._check_weights()
-        arrays = {
-            f"{number}.{name}": tensor.numpy()
-            for number, moments in self.probes.items()
-            for name, tensor in moments.state().items()
-        }
-        files.save_state(self.state, arrays, {"key": self.key, "done": self.done})
-        self._saved_at = time.perf_counter()
-        self._saving = self._saved_at - begun
+        self._saved.save(stop, now=save)
 
     def _check(self, number: int, windows: slice) -> None:
         """Check what the probe of a layer has seen of a batch.

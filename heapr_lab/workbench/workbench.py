@@ -24,8 +24,9 @@ from heapr_lab.evaluation.perplexity import (
     evaluate_perplexity,
     exp_nll,
 )
-from heapr_lab.importance.collect import Ranks, collect_statistics, statistics_spec
+from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.importance.estimators import find_estimator
+from heapr_lab.importance.resuming import Ranks
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.identity import (
     check_unchanged,

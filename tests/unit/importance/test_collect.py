@@ -21,7 +21,7 @@ from torch import nn
 
 from heapr_lab import CalibrationSet, HeaprLabError, ImportanceTable, collect_statistics
 from heapr_lab.errors import CacheError, CoverageError, LayoutError
-from heapr_lab.importance import collect
+from heapr_lab.importance import resuming
 from heapr_lab.importance.collect import statistics_spec
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.identity import identity_in_force
@@ -175,8 +175,8 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.fixture
 def saving_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the state after every batch, whatever that costs."""
-    monkeypatch.setattr(collect, "_SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(collect, "_SAVE_SHARE", float("inf"))
+    monkeypatch.setattr(resuming, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(resuming, "_SAVE_SHARE", float("inf"))
 
 
 def interrupted(model: nn.Module, state: Path, window: int) -> None:
@@ -235,7 +235,7 @@ def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
 
 def measure(state: Path, steps: Connection) -> None:
     """What is killed: a pass that says how many of 400 windows it has done."""
-    collect._SAVE_SECONDS, collect._SAVE_SHARE = 0.0, float("inf")
+    resuming._SAVE_SECONDS, resuming._SAVE_SHARE = 0.0, float("inf")
     windows = tiny_windows(n_sequences=400)
     collect_statistics(
         tiny_model("qwen2_moe"), windows, batch_size=1, state=state,

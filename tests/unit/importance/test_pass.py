@@ -14,7 +14,7 @@ from families import tiny_ids, tiny_model, tiny_windows
 from torch import nn
 
 from heapr_lab.errors import CoverageError, LayoutError
-from heapr_lab.importance import collect
+from heapr_lab.importance import collect, resuming
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.hooks import Routed, edits_of, masked, observed, probed
@@ -191,7 +191,7 @@ def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
     """The test has its own clock: each window takes 30 s, each saving 1.5 s."""
     now = [0.0]
     saved: list[tuple[int, float]] = []
-    loss, save = collect._Pass.loss, collect.files.save_state
+    loss, save = collect._Pass.loss, resuming.files.save_state
 
     def stepping(self: Any, windows: slice) -> torch.Tensor:
         now[0] += 30
@@ -204,7 +204,7 @@ def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
 
     monkeypatch.setattr(collect.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(collect._Pass, "loss", stepping)
-    monkeypatch.setattr(collect.files, "save_state", saving)
+    monkeypatch.setattr(resuming.files, "save_state", saving)
     windows = tiny_windows(n_sequences=9)
     state = tmp_path / "pass.state"
     collect_statistics(model, windows, batch_size=1, state=state)

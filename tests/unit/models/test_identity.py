@@ -207,8 +207,8 @@ def test_weights_that_change_during_a_pass(
 ) -> None:
     """The result is of no one model: an error, and nothing is kept."""
     model, first = bench.model, bench.perplexity(None, WINDOWS)
-    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SECONDS", 0.0)
-    monkeypatch.setattr("heapr_lab.importance.collect._SAVE_SHARE", float("inf"))
+    monkeypatch.setattr("heapr_lab.importance.resuming._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("heapr_lab.importance.resuming._SAVE_SHARE", float("inf"))
     state = tmp_path / "pass.state"
 
     def train(done: int, _total: int) -> None:
