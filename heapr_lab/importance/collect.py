@@ -160,9 +160,7 @@ class _Pass:
         """Measure all windows not measured before; the probes then have the sums."""
         self.batch_size = batch_size
         with differentiating(self.model), probed(self.layers) as self.probes:
-            self._saved = SavedSums(
-                self.state, self.key, self.probes, check=self._check_weights
-            )
+            self._saved = SavedSums(self, self._check_weights)
             self.done = self.resumed_at = self._saved.resume()
             steps = backend_of(self.model).backward(self.model, self)
             with contextlib.closing(steps):
@@ -200,7 +198,7 @@ class _Pass:
         """All windows before `stop` are measured."""
         self.done = stop
         self.progress(stop, len(self.ids))
-        self._saved.save(stop, now=save)
+        self._saved.save(now=save)
 
     def _check(self, number: int, windows: slice) -> None:
         """Check what the probe of a layer has seen of a batch.

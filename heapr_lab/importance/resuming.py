@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
 from heapr_lab.errors import CacheError
+from heapr_lab.models.backend import GradientPass
 from heapr_lab.models.moments import LayerMoments
 from heapr_lab.storage import files
 
@@ -26,23 +27,15 @@ class SavedSums:
     They are saved a minute after the last time, or later if it takes long to save them.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        key: str,
-        moments: Mapping[int, LayerMoments],
-        *,
-        check: Callable[[], None],
-    ) -> None:
+    def __init__(self, run: GradientPass, check: Callable[[], None]) -> None:
         """Nothing is read or written yet.
 
         Args:
-            path: the file; without one nothing is saved.
-            key: hash of the pass, by which its file is recognised.
-            moments: the sums of each layer, which are saved and restored.
+            run: the pass, whose sums, file and key they are; without a file nothing
+                is saved.
             check: called before they are saved; raises if they are not valid.
         """
-        self.path, self._key, self._moments, self._check = path, key, moments, check
+        self._run, self._check = run, check
         self._saved_at, self._cost = time.perf_counter(), 0.0
 
     def resume(self) -> int:
@@ -51,41 +44,43 @@ class SavedSums:
         Raises:
             CacheError: the file belongs to another pass, or is damaged.
         """
-        if self.path is None or not self.path.exists():
+        path = self._run.state
+        if path is None or not path.exists():
             return 0
-        arrays, meta = files.load_state(self.path)
-        if meta.get("key") != self._key:
+        arrays, meta = files.load_state(path)
+        if meta.get("key") != self._run.key:
             raise CacheError(
-                f"{self.path} is the state of another pass (another model or "
+                f"{path} is the state of another pass (another model or "
                 "calibration set); delete it, or give another file"
             )
-        for number, moments in self._moments.items():
+        for number, moments in self._run.probes.items():
             state = {
                 name.partition(".")[2]: torch.from_numpy(array)
                 for name, array in arrays.items()
                 if name.startswith(f"{number}.")
             }
             moments.load_state(state)
-        logger.info("resumed %s at window %d", self.path, meta["done"])
+        logger.info("resumed %s at window %d", path, meta["done"])
         return int(meta["done"])
 
-    def save(self, done: int, *, now: bool) -> None:
-        """Save the moments of the first `done` windows, if it is due or has to be now.
+    def save(self, *, now: bool) -> None:
+        """Save the moments of the windows that are done, if it is due or has to be now.
 
         Without a file for them nothing is saved.
         """
         begun = time.perf_counter()
         waited = begun - self._saved_at
         due = waited >= _SAVE_SECONDS and self._cost <= _SAVE_SHARE * waited
-        if self.path is None or not (now or due):
+        path = self._run.state
+        if path is None or not (now or due):
             return
         self._check()
         arrays = {
             f"{number}.{name}": tensor.numpy()
-            for number, moments in self._moments.items()
+            for number, moments in self._run.probes.items()
             for name, tensor in moments.state().items()
         }
-        files.save_state(self.path, arrays, {"key": self._key, "done": done})
+        files.save_state(path, arrays, {"key": self._run.key, "done": self._run.done})
         self._saved_at = time.perf_counter()
         self._cost = self._saved_at - begun
 
