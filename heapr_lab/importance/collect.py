@@ -98,7 +98,6 @@ def collect_statistics(
         CacheError: `state` belongs to another pass, or is damaged.
     """
     check_fits(model, calibration.ids)
-    started = time.perf_counter()
     layers = find_experts(model)
     spec = statistics_spec(identity_in_force(model), calibration)
     _warn_of_repeats(calibration.window_fingerprints())
@@ -107,27 +106,19 @@ def collect_statistics(
         ranks.check_same(digest(spec))
         share = ranks.share(calibration.n_sequences)
         state = None if state is None else ranks.own_state(state)
-    run = _Pass(
-        model=model,
-        ids=calibration.ids[share.start : share.stop],
-        first=share.start,
-        layers=layers,
-        progress=progress or no_report,
-        state=state,
-        key=digest(spec),
-    )
+    run = _Pass(model, layers, calibration, spec, share, progress or no_report, state)
     n_layers = run.model.config.get_text_config().num_hidden_layers
     on_cpu = min(_TOKENS_ON_CPU, _TOKENS_AND_LAYERS // n_layers)
     in_batches(run.measure, model, run.ids, batch_size, on_cpu=on_cpu)
     if ranks is not None:
         ranks.combine([*run.probes.values()])
-    table = _table(run, calibration, spec, seconds=time.perf_counter() - started)
+    table = _table(run)
     if state is not None:
         state.unlink(missing_ok=True)
     return table
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class _Pass:
     """HEAPr's forward and backward pass over calibration windows.
 
@@ -136,15 +127,13 @@ class _Pass:
     """
 
     model: Any
-    ids: torch.Tensor
-    """The windows (B, L), of which there may be none."""
-    first: int
-    """Number of the first window among those of all ranks."""
     layers: list[ExpertsLayer]
+    calibration: CalibrationSet
+    spec: dict[str, Any]
+    share: range
+    """The windows that are measured here, of which there may be none."""
     progress: Progress
     state: Path | None
-    key: str
-    """Hash of the specification, by which a saved state is recognised."""
     batch_size: int = 0
     resumed_at: int = 0
     done: int = 0
@@ -154,6 +143,9 @@ class _Pass:
     """The sums of each layer."""
 
     def __post_init__(self) -> None:
+        self.started = time.perf_counter()
+        self.ids = self.calibration.ids[self.share.start : self.share.stop]
+        self.key = digest(self.spec)  # by which a saved state is recognised
         self._weights = weights_state(self.model)
 
     def measure(self, batch_size: int) -> None:
@@ -208,9 +200,9 @@ class _Pass:
             HeaprLabError: gradients that are not finite.
         """
         probe = self.probes[number]
-        start, stop = self.first + windows.start, self.first + windows.stop
         finite = torch.isfinite(probe.atoms["sum_hg2"]).all()
-        where = f"windows {start} to {stop - 1}"
+        first = self.share.start
+        where = f"windows {first + windows.start} to {first + windows.stop - 1}"
         check_gradients(number, probe.times, finite=bool(finite), where=where)
         probe.times = 0
 
@@ -237,18 +229,16 @@ def _warn_of_repeats(windows: list[str]) -> None:
 # --- the table of a finished pass -------------------------------------------------
 
 
-def _table(
-    run: _Pass, calibration: CalibrationSet, spec: dict[str, Any], *, seconds: float
-) -> ImportanceTable:
+def _table(run: _Pass) -> ImportanceTable:
     """The table of a finished pass, which has every atom and every token."""
     table = ImportanceTable.from_frame(
         _rows(run),
-        N=calibration.n_predicted,
-        windows=calibration.window_fingerprints(),
-        spec=spec,
+        N=run.calibration.n_predicted,
+        windows=run.calibration.window_fingerprints(),
+        spec=run.spec,
         spec_hash=run.key,
         architecture=describe(run.model).to_dict(),
-        provenance=_provenance(run, calibration, seconds=seconds),
+        provenance=_provenance(run),
     )
     check_coverage(table)
     _warn_of_underflow(table)
@@ -308,19 +298,17 @@ def _warn_of_underflow(table: ImportanceTable) -> None:
         )  # fmt: skip
 
 
-def _provenance(
-    run: _Pass, calibration: CalibrationSet, *, seconds: float
-) -> dict[str, Any]:
+def _provenance(run: _Pass) -> dict[str, Any]:
     """What the table says of how it was measured."""
     config = run.model.config
     return {
         "model": getattr(config, "_name_or_path", ""),
         "revision": getattr(config, "_commit_hash", None),
-        "calibration": calibration.record,
+        "calibration": run.calibration.record,
         "device": str(run.layers[0].device),
         "batch_size": run.batch_size,
         "resumed_at": run.resumed_at,
-        "seconds": round(seconds, 2),
+        "seconds": round(time.perf_counter() - run.started, 2),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
