@@ -87,6 +87,21 @@ def one_of(value: Any, known: Iterable[Any], *, name: str) -> Any:
     return value
 
 
+def check_names(
+    given: Iterable[str], known: Iterable[str], *, of: str, noun: str
+) -> None:
+    """Check that all names that are given `of` something are known ones.
+
+    Raises:
+        SpecError: some are not.
+    """
+    if unknown := sorted(set(given) - set(known)):
+        raise SpecError(
+            f"{of} has no {noun} {', '.join(unknown)}; it has "
+            f"{', '.join(known) or 'none'}"
+        )
+
+
 def number_to(most: float, value: Any, *, name: str) -> float:
     """`value` as a float, which is in [0, most].
 

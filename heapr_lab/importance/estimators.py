@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from heapr_lab.errors import SpecError, number_to, one_of, whole_number
+from heapr_lab.errors import SpecError, check_names, number_to, one_of, whole_number
 from heapr_lab.importance.columns import KEYS
 
 _Scores = npt.NDArray[np.float64]
@@ -257,12 +257,7 @@ def complete_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         SpecError: the estimator has no such option, or the value is invalid.
     """
     known = find_estimator(name).options
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise SpecError(
-            f"estimator {name!r} has no option {', '.join(unknown)}; "
-            f"it has {', '.join(known) or 'none'}"
-        )
+    check_names(options, known, of=f"estimator {name!r}", noun="option")
     return {
         key: check(options.get(key, default), name=key)
         for key, (default, check) in known.items()

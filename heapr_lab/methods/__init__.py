@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import SpecError, check_names
 
 if TYPE_CHECKING:
     from heapr_lab.methods.method import Method
@@ -68,12 +68,7 @@ def check_options(
         SpecError: there is no such option, or the value is of another type, no number,
             or a count below 1.
     """
-    unknown = sorted(set(options) - set(defaults))
-    if unknown:
-        raise SpecError(
-            f"method {name!r} has no option {', '.join(unknown)}; it has "
-            f"{', '.join(defaults) or 'none'}"
-        )
+    check_names(options, defaults, of=f"method {name!r}", noun="option")
     for option, value in options.items():
         kind = type(defaults[option])
         kinds = (int, float) if kind is float else kind

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from heapr_lab.errors import SpecError, one_of, whole_number
+from heapr_lab.errors import SpecError, check_names, one_of, whole_number
 from heapr_lab.importance.estimators import complete_options, find_estimator
 from heapr_lab.repr_html import card_html
 
@@ -363,7 +363,7 @@ class Selection:
         Raises:
             SpecError: there is no ratio, or a field is unknown or has an invalid value.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
+        names = [field.name for field in dataclasses.fields(cls)]
         given = dict(plain)
         used = [k for k, v in _REMOVED.items() if given.pop(k, v) != v]
         used += [
@@ -375,12 +375,10 @@ class Selection:
                 "select without it, use the mask itself, or select with that version "
                 "(`git checkout ad73bb64` in a clone of the repository)"
             )
-        unknown = sorted(given.keys() - names)
-        if unknown or "ratio" not in given:
-            raise SpecError(
-                f"a selection has the fields {', '.join(sorted(names))}, of which "
-                f"ratio is required; got {', '.join(sorted(given)) or 'none'}"
-            )
+        check_names(given, names, of="a selection", noun="field")
+        if "ratio" not in given:
+            got = ", ".join(sorted(given)) or "none"
+            raise SpecError(f"of a selection's fields ratio is required; got {got}")
         return cls(**given)
 
 

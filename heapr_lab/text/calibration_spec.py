@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from heapr_lab.errors import SpecError, number_to, whole_number
+from heapr_lab.errors import SpecError, check_names, number_to, whole_number
 from heapr_lab.repr_html import card_html
 
 DEFAULT_CORPUS = "pydocs"
@@ -86,12 +86,7 @@ class Calibration:
             SpecError: a field is unknown or has an invalid value.
         """
         names = [field.name for field in fields(cls)]
-        unknown = sorted(plain.keys() - set(names))
-        if unknown:
-            raise SpecError(
-                f"a calibration has the fields {', '.join(names)}, got "
-                f"{', '.join(unknown)}"
-            )
+        check_names(plain, names, of="a calibration", noun="field")
         return cls(**plain)
 
 

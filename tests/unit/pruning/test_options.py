@@ -174,7 +174,7 @@ def test_ratios_do_not_change_the_ranking() -> None:
     [
         ({}, "ratio is required; got none"),
         ({"estimator": "heapr"}, "ratio is required; got estimator"),
-        ({"ratio": 0.5, "ratoi": 0.6}, "got ratio, ratoi"),
+        ({"ratio": 0.5, "ratoi": 0.6}, "no field ratoi; it has ratio, estimator"),
         (
             {"ratio": 0.5, "min_atoms": 2**31},
             "min_atoms must be a whole number from 0 to",
