@@ -127,26 +127,12 @@ def save_pruned(
         if stock and structure_of(keep) == "per_layer":
             facts |= {"stock": "the configuration has a width for each layer"}
         facts |= further.said
-        checksums = _write_weights(
-            written,
-            partial,
-            further,
-            types,
-            max_shard_size=max_shard_size,
-            progress=progress or no_report,
-        )
+        options = {"max_shard_size": max_shard_size, "progress": progress or no_report}
+        facts["sha256"] = _write_weights(written, partial, further, types, **options)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
         facts |= _other_parts(model, partial, base=origin)
         facts |= {} if check is None else _checked(partial, check)
-        describe(
-            partial,
-            keep,
-            base=base,
-            config=written.config,
-            facts=facts,
-            checksums=checksums,
-            source=source,
-        )
+        describe(partial, keep, written.config, facts, base=base, source=source)
     return Path(folder)
 
 
@@ -318,16 +304,15 @@ def attach(model: Any, structure: str) -> None:
 def describe(
     folder: Path,
     keep: KeepMask,
-    *,
-    base: str,
     config: Any,
     facts: Mapping[str, Any],
-    checksums: Mapping[str, str],
-    source: Path | None = None,
+    *,
+    base: str,
+    source: Path | None,
 ) -> None:
     """Write mask, manifest and card of a checkpoint whose weights are in `folder`.
 
-    `checksums` has the SHA-256 of each file of weights.
+    `facts` has the SHA-256 of each file of weights, among others.
     """
     keep.write(folder / KEEP_FILE)
     weights = sorted(folder.glob("*.safetensors"))
@@ -345,7 +330,6 @@ def describe(
         "weights": "sliced, otherwise unchanged",
         **facts,
         "files": {path.name: path.stat().st_size for path in weights},
-        "sha256": dict(checksums),
     }
     files.write_json(folder / MANIFEST_FILE, manifest)
     card = model_card.card(
