@@ -143,9 +143,7 @@ def _check_named(folder: Path) -> None:
     """
     expected = files.read_json(folder / MANIFEST_FILE)["sha256"]
     actual = checksums_in(folder)
-    differing = sorted(
-        name for name in expected | actual if expected.get(name) != actual.get(name)
-    )
+    differing = sorted(name for name, _ in expected.items() ^ actual.items())
     if differing:
         raise CacheError(
             f"{folder / differing[0]} is not what was written there: another process, "

@@ -113,14 +113,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:
-    kept: list[str] = []
-    seen: set[str] = set()
+    kept: dict[str, str] = {}
     for text in texts:
-        key = re.sub(r"[\W\d]+", "", text.lower())
-        if key not in seen:
-            seen.add(key)
-            kept.append(text)
-    return kept
+        kept.setdefault(re.sub(r"[\W\d]+", "", text.lower()), text)
+    return list(kept.values())
 
 
 def _package_root(package: str) -> Path | None:
