@@ -6,7 +6,6 @@ embedding's output does. Source: HEAPr, Algorithm 1, in the form that is derived
 `heapr_lab.importance`.
 """
 
-import contextlib
 import logging
 import platform
 import time
@@ -25,7 +24,7 @@ from heapr_lab.errors import CoverageError
 from heapr_lab.importance.columns import atom_keys
 from heapr_lab.importance.resuming import Ranks, SavedSums
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.backend import Steps, backend_of
+from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, describe, find_experts
 from heapr_lab.models.hooks import check_gradients, probed
 from heapr_lab.models.identity import check_unchanged, identity_in_force, weights_state
@@ -154,13 +153,10 @@ class _Pass:
         with differentiating(self.model), probed(self.layers) as self.probes:
             self._saved = SavedSums(self, self._check_weights)
             self.done = self.resumed_at = self._saved.resume()
-            steps = backend_of(self.model).backward(self.model, self)
-            with contextlib.closing(steps):
-                for number, windows in steps:
-                    self._check(number, windows)
+            backend_of(self.model).backward(self.model, self)
         self._check_weights()
 
-    def batches(self) -> Steps:
+    def batches(self) -> None:
         """HEAPr on a model in memory: each batch to its loss, and back once."""
         for layer in self.layers:
             self.weighed(layer.layer)
@@ -170,7 +166,8 @@ class _Pass:
                 stop = min(self.done + self.batch_size, len(self.ids))
                 windows = slice(self.done, stop)
                 self.loss(windows).backward()  # and each layer's probe adds its sums
-                yield from ((layer.layer, windows) for layer in self.layers)
+                for layer in self.layers:
+                    self.check(layer.layer, windows)
                 self.finish(stop)
 
     def loss(self, windows: slice, states: torch.Tensor | None = None) -> torch.Tensor:
@@ -192,7 +189,7 @@ class _Pass:
         self.progress(stop, len(self.ids))
         self._saved.save(now=save)
 
-    def _check(self, number: int, windows: slice) -> None:
+    def check(self, number: int, windows: slice) -> None:
         """Check what the probe of a layer has seen of a batch.
 
         Raises:

@@ -9,7 +9,7 @@ Shapes: B windows, L tokens in each; d_model; E n_experts.
 
 import copy
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,8 +33,6 @@ Optimizers = Callable[[Mapping[str, nn.Parameter], float], torch.optim.Optimizer
 """From parameters by name, and a share of their rates, to what changes them."""
 Gradient = Callable[[slice, torch.Tensor], torch.Tensor]
 """From some windows and their final states to the gradient of the loss by these."""
-Steps = Generator[tuple[int, slice]]
-"""The number of an MoE layer, and the windows that it has just been measured on."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,10 @@ class GradientPass(Protocol):
     def finish(self, stop: int, *, save: bool = False) -> None:
         """All windows before `stop` are measured, which may be saved, or has to be."""
 
-    def batches(self) -> Steps:
+    def check(self, number: int, windows: slice) -> None:
+        """Check what a layer has just been measured on, these windows."""
+
+    def batches(self) -> None:
         """The pass through all layers at once, for a model in memory."""
 
 
@@ -238,13 +239,9 @@ class Backend:
         self,
         model: nn.Module,  # noqa: ARG002
         run: GradientPass,
-    ) -> Steps:
-        """Run all windows to the loss and back: through the whole model, by batches.
-
-        Yields the number of an MoE layer and the windows of which it has just got the
-        gradients.
-        """
-        return run.batches()
+    ) -> None:
+        """Run all windows to the loss and back: through the whole model, by batches."""
+        run.batches()
 
     def training(self, plan: TrainingPlan) -> Training | None:  # noqa: ARG002
         """The training of weights that are not in memory together; None if they are."""

@@ -24,7 +24,6 @@ from heapr_lab.models.backend import (
     GradientPass,
     NewModule,
     States,
-    Steps,
     Tensors,
     Training,
     TrainingPlan,
@@ -132,9 +131,9 @@ class OnDisk(Backend):
             yield from swept_states(model, batches[start:stop])
             start = stop
 
-    def backward(self, model: nn.Module, run: GradientPass) -> Steps:
+    def backward(self, model: nn.Module, run: GradientPass) -> None:
         """Run all windows by two sweeps over the layers."""
-        return streamed_pass(model, self.stream, run)
+        streamed_pass(model, self.stream, run)
 
     def training(self, plan: TrainingPlan) -> Training:
         """A training in which each part is changed when it is read."""

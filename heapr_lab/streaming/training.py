@@ -106,8 +106,7 @@ class StreamedTraining:
         with self._stream.lock:
             sweeps = _Sweeps(self._stream, run, self._states, self)
             sweeps.forward()
-            for _ in sweeps.backward():
-                pass
+            sweeps.backward()
         self._states.drop("")
 
     def step(self, share: float, notes: Tensors) -> None:
@@ -250,10 +249,10 @@ class _Sweeps(TwoSweeps):
         with self._collecting(OUTSIDE):
             super().of_loss()
 
-    def back(self, number: int) -> Iterator[tuple[int, slice]]:
+    def back(self, number: int) -> None:
         self._stream.fill(number)
         with self._collecting(number):
-            yield from super().back(number)
+            super().back(number)
 
     @contextlib.contextmanager
     def _collecting(self, number: int) -> Iterator[None]:

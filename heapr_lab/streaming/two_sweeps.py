@@ -19,7 +19,6 @@ Shapes: B windows, L tokens in each; E n_experts, I d_inter.
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from heapr_lab.errors import CoverageError
-from heapr_lab.models.backend import GradientPass, Steps
+from heapr_lab.models.backend import GradientPass
 from heapr_lab.models.hooks import called
 from heapr_lab.models.likelihood import input_device
 from heapr_lab.progress import noted
@@ -43,10 +42,8 @@ _VERSION = 2
 """Increased whenever what is kept in between changes."""
 
 
-def streamed_pass(model: Any, stream: Stream, run: GradientPass) -> Steps:
+def streamed_pass(model: Any, stream: Stream, run: GradientPass) -> None:
     """Measure every window that is not done.
-
-    Yields the number of an MoE layer and the windows of which it has the gradients.
 
     Raises:
         SpecError: there is no room for one window.
@@ -64,7 +61,7 @@ def streamed_pass(model: Any, stream: Stream, run: GradientPass) -> Steps:
             store.begin(f"from-{windows.start}")
             sweeps = TwoSweeps(model, stream, run, windows, store)
             sweeps.forward()
-            yield from sweeps.backward()
+            sweeps.backward()
             run.finish(windows.stop, save=True)
             store.drop("")
 
@@ -213,10 +210,8 @@ class TwoSweeps:
             group[_HANDED] = handed
         self._store.put(_out(number, index), {_STATES: out} | group)
 
-    def backward(self) -> Iterator[tuple[int, slice]]:
+    def backward(self) -> None:
         """Go back through every layer.
-
-        Yields the number of the MoE layer and the windows after each step.
 
         Raises:
             CoverageError: an expert has not as many tokens as in the first sweep.
@@ -228,7 +223,7 @@ class TwoSweeps:
             if f"back-{number}" in self._store:
                 self._recall(number)
             else:
-                yield from self.back(number)
+                self.back(number)
 
     def _recall(self, number: int) -> None:
         """Take over what an earlier process measured in a layer."""
@@ -238,7 +233,7 @@ class TwoSweeps:
         for _ in self._batches:
             self._step(2, number)
 
-    def back(self, number: int) -> Iterator[tuple[int, slice]]:
+    def back(self, number: int) -> None:
         """Go back through one layer, and keep what was measured."""
         probe = self._pass.probes.get(number)
         if probe is not None:
@@ -248,7 +243,7 @@ class TwoSweeps:
             self._back_batch(number, index)
             self._step(2, number)
             if probe is not None:
-                yield number, self.windows[index]
+                self._pass.check(number, self.windows[index])
         if probe is not None:
             self._check_tokens(number, probe.tokens - before)
         state = {} if probe is None else probe.state()
