@@ -7,9 +7,8 @@ the steps that they have taken. What belongs to a version is not written again, 
 step that was cut off is run again from the same weights, to the same bits.
 """
 
-import contextlib
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +103,8 @@ class StreamedTraining:
         run.layers, run.probes, run.progress = (), {}, progress
         self._states.drop("")  # of a step that was cut off
         with self._stream.lock:
-            sweeps = _Sweeps(self._stream, run, self._states, self)
+            windows, model = slice(0, len(ids)), self._stream.model
+            sweeps = TwoSweeps(model, self._stream, run, windows, self._states, self)
             sweeps.forward()
             sweeps.backward()
         self._states.drop("")
@@ -232,50 +232,3 @@ class StreamedTraining:
 
 def _named(kind: str, number: int, version: int) -> str:
     return f"{kind}-{number}-{version:09d}"
-
-
-class _Sweeps(TwoSweeps):
-    """Two sweeps that hand out the gradients of weights, a part at a time."""
-
-    def __init__(
-        self, stream: Stream, run: Any, store: SweepStore, training: StreamedTraining
-    ) -> None:
-        super().__init__(stream.model, stream, run, slice(0, len(run.ids)), store)
-        self._training = training
-        self._weights: dict[str, nn.Parameter] = {}
-        self._gradients: dict[str, torch.Tensor] = {}
-
-    def of_loss(self) -> None:
-        with self._collecting(OUTSIDE):
-            super().of_loss()
-
-    def back(self, number: int) -> None:
-        self._stream.fill(number)
-        with self._collecting(number):
-            super().back(number)
-
-    @contextlib.contextmanager
-    def _collecting(self, number: int) -> Iterator[None]:
-        """The gradients of a part are summed here, and kept at the end."""
-        self._weights, self._gradients = self._training.weights(number), {}
-        for weight in self._weights.values():
-            weight.requires_grad_()
-        yield
-        self._training.take(number, self._gradients)
-
-    def input_grad(
-        self,
-        output: torch.Tensor,
-        states: torch.Tensor,
-        gradient: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        # What was read for the loss may have made none of the model require any.
-        weights = [weight.requires_grad_() for weight in self._weights.values()]
-        before, *gradients = torch.autograd.grad(
-            output, [states, *weights], gradient, allow_unused=True
-        )
-        for name, more in zip(self._weights, gradients, strict=True):
-            if more is not None:
-                known = self._gradients.get(name)
-                self._gradients[name] = more if known is None else known + more
-        return before

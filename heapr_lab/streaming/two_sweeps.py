@@ -19,7 +19,8 @@ Shapes: B windows, L tokens in each; E n_experts, I d_inter.
 
 import contextlib
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from heapr_lab.models.likelihood import input_device
 from heapr_lab.progress import noted
 from heapr_lab.streaming.layerwise import Handed, LayerByLayer
 from heapr_lab.streaming.plan import EXTRA_STATES, state_bytes, state_of
-from heapr_lab.streaming.stream import Stream
+from heapr_lab.streaming.stream import OUTSIDE, Stream
 from heapr_lab.streaming.sweep_store import Group, SweepStore, budget_of, opened
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
@@ -118,6 +119,16 @@ def fitting_windows(
 # --- the sweeps -------------------------------------------------------------------
 
 
+class Trained(Protocol):
+    """What takes the gradients of weights."""
+
+    def weights(self, number: int) -> dict[str, nn.Parameter]:
+        """Those of a part that is in memory, whose gradients it takes."""
+
+    def take(self, number: int, gradients: dict[str, torch.Tensor]) -> None:
+        """Their gradients, summed over all batches."""
+
+
 class TwoSweeps:
     """A pass over all batches, in which the probe of a layer sees each batch once."""
 
@@ -128,6 +139,7 @@ class TwoSweeps:
         run: GradientPass,
         windows: slice,
         store: SweepStore,
+        trained: Trained | None = None,
     ) -> None:
         """Nothing but the embeddings is run.
 
@@ -137,11 +149,15 @@ class TwoSweeps:
             run: the pass.
             windows: those of it that go through both sweeps here.
             store: for these windows, of which it may have a part.
+            trained: takes the gradients of weights, a part at a time.
 
         Raises:
             LayoutError: the layers cannot be run one by one.
         """
         self._pass, self._store, self._stream = run, store, stream
+        self._trained = trained
+        self._weights: dict[str, nn.Parameter] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
         self._device, self._n_steps = input_device(model), 0
         self.windows = [
             slice(start, min(start + run.batch_size, windows.stop))
@@ -218,12 +234,15 @@ class TwoSweeps:
         """
         last = self._walk.n_layers - 1
         if f"back-{last}" not in self._store:
-            self.of_loss()
+            with self._collecting(OUTSIDE):
+                self._of_loss()
         for number in range(last, -1, -1):
             if f"back-{number}" in self._store:
                 self._recall(number)
             else:
-                self.back(number)
+                self._stream.fill(number)
+                with self._collecting(number):
+                    self._back(number)
 
     def _recall(self, number: int) -> None:
         """Take over what an earlier process measured in a layer."""
@@ -233,7 +252,7 @@ class TwoSweeps:
         for _ in self._batches:
             self._step(2, number)
 
-    def back(self, number: int) -> None:
+    def _back(self, number: int) -> None:
         """Go back through one layer, and keep what was measured."""
         probe = self._pass.probes.get(number)
         if probe is not None:
@@ -273,24 +292,48 @@ class TwoSweeps:
         with _Replayed(choices):
             output, _ = self._walk.output(number, index, states, handed)
         gradient = self._store.get(f"grad-{number + 1}-{index}")[_STATES]
-        before = self.input_grad(output, states, gradient.to(output.device))
+        before = self._input_grad(output, states, gradient.to(output.device))
         self._store.put(f"grad-{number}-{index}", {_STATES: before})
 
-    def input_grad(
+    @contextlib.contextmanager
+    def _collecting(self, number: int) -> Iterator[None]:
+        """The gradients of a part's trained weights are summed here, and then taken."""
+        if self._trained is None:
+            yield
+            return
+        self._weights, self._gradients = self._trained.weights(number), {}
+        for weight in self._weights.values():
+            weight.requires_grad_()
+        yield
+        self._trained.take(number, self._gradients)
+
+    def _input_grad(
         self,
         output: torch.Tensor,
         states: torch.Tensor,
         gradient: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient of what a batch came with, from that of its output."""
-        return torch.autograd.grad(output, states, gradient)[0]
+        """The gradient of what a batch came with, from that of its output.
+
+        Those of trained weights are summed.
+        """
+        # What was read for the loss may have made none of the model require any.
+        weights = [weight.requires_grad_() for weight in self._weights.values()]
+        before, *gradients = torch.autograd.grad(
+            output, [states, *weights], gradient, allow_unused=True
+        )
+        for name, more in zip(self._weights, gradients, strict=True):
+            if more is not None:
+                known = self._gradients.get(name)
+                self._gradients[name] = more if known is None else known + more
+        return before
 
     def _input(self, number: int, index: int) -> tuple[torch.Tensor, Handed]:
         """The states with which a batch comes to a layer, and what came beside them."""
         group = self._store.get(_out(number - 1, index))
         return group[_STATES], group.get(_HANDED)
 
-    def of_loss(self) -> None:
+    def _of_loss(self) -> None:
         """Keep the gradient of the loss with respect to each batch's last states."""
         last = self._walk.n_layers
         for index, ids in enumerate(self._batches):
@@ -298,7 +341,7 @@ class TwoSweeps:
             leaf = states.to(self._device).detach().requires_grad_()
             finals = self._walk.finished(ids, leaf)
             loss = self._pass.loss(self.windows[index], finals)
-            gradient = self.input_grad(loss, leaf)
+            gradient = self._input_grad(loss, leaf)
             self._store.put(f"grad-{last}-{index}", {_STATES: gradient})
 
 
