@@ -38,22 +38,6 @@ class _ReachedFirstLayerError(Exception):
     """Ends a forward as soon as the first layer's input is known."""
 
 
-def swept_states(
-    model: nn.Module, batches: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The final states of each batch, (B, L, d_model), by one sweep over the layers.
-
-    They are on the CPU. The model is streamed, and reads each layer once.
-    """
-    walk = LayerByLayer(model, batches)
-    for number in range(walk.n_layers):
-        walk.run(number)
-    return [
-        walk.finished(ids, states).cpu()
-        for ids, states in zip(batches, walk.states, strict=True)
-    ]
-
-
 def walk_over(
     model: nn.Module,
     batches: Sequence[torch.Tensor],

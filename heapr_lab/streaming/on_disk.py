@@ -36,7 +36,7 @@ from heapr_lab.models.safetensors_headers import INDEX, SINGLE, Stored, read_hea
 from heapr_lab.models.weights_hash import block_sums
 from heapr_lab.progress import Progress
 from heapr_lab.storage import files
-from heapr_lab.streaming.layerwise import swept_states
+from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.stream import (
     OUTSIDE,
     Stream,
@@ -120,16 +120,20 @@ class OnDisk(Backend):
         run: States,  # noqa: ARG002
         share: float,
     ) -> Iterator[torch.Tensor]:
-        """The final states, by a sweep over the layers for all that there is room for.
+        """The final states on the CPU, by sweeps that read each layer once.
 
-        A batch that is larger than that is swept alone.
+        As many batches go through one together as there is room for, but at least one.
         """
         start, room = 0, share * self.at_once(model, 0)
         while start < len(batches):
             sizes = itertools.accumulate(ids.numel() for ids in batches[start:])
-            stop = start + max(1, sum(size <= room for size in sizes))
-            yield from swept_states(model, batches[start:stop])
-            start = stop
+            group = batches[start : start + max(1, sum(n <= room for n in sizes))]
+            walk = LayerByLayer(model, group)
+            for number in range(walk.n_layers):
+                walk.run(number)
+            for ids, states in zip(group, walk.states, strict=True):
+                yield walk.finished(ids, states).cpu()
+            start += len(group)
 
     def backward(self, model: nn.Module, run: GradientPass) -> None:
         """Run all windows by two sweeps over the layers."""
