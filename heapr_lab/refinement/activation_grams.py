@@ -233,36 +233,22 @@ def iter_grams(
         progress: called with (windows done, windows in all), of one pass.
 
     Raises:
-        SpecError: there is only one window, no such span, or autocast is on.
+        SpecError: there is only one window, no such span, autocast is on, or a token is
+            not in the vocabulary.
         CoverageError: a layer did not take part in a forward.
         LayoutError: the model is streamed, and its layers cannot be run one by one.
     """
-    _check(model, calibration)
-    groups = _groups(find_experts(model), span)
+    refuse_autocast(model)
+    check_fits(model, calibration.ids)
     size = max(1, _TOKENS_AT_ONCE // calibration.seq_len)
     fit, held_out = (windows.ids.split(size) for windows in calibration.split())
+    groups = _groups(find_experts(model), span)
     batches = [*fit, *held_out]
 
     collector = functools.partial(_Collector, span=span, n_fit=len(fit))
 
     report = Parts(calibration.n_sequences, progress).part(calibration.n_sequences)
     yield from watched(model, batches, groups, collector, observed, report)
-
-
-def _check(model: nn.Module, calibration: CalibrationSet) -> None:
-    """Check that the sums can be computed, in the model's own dtype.
-
-    Raises:
-        SpecError: there is only one window, autocast is on, or the model has no such
-            tokens.
-    """
-    refuse_autocast(model)
-    check_fits(model, calibration.ids)
-    if calibration.n_sequences < 2:
-        raise SpecError(
-            f"{calibration.n_sequences} windows, expected at least 2, of which one is "
-            "held out: give more text"
-        )
 
 
 # --- layers of a streamed model ---------------------------------------------------

@@ -114,7 +114,7 @@ class CalibrationSet:
         if self.n_sequences < 2:
             raise SpecError(
                 f"there is {self.n_sequences} window, expected at least 2: one of them "
-                "is held out"
+                "is held out, so give more text"
             )
         held_out = self._second_of_every(_HELD_OUT_EVERY)
         return self._part("fit", ~held_out), self._part("held out", held_out)

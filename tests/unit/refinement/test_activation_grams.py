@@ -111,7 +111,7 @@ def test_too_little_to_sum(model: nn.Module) -> None:
     """Two windows are enough, one is not."""
     two = CalibrationSet.from_ids(IDS[:2])
     assert all_grams(model, two)[0].tokens.sum(1).tolist() == [18, 18]
-    with pytest.raises(SpecError, match="1 windows, expected at least 2"):
+    with pytest.raises(SpecError, match="there is 1 window, expected at least 2"):
         all_grams(model, CalibrationSet.from_ids(IDS[:1]))
     with pytest.raises(SpecError, match="must be one of 'expert', 'layer', got 'row'"):
         all_grams(model, WINDOWS, span="row")
