@@ -51,7 +51,7 @@ from heapr_lab.refinement.activation_grams import (
     iter_grams,
     layer_store,
 )
-from heapr_lab.refinement.normal_equations import Columns, Normal, at_once, scarcity
+from heapr_lab.refinement.normal_equations import Columns, Normal, in_turn, scarcity
 from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger(__name__)
@@ -259,14 +259,9 @@ class LayerSolver:
         down = layer.down.detach()  # (E, D, I), in the model's own dtype
         together = grams.span == "layer"
         self.weight = down.movedim(0, 1).flatten(1)[None] if together else down
-        self.size = at_once(grams.sums[FIT])
+        sums = grams.sums[HELD_OUT]
         self.output = sum(
-            float((W.to(C) @ C * W).sum())
-            for W, C in zip(
-                self.weight.split(self.size),
-                grams.sums[HELD_OUT].split(self.size),
-                strict=True,
-            )
+            float((W.to(C) @ C * W).sum()) for W, C in in_turn(sums, self.weight, sums)
         )
         scarce = scarcity(grams, layer.d_inter)[:, None].expand(-1, layer.d_inter)
         self.scarce = scarce.reshape(len(self.weight), -1)
@@ -284,8 +279,7 @@ class LayerSolver:
         ]
         parts = (self.weight, *self.grams.sums, *masks, self.scarce)
         problems = [
-            _Problems.of(*some)
-            for some in zip(*(part.split(self.size) for part in parts), strict=True)
+            _Problems.of(*some) for some in in_turn(self.grams.sums[FIT], *parts)
         ]
         chosen, errors = _best_ridge(problems, ridge)
         dropped = sum(float(batch.held_out.dropped.sum()) for batch in problems)

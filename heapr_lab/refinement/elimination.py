@@ -35,7 +35,7 @@ from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.progress import Progress
 from heapr_lab.pruning.surgery import check_table
 from heapr_lab.refinement.activation_grams import LayerGrams, checked_span, iter_grams
-from heapr_lab.refinement.normal_equations import at_once, scarcity, small_factor
+from heapr_lab.refinement.normal_equations import in_turn, scarcity, small_factor
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -159,10 +159,7 @@ def layer_costs(
         vector.repeat_interleave(layer.d_inter).unflatten(0, (len(sums), -1))
         for vector in (rates, ridges)
     )
-    chunks = zip(
-        *(tensor.split(at_once(sums)) for tensor in (sums, weights, ridges, rates)),
-        strict=True,
-    )
+    chunks = in_turn(sums, sums, weights, ridges, rates)
     costs = [_costs(*chunk, n_steps=n_steps) for chunk in chunks]
     return torch.cat(costs).reshape(bases.shape).cpu()
 

@@ -4,7 +4,9 @@ Shapes: P problems, F features of each, D d_expert; f free and r removed feature
 most, to which the columns of smaller problems are padded.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +21,15 @@ def at_once(sums: torch.Tensor) -> int:
     if sums.device.type != "cpu":
         return len(sums)
     return max(1, _IN_CACHE // (sums[0].numel() * sums.element_size()))
+
+
+def in_turn(sums: torch.Tensor, *tensors: torch.Tensor) -> Iterator[Any]:
+    """Tensors of P problems, for as many problems at a time as are solved together.
+
+    Shapes: sums (P, F, F), the products of their features; tensors (P, …).
+    """
+    size = at_once(sums)
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def scarcity(grams: LayerGrams, d_inter: int) -> torch.Tensor:
