@@ -61,7 +61,7 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer(tmp_path_factory) -> Any:
     """One token for each byte, and a special one, 0."""
     from tiny_folder import write_tokenizer
     from transformers import AutoTokenizer
@@ -72,14 +72,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     """A cache folder of the test's own, which is not made yet."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture(autouse=True, scope="session")
-def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def session_cache(tmp_path_factory) -> Iterator[Path]:
     """A cache folder that lives as long as the session."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:

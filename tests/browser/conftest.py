@@ -66,7 +66,7 @@ def chromium() -> Iterator["Browser"]:
 
 
 @pytest.fixture
-def visit(chromium: "Browser") -> Iterator[Callable[..., "Page"]]:
+def visit(chromium) -> Iterator[Callable[..., "Page"]]:
     """Opens an address in a window of its own, which must be clean in the end."""
     from browser.pages import opened
 
@@ -79,13 +79,13 @@ def visit(chromium: "Browser") -> Iterator[Callable[..., "Page"]]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory) -> Path:
     """A tiny model in a folder."""
     return write_model(tmp_path_factory.mktemp("browser") / "moe")
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(tmp_path_factory) -> dict[str, str]:
     """What kernels see: a cache of their own, where `pydocs` is harvested already.
 
     The text is of one package: all of them take a minute, and it does not matter here.
@@ -100,7 +100,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shots(tmp_path_factory) -> Path:
     """Where screenshots go: `$HEAPR_SHOTS`, else a temporary folder."""
     folder = os.environ.get("HEAPR_SHOTS")
     path = Path(folder) if folder else tmp_path_factory.mktemp("shots")
@@ -109,9 +109,7 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(
-    environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Lab]:
+def server(environment, tmp_path_factory) -> Iterator[Lab]:
     """The JupyterLab of all tests."""
     private = tmp_path_factory.mktemp("lab")
     with lab(private=private, environment=environment) as jupyter:
@@ -119,14 +117,14 @@ def server(
 
 
 @pytest.fixture(scope="session")
-def address(server: Lab, tiny_model: Path) -> str:
+def address(server, tiny_model) -> str:
     """The notebook of two panels."""
     cells = [source.format(model=str(tiny_model)) for source in (OPEN, SLOW)]
     return server.notebook("panels", cells)
 
 
 @pytest.fixture(scope="session")
-def watched(chromium: "Browser", address: str) -> Iterator["Watch"]:
+def watched(chromium, address) -> Iterator["Watch"]:
     """The notebook in the browser, run from top to bottom.
 
     Starting a kernel takes far longer than any test, so all share one page.
@@ -139,7 +137,7 @@ def watched(chromium: "Browser", address: str) -> Iterator["Watch"]:
 
 
 @pytest.fixture
-def page(watched: "Watch") -> Iterator["Page"]:
+def page(watched) -> Iterator["Page"]:
     """The page, which must be clean after each test as well."""
     from browser.pages import panels
 

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,11 +21,7 @@ App = tuple[str, "subprocess.Popen[bytes]", Path]
 
 
 @pytest.fixture(scope="module")
-def app(
-    tiny_model: Path,
-    environment: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[App]:
+def app(tiny_model, environment, tmp_path_factory) -> Iterator[App]:
     """The app, as it runs."""
     pytest.importorskip("voila")
     private = tmp_path_factory.mktemp("app")
@@ -43,7 +39,7 @@ def app(
     shutil.rmtree(Path(environment["HEAPR_CACHE_DIR"], "sessions"))
 
 
-def test_a_closed_page_ends_its_kernel(chromium: "sync_api.Browser", app: App) -> None:
+def test_a_closed_page_ends_its_kernel(chromium, app):
     """Each page has one; the second says that the model is loaded again."""
     address, process, _ = app
     context = chromium.new_context()
@@ -60,9 +56,7 @@ def test_a_closed_page_ends_its_kernel(chromium: "sync_api.Browser", app: App) -
     assert psutil.wait_procs(kernels, timeout=TIMEOUT / 1000)[1] == []
 
 
-def test_notices_leave_the_picture_in_sight(
-    visit: Callable[..., "sync_api.Page"], app: App
-) -> None:
+def test_notices_leave_the_picture_in_sight(visit, app):
     """At 1000 × 700 and 150 %, an earlier session and a second page are said below."""
     for ratio in ("0.5", "0.4"):
         page = visit(app[0])
@@ -77,9 +71,7 @@ def test_notices_leave_the_picture_in_sight(
         expect(page.get_by_text(re.compile(notice))).to_be_visible()
 
 
-def test_the_app_shows_the_panel(
-    visit: Callable[..., "sync_api.Page"], app: App, shots: Path
-) -> None:
+def test_the_app_shows_the_panel(visit, app, shots):
     """It follows keys and typing, evaluates, and stays local."""
     page = visit(f"{app[0]}&theme=dark")
     panel = Panel(page.locator("body"))
@@ -113,7 +105,7 @@ def test_the_app_shows_the_panel(
     assert violations(panel.root) == []
 
 
-def test_only_this_machine_and_only_with_the_token(app: App) -> None:
+def test_only_this_machine_and_only_with_the_token(app):
     """It listens on 127.0.0.1 alone, and shows nothing to those without the token."""
     address, process, _ = app
     connections = psutil.Process(process.pid).net_connections("tcp")
@@ -124,7 +116,7 @@ def test_only_this_machine_and_only_with_the_token(app: App) -> None:
             assert "/login?" in answer.url
 
 
-def test_leaves_nothing_behind(app: App) -> None:
+def test_leaves_nothing_behind(app):
     """Told to stop, it ends well and takes its notebook with it."""
     _, process, temporary = app
     assert list(temporary.glob("heapr-lab-*/heapr-lab.ipynb"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser.pages import TIMEOUT, Panel, pixels, run_all
-from browser.servers import Lab, lab
+from browser.servers import lab
 from random_tables import small_table
 
 from heapr_lab.panel.keeping import CLASS
@@ -34,12 +34,7 @@ def shows_the_copy(page: "sync_api.Page") -> None:
     expect(page.get_by_role("textbox", name="ratio")).to_have_count(0)
 
 
-def test_the_copy_is_seen_once_the_kernel_is_gone(
-    chromium: "sync_api.Browser",
-    server: Lab,
-    tmp_path: Path,
-    shots: Path,
-) -> None:
+def test_the_copy_is_seen_once_the_kernel_is_gone(chromium, server, tmp_path, shots):
     """Hidden beside the panel and following it; seen afterwards, by strangers too."""
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()

@@ -12,7 +12,7 @@ expect = sync_api.expect
 pytestmark = pytest.mark.browser
 
 
-def test_the_header_names_model_calibration_and_device(page: "sync_api.Page") -> None:
+def test_the_header_names_model_calibration_and_device(page):
     """Above the controls, in one line where there is room."""
     panel, _ = panels(page)
     header = panel.root.get_by_role("note", name="what this panel is of")
@@ -26,7 +26,7 @@ def test_the_header_names_model_calibration_and_device(page: "sync_api.Page") ->
     assert above["y"] + above["height"] <= below["y"]
 
 
-def test_the_help_has_every_term(page: "sync_api.Page") -> None:
+def test_the_help_has_every_term(page):
     """It opens with a click, and each control has its sentence."""
     panel, _ = panels(page)
     title = panel.root.get_by_text("Help: what each control and term means")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.browser
 DEFAULTS = {"estimator": "heapr", "scope": "global", "granularity": "atom"}
 
 
-def test_a_key_a_drag_and_typing_move_the_picture(page: "sync_api.Page") -> None:
+def test_a_key_a_drag_and_typing_move_the_picture(page):
     """Whatever the ratio is set by, counts and picture follow, and are those of it."""
     panel, _ = panels(page)
     kept = f"{N_ATOMS * 3 // 4} of {N_ATOMS} kept"
@@ -33,7 +33,7 @@ def test_a_key_a_drag_and_typing_move_the_picture(page: "sync_api.Page") -> None
     assert abs(panel.pixels() - shown).max() < 0.1
 
 
-def test_every_value_can_be_set_without_a_mouse(page: "sync_api.Page") -> None:
+def test_every_value_can_be_set_without_a_mouse(page):
     """Tab reaches the handle and each control; arrows and typing set them."""
     panel, _ = panels(page)
     panel.type_ratio("0.5")
@@ -63,7 +63,7 @@ def test_every_value_can_be_set_without_a_mouse(page: "sync_api.Page") -> None:
 
 
 @pytest.mark.parametrize("key", ["Enter", "Space"])
-def test_what_is_folded_is_opened_with_keys(page: "sync_api.Page", key: str) -> None:
+def test_what_is_folded_is_opened_with_keys(page, key):
     """Advanced, numbers and Help are reached with Tab, named, and say whether open."""
     panel, _ = panels(page)
     panel.fold_all()
@@ -78,7 +78,7 @@ def test_what_is_folded_is_opened_with_keys(page: "sync_api.Page", key: str) -> 
 
 
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
-def test_axe_finds_nothing_serious(page: "sync_api.Page", theme: str) -> None:
+def test_axe_finds_nothing_serious(page, theme):
     """On any tab, with the picture and every section open, in either theme."""
     pytest.importorskip("axe_core_python")
     panel, _ = panels(page)
@@ -97,9 +97,7 @@ def test_axe_finds_nothing_serious(page: "sync_api.Page", theme: str) -> None:
 
 
 @pytest.mark.parametrize("stopped_by", ["Cancel", "an interrupt of the kernel"])
-def test_two_panels_at_once_and_cancel_in_the_middle(
-    page: "sync_api.Page", stopped_by: str
-) -> None:
+def test_two_panels_at_once_and_cancel_in_the_middle(page, stopped_by):
     """While one panel evaluates the other follows; what is stopped ends early."""
     panel, slow = panels(page)
     slow.open("Evaluate")

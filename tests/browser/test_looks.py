@@ -14,7 +14,7 @@ _WIDE = "node => node.scrollWidth - node.clientWidth"
 
 
 @pytest.fixture
-def other(page: "sync_api.Page") -> Iterator["sync_api.Page"]:
+def other(page) -> Iterator["sync_api.Page"]:
     """The page, whose theme and size are put back."""
     size = page.viewport_size
     use_theme(page, "JupyterLab Light")
@@ -23,7 +23,7 @@ def other(page: "sync_api.Page") -> Iterator["sync_api.Page"]:
     page.set_viewport_size(size)
 
 
-def test_pictures_are_dark_in_a_dark_theme(other: "sync_api.Page") -> None:
+def test_pictures_are_dark_in_a_dark_theme(other):
     """White becomes the grey of the page, and bars stay blue."""
     panel, _ = panels(other)
     light = with_blue_bars(panel)
@@ -35,7 +35,7 @@ def test_pictures_are_dark_in_a_dark_theme(other: "sync_api.Page") -> None:
     assert blueness(dark)[blueness(light) > 0.5].mean() > 0.1
 
 
-def test_what_is_out_of_date_is_grey(other: "sync_api.Page") -> None:
+def test_what_is_out_of_date_is_grey(other):
     """The picture is, while what is typed cannot be selected."""
     panel, _ = panels(other)
     panel.enter("ratio", "40")
@@ -44,7 +44,7 @@ def test_what_is_out_of_date_is_grey(other: "sync_api.Page") -> None:
     expect(panel.picture).to_have_css("opacity", "1")
 
 
-def test_arrows_of_lists_are_seen_in_both_themes(other: "sync_api.Page") -> None:
+def test_arrows_of_lists_are_seen_in_both_themes(other):
     """They differ from what they stand on."""
     panel, _ = panels(other)
     for theme in ("Light", "Dark"):
@@ -76,7 +76,7 @@ def with_blue_bars(panel: Panel) -> np.ndarray:
 
 
 @pytest.mark.parametrize("width", [1000, 1280, 1920])
-def test_nothing_is_cut(other: "sync_api.Page", width: int) -> None:
+def test_nothing_is_cut(other, width):
     """No tab is wider than its place, so that nothing has to be scrolled sideways."""
     panel, _ = panels(other)
     other.set_viewport_size({"width": width, "height": 1400})
@@ -91,7 +91,7 @@ def test_nothing_is_cut(other: "sync_api.Page", width: int) -> None:
             assert area.evaluate(_WIDE) <= 0
 
 
-def test_cancel_can_be_read(other: "sync_api.Page") -> None:
+def test_cancel_can_be_read(other):
     """However narrow the window, what is said of a job that runs leaves it room."""
     _, slow = panels(other)
     other.set_viewport_size({"width": 1000, "height": 1400})
@@ -103,7 +103,7 @@ def test_cancel_can_be_read(other: "sync_api.Page") -> None:
     expect(slow.button("Evaluate")).to_be_enabled()
 
 
-def test_the_picture_is_as_wide_as_a_wide_window(other: "sync_api.Page") -> None:
+def test_the_picture_is_as_wide_as_a_wide_window(other):
     """It is drawn again, so that its text stays as large as that around it."""
     panel, _ = panels(other)
     other.set_viewport_size({"width": 1920, "height": 1400})

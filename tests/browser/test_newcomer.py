@@ -3,11 +3,8 @@
 Nothing is prepared but the scores of the lab model.
 """
 
-from collections.abc import Callable
-
 import pytest
 from browser.pages import panels
-from browser.servers import Lab
 
 from heapr_lab import open_workbench
 from heapr_lab.panel.opening import session_of
@@ -26,12 +23,7 @@ SCROLLED = """() => {
 """Scrolls to the output, until it stays there: a page that was resized still moves."""
 
 
-def test_the_first_minute(
-    visit: Callable[..., "sync_api.Page"],
-    server: Lab,
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_minute(visit, server, environment, monkeypatch):
     """Three clicks at most to what 25 % costs, and three to a smaller model."""
     from benchmarks.first_minute import STEPS, Clock, cells_of, in_notebook
 

@@ -1,12 +1,10 @@
 """In JupyterLab, a panel opens as it was left; why pruning hurts; its Python."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from browser.pages import TIMEOUT, Panel, run_all
-from browser.servers import Lab
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
@@ -19,12 +17,7 @@ from heapr_lab import explore, open_workbench
 explore(open_workbench({model!r}, profile="small"), corpora=("pydocs",), tasks=())"""
 
 
-def test_a_panel_opens_as_it_was_left(
-    visit: Callable[..., "sync_api.Page"],
-    tiny_model: Path,
-    environment: dict[str, str],
-    server: Lab,
-) -> None:
+def test_a_panel_opens_as_it_was_left(visit, tiny_model, environment, server):
     """With its pins and evaluations, after the kernel is gone; and back."""
     cell = OPEN.format(model=str(tiny_model))
     page = visit(server.notebook("resume", [cell]), height=1400)

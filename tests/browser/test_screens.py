@@ -6,7 +6,6 @@ HEAPR_SHOTS=figures/screens pytest -m browser tests/browser/test_screens.py
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from browser.pages import TIMEOUT, Panel, opened, run_all
@@ -35,9 +34,7 @@ WAYS = {
 
 
 @pytest.fixture
-def page(
-    chromium: "sync_api.Browser", session_cache: Path, tmp_path: Path
-) -> Iterator["sync_api.Page"]:
+def page(chromium, session_cache, tmp_path) -> Iterator["sync_api.Page"]:
     """The notebook, its table being in the cache, without the file browser."""
     open_workbench("lab").importance()
     silent = {"HEAPR_LAB_PROGRESS": "0"}
@@ -51,7 +48,7 @@ def page(
         yield page
 
 
-def test_the_pictures_of_the_readme(page: "sync_api.Page", shots: Path) -> None:
+def test_the_pictures_of_the_readme(page, shots):
     """Choose, evaluate at three ratios, and look where pruning hurts a text."""
     panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
     panel.is_ready()

@@ -108,7 +108,7 @@ def converted(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_logits_and_tokens(family: str, tmp_path: Path) -> None:
+def test_logits_and_tokens(family, tmp_path):
     """They agree at every position of a text, and of what follows it."""
     folder = written(family, tmp_path / "pruned")
     done = converted(folder)
@@ -132,7 +132,7 @@ def test_logits_and_tokens(family: str, tmp_path: Path) -> None:
     assert first == new[0, 8:].tolist()
 
 
-def test_experts_of_different_widths_are_refused(tmp_path: Path) -> None:
+def test_experts_of_different_widths_are_refused(tmp_path):
     """By the converter, which does not know the format."""
     folder = written("qwen3_moe", tmp_path / "pruned", width=None)
     done = converted(folder)

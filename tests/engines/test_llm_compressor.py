@@ -20,9 +20,7 @@ CODE = fence("docs/other_tools.md", "python llmcompressor")
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-def test_quantised_and_loaded(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_and_loaded(family, tmp_path, monkeypatch):
     """Routed experts too, each weight to its nearest in FP8; nothing is missing."""
     monkeypatch.chdir(tmp_path)
     write_pruned(Path("pruned"), "uniform", family=family)
@@ -45,9 +43,7 @@ def test_quantised_and_loaded(
         torch.testing.assert_close(weight.float(), stored[name], rtol=2**-8, atol=0)
 
 
-def test_experts_of_different_widths_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_of_different_widths_are_refused(tmp_path, monkeypatch):
     """By llm-compressor, and by name."""
     monkeypatch.chdir(tmp_path)
     write_pruned(Path("pruned"), "ragged")

@@ -39,9 +39,7 @@ def merged(family: str, structure: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe"])
-def test_a_uniform_folder(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_uniform_folder(family, tmp_path, monkeypatch):
     """Each parameter is the mean, and transformers finds all of them."""
     monkeypatch.chdir(tmp_path)
     done = merged(family, "uniform")
@@ -54,9 +52,7 @@ def test_a_uniform_folder(
         torch.testing.assert_close(tensor, (pruned[name] + tuned[name]) / 2)
 
 
-def test_experts_of_different_widths_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_of_different_widths_are_refused(tmp_path, monkeypatch):
     """By mergekit, which stacks the experts of a layer."""
     monkeypatch.chdir(tmp_path)
     done = merged("qwen3_moe", "ragged")

@@ -1,6 +1,5 @@
 """docs/other_tools.md: LoRA of PEFT trains on a pruned folder, is merged and loads."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ PAGE = "docs/other_tools.md"
 
 
 @pytest.mark.parametrize("structure", ["uniform", "ragged"])
-def test_trained_merged_and_loaded(
-    structure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trained_merged_and_loaded(structure, tmp_path, monkeypatch):
     """The page's own code: the loss falls, and files have what was trained alone."""
     write_pruned(tmp_path / "pruned", structure)
     monkeypatch.chdir(tmp_path)

@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -27,7 +26,7 @@ LOAD = serving.Load(4, 16, 6)
 
 
 @pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def engine(monkeypatch) -> Iterator[None]:
     """The engine in this process."""
     for name, value in serving.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -38,7 +37,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("structure", ["per_layer", "ragged"])
-def test_the_routing_is_that_of_transformers(structure: str) -> None:
+def test_the_routing_is_that_of_transformers(structure):
     """For the prompts and for every step, as `benchmarks/speed.py` observes it."""
     model: Any = speed.build_model(SIZES, "cpu")
     keep = serving.mask_of(SIZES, structure, 0.4)
@@ -58,7 +57,7 @@ def test_the_routing_is_that_of_transformers(structure: str) -> None:
     )
 
 
-def test_a_batch_that_does_not_fit_is_an_error() -> None:
+def test_a_batch_that_does_not_fit_is_an_error():
     """Its times would be of several smaller batches."""
     model: Any = speed.build_model(SIZES, "cpu")
     engine = serving.engine_of(model, None, (serving.Load(2, 16, 6),))
@@ -67,7 +66,7 @@ def test_a_batch_that_does_not_fit_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("dtype", serving.NAMES)
-def test_all_of_it(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_it(dtype, tmp_path, monkeypatch):
     """A row for each structure and phase, run by the experts that are said."""
     monkeypatch.setattr(serving, "RATIOS", (0.4,))
     monkeypatch.setattr(serving, "LOADS", (LOAD,))

@@ -63,7 +63,7 @@ def dequantised(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_quantised_saved_and_loaded(family: str, kind: str, tmp_path: Path) -> None:
+def test_quantised_saved_and_loaded(family, kind, tmp_path):
     """Experts and linear layers; the twin has the dequantised weights as floats."""
     folder = uniform(tmp_path / "pruned", family)
     config = FqnToConfig({EXPERTS: KINDS[kind], "_default": KINDS[kind]})

@@ -5,7 +5,6 @@ pyproject.toml allows; `make tests` has the pinned one, in `tests/oracle/`.
 """
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def scored_mask(model: torch.nn.Module, structure: str) -> KeepMask:
     return select(table, ratio=0.5, structure=structure, **more)
 
 
-def test_it_is_the_version_that_was_asked_for() -> None:
+def test_it_is_the_version_that_was_asked_for():
     """Else another one could be tested in its place."""
     version = os.environ.get("HEAPR_TRANSFORMERS", transformers.__version__)
     assert transformers.__version__ == version
@@ -54,7 +53,7 @@ def test_it_is_the_version_that_was_asked_for() -> None:
 
 @pytest.mark.parametrize("structure", ["ragged", "per_layer", "uniform"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip(family: str, structure: str, tmp_path: Path) -> None:
+def test_round_trip(family, structure, tmp_path):
     """Logits of the masked model in float32, loaded from files in bfloat16."""
     model = tiny_model(family, dtype=torch.bfloat16, **WIDTHS).float()
     keep = scored_mask(model, structure)
@@ -68,9 +67,7 @@ def test_round_trip(family: str, structure: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_a_pruned_folder_has_the_same_tensors(
-    family: str, structure: str, tmp_path: Path
-) -> None:
+def test_a_pruned_folder_has_the_same_tensors(family, structure, tmp_path):
     """With the names of the published checkpoints, in both ways of writing them."""
     model = tiny_model(family, dtype=torch.float32, **WIDTHS)
     model.save_pretrained(tmp_path / "base")

@@ -105,7 +105,7 @@ WIDTHS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def engine(monkeypatch) -> Iterator[None]:
     """The engine in this process, with a small cache."""
     for name, value in {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -169,14 +169,14 @@ def check_as_transformers(folder: Path, outputs: list[Any]) -> None:
 
 @pytest.mark.parametrize("structure", ["per_layer", "ragged"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_logprobs(family: str, structure: str, tmp_path: Path) -> None:
+def test_tokens_and_logprobs(family, structure, tmp_path):
     """Prompts of different lengths, some of which wait for others to end."""
     folder = pruned(tmp_path / "pruned", family, structure)
     check_as_transformers(folder, generated(engine_of(folder)))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_positions_without_yarn(family: str, tmp_path: Path) -> None:
+def test_positions_without_yarn(family, tmp_path):
     """They are refused where vLLM would compute something else, with what helps."""
     folder = pruned(tmp_path / "pruned", family, "ragged", **NO_YARN)
     with pytest.raises(SpecError, match=r"latent attention .*-rotary_embedding"):
@@ -187,7 +187,7 @@ def test_positions_without_yarn(family: str, tmp_path: Path) -> None:
     )
 
 
-def test_why_positions_without_yarn_are_refused() -> None:
+def test_why_positions_without_yarn_are_refused():
     """The kernel is wrong for two heads; the refusal can go when this fails."""
     with set_current_vllm_config(VllmConfig()):
         rotary = get_rope(
@@ -208,7 +208,7 @@ def test_why_positions_without_yarn_are_refused() -> None:
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 )
-def test_uniform_is_a_stock_checkpoint(family: str, tmp_path: Path) -> None:
+def test_uniform_is_a_stock_checkpoint(family, tmp_path):
     """It loads in vLLM by itself; 48 atoms of DeepSeek's shared experts become 64."""
     wide = {"moe_intermediate_size": 48} if "deepseek" in family else {}
     folder = pruned(tmp_path / "pruned", family, "uniform", **wide)
@@ -240,9 +240,7 @@ def with_mtp(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_drafts_with_a_pruned_layer(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_with_a_pruned_layer(family, tmp_path, monkeypatch):
     """Every draft is right but one: vLLM leaves out the embedding at position 0.
 
     The atoms are given, because vLLM's transformers is too old to score the layer.
@@ -265,7 +263,7 @@ def test_drafts_with_a_pruned_layer(
 
 
 @pytest.mark.parametrize("structure", ["per_layer", "ragged"])
-def test_each_layer_has_its_own_width(structure: str, tmp_path: Path) -> None:
+def test_each_layer_has_its_own_width(structure, tmp_path):
     """No more is allocated than is kept, on the kernels that are said to run."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe", structure)
     shapes = engine_of(folder).apply_model(_shapes_of_experts)[0]
@@ -282,7 +280,7 @@ def _shapes_of_experts(model: Any) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("structure", ["per_layer", "ragged"])
-def test_prefix_cache(structure: str, tmp_path: Path) -> None:
+def test_prefix_cache(structure, tmp_path):
     """A prompt that was seen is not computed again, and goes on as before."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe", structure)
     engine = engine_of(folder, enable_prefix_caching=True, block_size=32)
@@ -298,7 +296,7 @@ def test_prefix_cache(structure: str, tmp_path: Path) -> None:
     ids=["two ranks", "compiled"],
 )
 @pytest.mark.parametrize("form", ["per_layer", "ragged", "gpt_oss"])
-def test_other_ways_to_run(form: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_other_ways_to_run(form, settings, tmp_path):
     """Each of two ranks has a part of every expert's atoms, of 13 one has 6.
 
     An output bias, as in gpt-oss, is added on one of them.
@@ -319,7 +317,7 @@ SERVERS = {
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_served(kind: str, tmp_path: Path) -> None:
+def test_served(kind, tmp_path):
     """The server answers as the model does, from processes of its own.
 
     `vllm serve` asks for the version of a package named vllm, which the CPU build is
@@ -391,9 +389,7 @@ def _asked(server: subprocess.Popen[bytes], url: str, folder: Path) -> Any:
     [("", torch.float64, 1e-12), ("vec", torch.float32, 1e-5), ("vec", BF16, 2e-2)],
     ids=["torch", "kernel", "kernel, bfloat16"],
 )
-def test_the_sum_against_loops(
-    isa: str, dtype: torch.dtype, tolerance: float, activation: str
-) -> None:
+def test_the_sum_against_loops(isa, dtype, tolerance, activation):
     """Token by token, slot by slot and atom by atom, in float64.
 
     That of gpt-oss with biases, whose gates are clamped here.
@@ -432,7 +428,7 @@ def test_the_sum_against_loops(
     assert error < tolerance
 
 
-def test_weights_that_are_loaded_again(tmp_path: Path) -> None:
+def test_weights_that_are_loaded_again(tmp_path):
     """They are arranged for the kernel again, with zeros where experts are padded."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged")
     engine = engine_of(folder)
@@ -440,7 +436,7 @@ def test_weights_that_are_loaded_again(tmp_path: Path) -> None:
     check_as_transformers(folder, generated(engine))
 
 
-def test_widths_that_no_kernel_takes(tmp_path: Path) -> None:
+def test_widths_that_no_kernel_takes(tmp_path):
     """Torch computes where the model is not as wide as vLLM's kernel needs."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged", hidden_size=48)
     engine = engine_of(folder)
@@ -459,9 +455,7 @@ def test_widths_that_no_kernel_takes(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(
-    unusual: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused(unusual, message, monkeypatch):
     """By name, before weights are allocated; the last one on a GPU."""
     usual = {
         "num_logical_experts": 2,
@@ -486,9 +480,7 @@ def test_what_is_refused(
     ("family", "kind", "part"),
     [("qwen3_moe", "weight", "w3"), ("gpt_oss", "bias", "w3_bias")],
 )
-def test_a_tensor_that_is_missing(
-    family: str, kind: str, part: str, tmp_path: Path
-) -> None:
+def test_a_tensor_that_is_missing(family, kind, part, tmp_path):
     """It is not left as memory was."""
     folder = pruned(tmp_path / "pruned", family, "ragged")
     with changed_tensors(folder) as tensors:
@@ -498,7 +490,7 @@ def test_a_tensor_that_is_missing(
         engine_of(folder)
 
 
-def test_another_activation_of_gpt_oss(tmp_path: Path) -> None:
+def test_another_activation_of_gpt_oss(tmp_path):
     """The two numbers are fixed in vLLM; transformers reads them in config.json."""
     folder = pruned(tmp_path / "pruned", "gpt_oss", "ragged", swiglu_limit=5.0)
     with pytest.raises(SpecError, match=r"swiglu_limit and swiglu_alpha \(5.0, 1.7"):
@@ -506,7 +498,7 @@ def test_another_activation_of_gpt_oss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("structure", ["per_layer", "ragged"])
-def test_widths_of_another_checkpoint(structure: str, tmp_path: Path) -> None:
+def test_widths_of_another_checkpoint(structure, tmp_path):
     """A narrower tensor does not fill a part of a wider one."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe", structure)
     with changed_json(folder) as config:
@@ -516,7 +508,7 @@ def test_widths_of_another_checkpoint(structure: str, tmp_path: Path) -> None:
         engine_of(folder)
 
 
-def test_experts_that_vllm_cannot_carry(tmp_path: Path) -> None:
+def test_experts_that_vllm_cannot_carry(tmp_path):
     """Output biases of earlier versions are refused by name, not left out."""
     folder = pruned(tmp_path / "pruned", "qwen3_moe", "ragged")
     with changed_json(folder) as config:

@@ -30,7 +30,7 @@ def with_little_text(path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+def stranger(tmp_path_factory) -> Clone:
     """`heapr-lab reproduce` on the small profile in a fresh repository."""
     root = tmp_path_factory.mktemp("stranger")
     clone = Clone(root / "heapr-lab", root / "cache")

@@ -2,11 +2,9 @@
 
 import ast
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from clone import Clone
 
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments.notebooks import (
@@ -45,7 +43,7 @@ def _is_table(data: dict[str, Any]) -> bool:
     return 'class="dataframe"' in str(data.get("text/html", ""))
 
 
-def test_the_notebooks_are_there_and_listed() -> None:
+def test_the_notebooks_are_there_and_listed():
     """The README of the folder has a row for each notebook, and there are few."""
     readme = (FOLDER / "README.md").read_text()
     numbers = range(MOST_NOTEBOOKS)
@@ -57,7 +55,7 @@ def test_the_notebooks_are_there_and_listed() -> None:
 class TestStructure:
     """What holds of each notebook without running it."""
 
-    def test_opens_with_one_question(self, name: str) -> None:
+    def test_opens_with_one_question(self, name):
         """Cell 1 has it, with inputs, outputs, time, and how to use it."""
         first = _sources(name, "markdown")[0]
         wanted = ("**Question.**", "| inputs |", "| outputs |", "| time |")
@@ -65,7 +63,7 @@ class TestStructure:
         assert first.count("?") == 1
         assert "Qwen/Qwen3-30B-A3B" in first
 
-    def test_answers_first_and_last(self, name: str) -> None:
+    def test_answers_first_and_last(self, name):
         """Sentences of numbers come before any picture, and end the notebook."""
         code = _sources(name, "code")[1:]
         answered = [source.endswith("\nanswer.short") for source in code].index(True)
@@ -74,7 +72,7 @@ class TestStructure:
         assert _sources(name, "markdown")[-1].startswith("## Answer\n")
         assert code[-1] == "answer"
 
-    def test_shows_a_picture_before_tables_which_are_short(self, name: str) -> None:
+    def test_shows_a_picture_before_tables_which_are_short(self, name):
         """No table is in sight before the first picture or longer than ten rows."""
         shown = _shown(name)
         tables = [place for place, data in enumerate(shown) if _is_table(data)]
@@ -86,20 +84,20 @@ class TestStructure:
             rows = text.partition("<tbody>")[2].count("<tr")
             assert rows <= MOST_ROWS or "<details>" in text
 
-    def test_prints_no_table_twice(self, name: str) -> None:
+    def test_prints_no_table_twice(self, name):
         """Frames are written as HTML alone, and none is shown again."""
         tables = [data for data in _shown(name) if _is_table(data)]
         assert [data for data in tables if "text/plain" in data] == []
         written = [data["text/html"] for data in tables]
         assert len(set(written)) == len(written)
 
-    def test_second_cell_holds_the_parameters(self, name: str) -> None:
+    def test_second_cell_holds_the_parameters(self, name):
         """Cell 2 is tagged and assigns MODEL and PROFILE, nothing else."""
         cell = read_notebook(FOLDER / name).cells[1]
         assert cell.metadata.tags == ["parameters"]
         assert cell.source == 'MODEL = "lab"\nPROFILE = "lab"'
 
-    def test_defines_nothing(self, name: str) -> None:
+    def test_defines_nothing(self, name):
         """No function, class or lambda; no print, no style, no long cell."""
         for source in _sources(name, "code"):
             nodes = list(ast.walk(ast.parse(source.rstrip(";"))))
@@ -108,18 +106,18 @@ class TestStructure:
             assert not re.search(r"\bprint\(|rcParams|\bcolor=|\bplt\b", source)
             assert len(source.splitlines()) <= LONGEST_CODE_LINES
 
-    def test_prose_has_no_numbers(self, name: str) -> None:
+    def test_prose_has_no_numbers(self, name):
         """Numbers are displayed by cells, so prose after cell 1 has none."""
         prose = [QUOTED.sub("", text) for text in _sources(name, "markdown")[1:]]
         assert [text for text in prose if re.search(r"\d", text)] == []
 
-    def test_checks_what_must_hold(self, name: str) -> None:
+    def test_checks_what_must_hold(self, name):
         """The cell before the answer asserts what holds of every model."""
         checks = _sources(name, "code")[-2]
         assert checks.startswith("# Checks\n")
         assert checks.count("assert ") >= 3
 
-    def test_is_committed_executed(self, name: str) -> None:
+    def test_is_committed_executed(self, name):
         """Every code cell ran, in order, from the sources that are committed."""
         notebook = read_notebook(FOLDER / name)
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -127,7 +125,7 @@ class TestStructure:
         assert counts == list(range(1, len(code) + 1))
         assert notebook.metadata[MARK]["sources"] == sources_digest(notebook)
 
-    def test_is_committed_normalised(self, name: str) -> None:
+    def test_is_committed_normalised(self, name):
         """Outputs hold nothing that another run would change."""
         notebook = read_notebook(FOLDER / name)
         record = notebook.metadata[MARK]
@@ -147,7 +145,7 @@ class TestStructure:
 
 @pytest.mark.notebook
 @pytest.mark.parametrize("name", NAMES)
-def test_runs_on_the_small_profile(name: str, stranger: Clone) -> None:
+def test_runs_on_the_small_profile(name, stranger):
     """The notebook ran from top to bottom, its checks included, every figure shown."""
     notebook = read_notebook(stranger.figures / "notebooks" / name)
     assert 'PROFILE = "small"' in notebook.cells[1].source
@@ -167,9 +165,7 @@ execute_notebook(source, parameters=parameters, inputs=inputs, output=output)
 
 
 @pytest.mark.notebook
-def test_runs_are_the_same_and_the_second_is_skipped(
-    stranger: Clone, tmp_path: Path
-) -> None:
+def test_runs_are_the_same_and_the_second_is_skipped(stranger, tmp_path):
     """Two runs of the tour give the same bytes, so that there is nothing to do."""
     once = stranger.figures / "notebooks" / NAMES[0]
     inputs = read_notebook(once).metadata[MARK]["inputs"]
@@ -186,7 +182,7 @@ def _number(stem: str) -> int:
 
 
 @pytest.mark.notebook
-def test_reproduce_makes_every_figure_and_table(stranger: Clone) -> None:
+def test_reproduce_makes_every_figure_and_table(stranger):
     """The main job on the small profile, with nothing but what is tracked."""
     drawn = {path.stem for path in stranger.figures.glob("*.png")}
     assert {_number(name) for name in drawn} == {1, 2, 3, 4, 5, 6, 8}
@@ -198,7 +194,7 @@ def test_reproduce_makes_every_figure_and_table(stranger: Clone) -> None:
 
 
 @pytest.mark.notebook
-def test_a_strangers_run_says_what_it_skipped(stranger: Clone) -> None:
+def test_a_strangers_run_says_what_it_skipped(stranger):
     """Each corpus that is not there is named once, with what to do about it."""
     for name in ("wikitext2", "ptb", "c4"):
         assert stranger.output.count(f"skipped {name}: ") == 1
@@ -207,13 +203,13 @@ def test_a_strangers_run_says_what_it_skipped(stranger: Clone) -> None:
 
 
 @pytest.mark.notebook
-def test_a_strangers_run_changes_nothing_that_is_tracked(stranger: Clone) -> None:
+def test_a_strangers_run_changes_nothing_that_is_tracked(stranger):
     """The README, the figures and the notebooks stay as they were committed."""
     assert stranger.git("status", "--porcelain") == ""
     assert any(stranger.figures.iterdir())
 
 
-def test_publishing_is_of_the_lab_model_alone(tmp_path: Path) -> None:
+def test_publishing_is_of_the_lab_model_alone(tmp_path):
     """What is committed says what it is of, so nothing else may be written there."""
     with pytest.raises(SpecError, match="expected the lab model"):
         reproduce("lab", profile="small", publish=True)

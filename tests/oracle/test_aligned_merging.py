@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ def squares(one: Any, other: Any) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mc_smoe_by_hand(family: str) -> None:
+def test_mc_smoe_by_hand(family):
     """Seven of twelve experts stay; atoms are in the best of all 24 orders."""
     model = tiny_model(family, **FOUR_ATOMS).double()  # its router, too
     calls, tokens = experts_calls(model, IDS), counted(model)
@@ -94,7 +93,7 @@ def test_mc_smoe_by_hand(family: str) -> None:
     assert compression.achieved_ratio == pytest.approx(5 / 12)
 
 
-def test_dominant_experts_by_hand() -> None:
+def test_dominant_experts_by_hand():
     """The most used of each layer, though rarely used, then the largest shares."""
     rows = [(0, 2, 0.5), (0, 1, 0.3), (0, 0, 0.2), (1, 0, 0.1), (1, 1, 0.05)]
     frame = pd.DataFrame(rows, columns=["layer", "expert", "share"])
@@ -104,7 +103,7 @@ def test_dominant_experts_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["mc-smoe", "ream"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
-def test_the_order_of_atoms_does_not_matter(family: str, name: str) -> None:
+def test_the_order_of_atoms_does_not_matter(family, name):
     """With the atoms of experts in other orders, merged ones compute the same."""
     model = tiny_model(family)
     turned = copy.deepcopy(model)
@@ -177,7 +176,7 @@ def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
     return saliency
 
 
-def test_components_are_scaled_by_their_singular_values() -> None:
+def test_components_are_scaled_by_their_singular_values():
     """To their signs, which distances do not have; unscaled ones would be others."""
     layer = find_experts(tiny_model("qwen3_moe", **FOUR_ATOMS))[0]
     atoms = ream._atoms(layer)
@@ -193,7 +192,7 @@ def test_components_are_scaled_by_their_singular_values() -> None:
 
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ream_by_hand(family: str, size: int, tmp_path: Path) -> None:
+def test_ream_by_hand(family, size, tmp_path):
     """Four of six experts stay; groups have at most two, in the order of saliency.
 
     It is that of batches, the last of which is smaller; in one window some experts have
@@ -239,14 +238,14 @@ def test_ream_by_hand(family: str, size: int, tmp_path: Path) -> None:
     assert merged.save(model, tmp_path / "out", base="").exists()  # an ordinary one
 
 
-def test_large_groups_are_filled_first() -> None:
+def test_large_groups_are_filled_first():
     """By hand: the most salient expert takes in both others, as they may be three."""
     near = np.array([[1, 0.9, 0.1, 0.2], [0.9, 1, 0.8, 0.3], [0.1, 0.8, 1, 0], [0] * 4])
     assert ream.gathered(near, [0, 2, 1, 3], 2, size=3) == [[0, 1, 3], [2]]
     assert ream.gathered(near, [0, 2, 1, 3], 2, size=2) == [[0, 1], [2, 3]]
 
 
-def test_saliency_of_unused_experts() -> None:
+def test_saliency_of_unused_experts():
     """The least positive one, at most 0.5; where all are 0 they weigh the same."""
     assert ream.raised(np.array([0.0, 3.0, 0.2])).tolist() == [0.2, 3.0, 0.2]
     assert ream.raised(np.array([0.0, 3.0, 2.0])).tolist() == [0.5, 3.0, 2.0]

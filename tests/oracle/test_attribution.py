@@ -63,7 +63,7 @@ def by_hand(model: nn.Module, keep: KeepMask, ids: torch.Tensor) -> pd.DataFrame
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attribution(family: str) -> None:
+def test_attribution(family):
     """Atoms, tokens, layers and one token's atoms are those of the loops.
 
     They are of the mask that is given, also while another is on.
@@ -121,7 +121,7 @@ def gentle(family: str) -> tuple[nn.Module, KeepMask, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_shares_add_up_to_the_change(family: str) -> None:
+def test_shares_add_up_to_the_change(family):
     """It is ℓ'(½), which is closer to Δloss than the dense or the pruned gradient."""
     model, keep, ids = gentle(family)
     change = nll_of(zeroed_twin(model, keep), ids) - nll_of(model, ids)
@@ -140,7 +140,7 @@ def test_shares_add_up_to_the_change(family: str) -> None:
     assert abs(total - change) < 0.5 * min(abs(dense - change), abs(pruned - change))
 
 
-def test_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_the_model_as_it_was(monkeypatch):
     """An interrupt in the pass, say."""
     model, ids = tiny_model("qwen2_moe"), tiny_ids(n_sequences=1)
     keep, before = random_keep(model), logits_of(model, ids)
@@ -157,7 +157,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
     assert [weight.requires_grad for weight in model.parameters()] == flags
 
 
-def test_what_is_not_there() -> None:
+def test_what_is_not_there():
     """Layers and positions that do not exist are named."""
     model, ids = tiny_model("qwen2_moe"), tiny_ids()
     keep = random_keep(model)
@@ -172,7 +172,7 @@ def test_what_is_not_there() -> None:
         attribute_loss(model, other, ids[:1])
 
 
-def test_passes_that_cannot_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_that_cannot_be_trusted(monkeypatch):
     """A layer that runs twice, and a gradient that is not finite, are errors."""
     model, ids = tiny_model("qwen2_moe"), tiny_ids(n_sequences=1)
     keep = random_keep(model)

@@ -72,9 +72,7 @@ def saved(
         *(("qwen3_moe", structure) for structure in ("aligned", "per_layer")),
     ],
 )
-def test_what_is_loaded_is_the_masked_model(
-    family: str, structure: str, tmp_path: Path
-) -> None:
+def test_what_is_loaded_is_the_masked_model(family, structure, tmp_path):
     """Equal to 1e-5 in float32, with experts of width 0 where the structure has them.
 
     Saved again, it has the same files. A uniform one is stock: nothing of ours is in
@@ -97,7 +95,7 @@ def test_what_is_loaded_is_the_masked_model(
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_tensors_have_natural_names_and_shapes(family: str, tmp_path: Path) -> None:
+def test_tensors_have_natural_names_and_shapes(family, tmp_path):
     """One tensor for each projection of each expert, as wide as what it keeps."""
     model, keep = saved(tmp_path / "out", family, "ragged")
     layer = find_experts(model)[0]
@@ -112,16 +110,14 @@ def test_tensors_have_natural_names_and_shapes(family: str, tmp_path: Path) -> N
     assert widths[0] == 0
 
 
-def test_a_pruned_model_is_no_quantised_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pruned_model_is_no_quantised_one(tmp_path, monkeypatch):
     """What reads quantised weights is not needed, whatever its configuration says."""
     saved(tmp_path, "qwen3_moe", "ragged")
     monkeypatch.setitem(sys.modules, "heapr_lab.streaming.quantisation", None)
     assert read_weights(tmp_path)
 
 
-def test_bfloat16_and_shards(tmp_path: Path) -> None:
+def test_bfloat16_and_shards(tmp_path):
     """Saved in bf16 in several files, logits are those of the masked bf16 model."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     keep = random_keep(model)
@@ -135,7 +131,7 @@ def test_bfloat16_and_shards(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(mapped, IDS), logits_of(loaded, IDS))
 
 
-def test_a_width_that_grouped_kernels_refuse_is_refused(tmp_path: Path) -> None:
+def test_a_width_that_grouped_kernels_refuse_is_refused(tmp_path):
     """In float32 rows of 4 fill 16 bytes; no stock model would run with others."""
     model = tiny_model("qwen3_moe", dtype=torch.float32)
     arrays = {k: np.tile(np.arange(8) < 6, (4, 1)) for k in (0, 1)}
@@ -148,7 +144,7 @@ def test_a_width_that_grouped_kernels_refuse_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-def test_generation_and_training(tmp_path: Path) -> None:
+def test_generation_and_training(tmp_path):
     """Greedy text with a cache is that of the masked model; a step lowers the loss."""
     model, keep = saved(tmp_path / "out", "qwen2_moe", "ragged")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
@@ -217,7 +213,7 @@ def with_holes(folder: Path) -> None:
         config["quantization_config"]["widths"] = {}
 
 
-def test_it_loads_where_heapr_lab_is_not(tmp_path: Path) -> None:
+def test_it_loads_where_heapr_lab_is_not(tmp_path):
     """It loads, and is saved again, with the module that the checkpoint carries.
 
     What lacks a weight or its widths, the module refuses.
@@ -237,7 +233,7 @@ def test_it_loads_where_heapr_lab_is_not(tmp_path: Path) -> None:
         assert one.read_bytes() == two.read_bytes(), name
 
 
-def test_a_newer_format_and_a_model_that_is_not_pruned(tmp_path: Path) -> None:
+def test_a_newer_format_and_a_model_that_is_not_pruned(tmp_path):
     """Both are refused, before any weight is believed or written."""
     model, _ = saved(tmp_path / "out", "qwen2_moe", "ragged")
     with changed_json(tmp_path / "out") as config:
@@ -253,7 +249,7 @@ def test_a_newer_format_and_a_model_that_is_not_pruned(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def halves(tmp_path_factory) -> Path:
     """A checkpoint in bfloat16, in which routers and corrections are in float32."""
     folder = tmp_path_factory.mktemp("halves")
     model = tiny_model("deepseek_v3", dtype=torch.bfloat16, tie_word_embeddings=True)
@@ -270,9 +266,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
-def test_files_have_the_type_of_the_source(
-    structure: str, stream: bool, halves: Path, tmp_path: Path
-) -> None:
+def test_files_have_the_type_of_the_source(structure, stream, halves, tmp_path):
     """The model runs in float32, and stays as it is; its files are smaller."""
     model, _ = load_model(halves, device="cpu", dtype="float32", stream=stream)
     pruned = prune(model, widths_keep(model, 8, structure=structure))
@@ -297,7 +291,7 @@ def same_types(folder: Path, source: Path, dtype: torch.dtype) -> None:
         assert tensor.dtype == (torch.float32 if name in wide else dtype), name
 
 
-def test_weights_that_changed_are_rounded(halves: Path, tmp_path: Path) -> None:
+def test_weights_that_changed_are_rounded(halves, tmp_path):
     """To the nearest number of the source's type; without a source, not at all.
 
     Dropping experts writes that type, too, as pruning by atoms does.
@@ -351,9 +345,7 @@ def publish_code() -> str:
 
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
-def test_the_upload_of_the_docs(
-    structure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_upload_of_the_docs(structure, tmp_path, monkeypatch):
     """Every file of a checkpoint and nothing else; the card is what the hub needs."""
     source = write_model(tmp_path / "dense")
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ def _rule(model: Any, kept: tuple[int, ...]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("family", REFERENCES)
-def test_dropped_is_minus_infinity(family: str) -> None:
+def test_dropped_is_minus_infinity(family):
     """Leaving out experts is as if the router's logits of them were −∞."""
     model = tiny_model(family)
     kept = kept_of(model)
@@ -98,7 +97,7 @@ def test_dropped_is_minus_infinity(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_in_a_context_as_a_copy_and_on_disk(family: str, tmp_path: Path) -> None:
+def test_in_a_context_as_a_copy_and_on_disk(family, tmp_path):
     """All three have the same logits, also from the family's own stock class."""
     model = tiny_model(family)
     kept, before = kept_of(model), weights_of(model)
@@ -121,7 +120,7 @@ def test_in_a_context_as_a_copy_and_on_disk(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "deepseek_v3"])
-def test_the_copy_has_its_own_numbers(family: str) -> None:
+def test_the_copy_has_its_own_numbers(family):
     """In the configuration, which its modules share, and for the router's loss."""
     model: Any = tiny_model(family)
     copy: Any = composed(model, kept_of(model)).materialise(model)
@@ -146,7 +145,7 @@ class Probe(nn.Module):
         return self
 
 
-def test_the_model_is_alone_while_it_is_copied() -> None:
+def test_the_model_is_alone_while_it_is_copied():
     """Another thread that evaluates it meanwhile sees the dense model."""
     model = tiny_model("qwen2_moe")
     model.probe = probe = Probe(model)
@@ -158,7 +157,7 @@ def test_the_model_is_alone_while_it_is_copied() -> None:
 # --- what is refused --------------------------------------------------------------
 
 
-def test_groups_of_experts_are_refused_by_name() -> None:
+def test_groups_of_experts_are_refused_by_name():
     """Routing that is limited to groups would change with their sizes."""
     model = tiny_model("deepseek_v3", n_group=2, topk_group=1)
     dense = logits_of(model, IDS)
@@ -168,7 +167,7 @@ def test_groups_of_experts_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("family", NOT_DROPPABLE)
-def test_other_routers_are_refused_by_name(family: str) -> None:
+def test_other_routers_are_refused_by_name(family):
     """Nothing is sliced by guessing."""
     with pytest.raises(LayoutError, match=NOT_DROPPABLE[family]):
         find_expert_axes(tiny_model(family))
@@ -183,7 +182,7 @@ def test_other_routers_are_refused_by_name(family: str) -> None:
         ({0: (0, 1), 1: (2,)}, "layer 1 would keep 1 experts.* at least 2"),
     ],
 )
-def test_impossible_choices_are_refused(kept: Any, message: str) -> None:
+def test_impossible_choices_are_refused(kept, message):
     """They are refused before anything changes."""
     model = tiny_model("qwen2_moe")
     dense = logits_of(model, IDS)
@@ -237,9 +236,7 @@ def multiplied(expert: Matrices, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", REFERENCES)
 @pytest.mark.parametrize("make", [merged, factored])
-def test_composed_is_multiplied_out(
-    make: Callable[[ExpertsLayer], Composition], family: str
-) -> None:
+def test_composed_is_multiplied_out(make, family):
     """Applied and materialised; counted on the tensors of the copy."""
     model = tiny_model(family, **SIX)
     experts = {layer.layer: make(layer) for layer in find_experts(model)}
@@ -256,7 +253,7 @@ def test_composed_is_multiplied_out(
     assert compressed.savings(model).parameters[1] == stored
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     """Numbers of experts, projections and layers, and a model that has such experts."""
     model = tiny_model("qwen3_moe")
     layer = find_experts(model)[0]
@@ -275,7 +272,7 @@ def test_what_does_not_fit_is_refused() -> None:
         find_experts(small)
 
 
-def test_counts_by_hand() -> None:
+def test_counts_by_hand():
     """Parameters and operations of a base with factors, a shared matrix once."""
     base = torch.ones(3, 4)
     one, other = (

@@ -44,7 +44,7 @@ def mone_scores(outputs: Outputs, kind: str) -> dict[Any, float]:
 
 
 @pytest.mark.parametrize("kind", ["product", "variance", "routing"])
-def test_the_scores_of_mone(kind: str) -> None:
+def test_the_scores_of_mone(kind):
     """Each kind of score, expert by expert."""
     model = tiny_model("qwen2_moe", **SIX)
     moments = Measurements(model, WINDOWS).collected(OUTPUT_MOMENTS)
@@ -59,7 +59,7 @@ def test_the_scores_of_mone(kind: str) -> None:
         *(("mixtral", kind) for kind in ("variance", "routing")),
     ],
 )
-def test_mone_by_a_loop(family: str, kind: str) -> None:
+def test_mone_by_a_loop(family, kind):
     """The experts of the lowest scores are p times the mean of what they put out."""
     model = tiny_model(family, **SIX)
     outputs = outputs_by_hand(model)
@@ -91,7 +91,7 @@ def constants_in(small: nn.Module, model: nn.Module, outputs: Outputs) -> set[An
     return constants
 
 
-def test_mone_may_replace_every_expert_of_a_layer() -> None:
+def test_mone_may_replace_every_expert_of_a_layer():
     """The router stays, so there is no least number; a wrong option is refused."""
     model = tiny_model("mixtral")
     pruned = fitted("mone", model, 0.95)
@@ -122,7 +122,7 @@ def pruner_scores(model: nn.Module) -> dict[Any, np.ndarray]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
-def test_weights_of_the_lowest_score_are_zero(family: str) -> None:
+def test_weights_of_the_lowest_score_are_zero(family):
     """The lowest of each row; the others are those of the model."""
     model = tiny_model(family)
     scores = pruner_scores(model)
@@ -143,7 +143,7 @@ def test_weights_of_the_lowest_score_are_zero(family: str) -> None:
                 np.testing.assert_array_equal(w.numpy(), expected)
 
 
-def test_zeros_are_counted_honestly() -> None:
+def test_zeros_are_counted_honestly():
     """Fewer parameters, but no fewer bytes or operations, as nothing is packed."""
     model = tiny_model("mixtral")
     compression = fitted("moe-pruner", model, 0.5)

@@ -47,7 +47,7 @@ raise RuntimeError("the code of the checkpoint runs")
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub(tmp_path_factory) -> Path:
     """A tiny model as the published one is: files in bfloat16, and its own code.
 
     Its tensors have the names that the twin reads.
@@ -78,7 +78,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"num_experts_per_tok": 4, "rope_theta": 50.0},
     ],
 )
-def test_logits_are_those_of_the_twin(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_are_those_of_the_twin(changes, tmp_path):
     """They agree to 1e-12 in float64, from the tensors that are saved."""
     model: Any = tiny_model("deepseek", **changes)
     assert isinstance(model, DeepseekForCausalLM)
@@ -91,7 +91,7 @@ def test_logits_are_those_of_the_twin(changes: dict[str, Any], tmp_path: Path) -
         torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_hidden_states_are_those_of_every_layer() -> None:
+def test_hidden_states_are_those_of_every_layer():
     """As the models of transformers give them: the embeddings and each layer's."""
     model: Any = tiny_model("deepseek")
     states = model(tiny_ids(), output_hidden_states=True).hidden_states
@@ -99,7 +99,7 @@ def test_hidden_states_are_those_of_every_layer() -> None:
     assert torch.equal(states[0], model.model.embed_tokens(tiny_ids()))
 
 
-def test_routing_in_bfloat16_is_in_float32() -> None:
+def test_routing_in_bfloat16_is_in_float32():
     """Weights of a token add up more exactly than bfloat16 can."""
     model: Any = tiny_model("deepseek", dtype=torch.bfloat16, norm_topk_prob=True)
     rows = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -109,7 +109,7 @@ def test_routing_in_bfloat16_is_in_float32() -> None:
     torch.testing.assert_close(weights.sum(1), torch.ones(50), rtol=0, atol=1e-6)
 
 
-def test_text_with_a_cache_is_text_without() -> None:
+def test_text_with_a_cache_is_text_without():
     """Eight tokens, greedily."""
     model: Any = tiny_model("deepseek", dtype=torch.float32)
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -119,7 +119,7 @@ def test_text_with_a_cache_is_text_without() -> None:
     assert torch.equal(*texts)
 
 
-def test_another_routing_is_refused(hub: Path, tmp_path: Path) -> None:
+def test_another_routing_is_refused(hub, tmp_path):
     """A sigmoid would be another model."""
     folder = Path(shutil.copytree(hub, tmp_path / "moe"))
     with changed_json(folder) as config:
@@ -132,7 +132,7 @@ def test_another_routing_is_refused(hub: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_published_layout_is_read(hub: Path, *, stream: bool) -> None:
+def test_the_published_layout_is_read(hub, *, stream):
     """It is read without its code, and equals the twin to 1e-12."""
     before = set(sys.modules)
     model, _ = load_model(hub, device="cpu", dtype="float64", stream=stream)
@@ -149,7 +149,7 @@ def test_the_published_layout_is_read(hub: Path, *, stream: bool) -> None:
     )
 
 
-def test_what_is_read_is_written_again(hub: Path, tmp_path: Path) -> None:
+def test_what_is_read_is_written_again(hub, tmp_path):
     """Tensors by the published names, to the bit, and no code is named."""
     model, _ = load_model(hub, device="cpu", dtype="bfloat16", stream=False)
     model.save_pretrained(tmp_path)
@@ -159,7 +159,7 @@ def test_what_is_read_is_written_again(hub: Path, tmp_path: Path) -> None:
     assert config["model_type"] == "deepseek"
 
 
-def test_its_tokenizer_reads_bytes(hub: Path, tmp_path: Path) -> None:
+def test_its_tokenizer_reads_bytes(hub, tmp_path):
     """Published as a Llama tokenizer, which it is not: it splits, then reads bytes."""
     folder = Path(shutil.copytree(hub, tmp_path / "moe"))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -186,7 +186,7 @@ def test_its_tokenizer_reads_bytes(hub: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
-def test_pruned_and_reloaded(hub: Path, tmp_path: Path, structure: str) -> None:
+def test_pruned_and_reloaded(hub, tmp_path, structure):
     """Logits of the masked model; needs heapr_lab, as config.json and card say."""
     model, _ = load_model(hub, device="cpu", dtype="float32", stream=False)
     keep = widths_keep(model, 8, structure=structure)
@@ -246,6 +246,6 @@ assert heapr_lab.pretrained.architectures.DeepseekConfig not in (
 )
 
 
-def test_importing_heapr_lab_is_enough(hub: Path) -> None:
+def test_importing_heapr_lab_is_enough(hub):
     """Imports work in either order, and what transformers has is left alone."""
     run_each(*(code.format(folder=str(hub)) for code in ORDERS))

@@ -104,7 +104,7 @@ def pair_of(kind: str, place: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(params=STOCK)
-def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
+def quantised(request, tmp_path) -> tuple[Path, Any]:
     """A checkpoint, and transformers' setting to dequantise it."""
     return pair_of(request.param, tmp_path)[0], STOCK[request.param]
 
@@ -122,9 +122,7 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_weights_are_those_of_transformers(
-    quantised: tuple[Path, Any], dtype: str
-) -> None:
+def test_the_weights_are_those_of_transformers(quantised, dtype):
     """They are equal bit for bit, in the type asked for, or that which stays."""
     folder, setting = quantised
     kind = getattr(torch, dtype)
@@ -145,7 +143,7 @@ def test_the_weights_are_those_of_transformers(
     ("kind", "way"),
     [*((kind, "auto") for kind in (*STOCK, "modelopt")), ("fp8", False)],
 )
-def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> None:
+def test_it_is_scored_pruned_and_saved(kind, way, tmp_path):
     """Files are in bfloat16, without the quantisation, which card and manifest name.
 
     The panel estimates their size; bytes before are those of the quantised files.
@@ -181,9 +179,7 @@ def test_it_is_scored_pruned_and_saved(kind: str, way: Any, tmp_path: Path) -> N
     assert session.bytes_are().endswith(" files, pruned in bfloat16: an estimate")
 
 
-def test_the_command_prunes_it(
-    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_command_prunes_it(cache, tmp_path, caplog):
     """By a table or a text. It streams by itself and says so."""
     packed, _ = pair_of("fp8", tmp_path)
     text = "--corpus", write_text(tmp_path / "text.txt"), "--n-sequences", 8, *TINY
@@ -207,9 +203,7 @@ def test_the_command_prunes_it(
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_the_weights_are_the_numbers_times_their_scales(
-    kind: str, tmp_path: Path
-) -> None:
+def test_the_weights_are_the_numbers_times_their_scales(kind, tmp_path):
     """Each by that of its block, the last of which may be smaller, bit for bit.
 
     What was not quantised is unchanged. In NVFP4 two scales are multiplied. A plan
@@ -262,9 +256,7 @@ Change = Callable[[torch.Tensor], torch.Tensor] | None
         ),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(
-    kind: str, name: str, change: Change, message: str, tmp_path: Path
-) -> None:
+def test_scales_that_do_not_fit_are_refused(kind, name, change, message, tmp_path):
     """Before anything is written, also where they could still divide."""
     packed, _ = pair_of(kind, tmp_path)
     with changed_tensors(packed) as tensors:
@@ -275,7 +267,7 @@ def test_scales_that_do_not_fit_are_refused(
     check_refused(packed, message)
 
 
-def test_missing_scales_are_an_error(quantised: tuple[Path, Any]) -> None:
+def test_missing_scales_are_an_error(quantised):
     """Weights would be read as if all scales were 1."""
     with changed_tensors(quantised[0]) as tensors:
         lost = next(name for name in tensors if "_scale" in name)
@@ -288,7 +280,7 @@ def test_missing_scales_are_an_error(quantised: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_settings_beside_config_json_are_read(stream: bool, tmp_path: Path) -> None:
+def test_settings_beside_config_json_are_read(stream, tmp_path):
     """Folders of modelopt may have them in a file of their own, with any format."""
     packed, exact = pair_of("modelopt", tmp_path)
     with changed_json(packed) as config:
@@ -315,7 +307,7 @@ def refused(kind: str, folder: Path) -> None:
         plan(folder)
 
 
-def test_a_format_of_the_model_within_a_wrapper_is_refused(tmp_path: Path) -> None:
+def test_a_format_of_the_model_within_a_wrapper_is_refused(tmp_path):
     """It is named as in published wrappers: in the language model's configuration."""
     write_folder(tmp_path, tiny_wrapper("qwen3_vl_moe"))
     with changed_json(tmp_path) as config:
@@ -344,9 +336,7 @@ GROUP = {"config_groups": {"group_0": {"format": "pack-quantized"}}}
         ({"quant_method": "compressed-tensors"}, "compressed-tensors ()"),
     ],
 )
-def test_other_formats_are_refused_by_name(
-    settings: dict[str, Any], name: str, tmp_path: Path
-) -> None:
+def test_other_formats_are_refused_by_name(settings, name, tmp_path):
     """The error says what to do, whether layers would be streamed or not."""
     write_folder(tmp_path / "dense", tiny_model("qwen3_moe"))
     configure(tmp_path / "dense", **settings)

@@ -1,6 +1,5 @@
 """Models placed by a device map of accelerate, against those without its hooks."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def half(model: nn.Module) -> KeepMask:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_placed_model_is_measured_and_pruned(family: str) -> None:
+def test_a_placed_model_is_measured_and_pruned(family):
     """Its hooks move what layers are given, and change nothing else."""
     model = placed(family, "cpu")
     assert sum(hasattr(module, "_hf_hook") for module in model.modules()) > 3
@@ -69,7 +68,7 @@ def test_a_placed_model_is_measured_and_pruned(family: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_on_two_devices(family: str) -> None:
+def test_layers_on_two_devices(family):
     """Every other decoder layer is on the GPU."""
     model = placed(family, "cpu", 0 if GPU == "cuda" else GPU)
     assert {p.device.type for p in model.parameters()} == {"cpu", GPU}
@@ -78,7 +77,7 @@ def test_layers_on_two_devices(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_offloaded_layers_are_refused(family: str, tmp_path: Path) -> None:
+def test_offloaded_layers_are_refused(family, tmp_path):
     """The error names the layer and what to do, before anything is run."""
     model: Any = placed(family, "cpu", "disk", offload_dir=tmp_path)
     assert any(p.is_meta for p in model.model.layers[1].parameters())

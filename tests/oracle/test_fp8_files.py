@@ -39,9 +39,7 @@ class Folders:
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
-def folders(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Folders:
+def folders(request, tmp_path_factory) -> Folders:
     """Scales as Qwen3-MoE's (bfloat16) and DeepSeek-V3's (float32, shared experts)."""
     place = tmp_path_factory.mktemp(request.param)
     model = tiny_model(
@@ -86,9 +84,7 @@ ONE_FAMILY = pytest.mark.parametrize("folders", ["qwen3_moe"], indirect=True)
 @pytest.mark.parametrize(
     ("stream", "dtype"), [(True, "float32"), (False, "float32"), (True, None)]
 )
-def test_a_uniform_checkpoint_stays_in_fp8(
-    folders: Folders, stream: bool, dtype: str | None, tmp_path: Path
-) -> None:
+def test_a_uniform_checkpoint_stays_in_fp8(folders, stream, dtype, tmp_path):
     """Unchanged tensors agree to the bit, the experts within the rounding of FP8.
 
     Either way of loading computes the same as the dequantised model.
@@ -121,7 +117,7 @@ def test_a_uniform_checkpoint_stays_in_fp8(
     assert "in FP8: those that changed are quantised again" in manifest["weights"]
 
 
-def test_transformers_reads_the_same(folders: Folders, tmp_path: Path) -> None:
+def test_transformers_reads_the_same(folders, tmp_path):
     """The stock class reads equal experts; elsewhere last blocks are smaller here."""
     prune_folder(folders.fp8, folders.keep, tmp_path / "out")
     stock = AutoModelForCausalLM.from_pretrained(
@@ -137,9 +133,7 @@ def test_transformers_reads_the_same(folders: Folders, tmp_path: Path) -> None:
 
 
 @ONE_FAMILY
-def test_a_mask_that_keeps_all_writes_the_same(
-    folders: Folders, tmp_path: Path
-) -> None:
+def test_a_mask_that_keeps_all_writes_the_same(folders, tmp_path):
     """Every tensor is the same to the bit, and so are those of a pruned checkpoint."""
     prune_folder(folders.fp8, folders.keep, tmp_path / "once")
     for source in (folders.fp8, tmp_path / "once"):
@@ -151,9 +145,7 @@ def test_a_mask_that_keeps_all_writes_the_same(
 
 @ONE_FAMILY
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_is_measured_is_what_is_written(
-    folders: Folders, stream: bool, tmp_path: Path
-) -> None:
+def test_what_is_measured_is_what_is_written(folders, stream, tmp_path):
     """Experts that are rounded in memory have the values that are read from the files.
 
     They are written as those that were not rounded.
@@ -172,7 +164,7 @@ def test_what_is_measured_is_what_is_written(
 
 
 @ONE_FAMILY
-def test_healed_experts_are_quantised_again(folders: Folders, tmp_path: Path) -> None:
+def test_healed_experts_are_quantised_again(folders, tmp_path):
     """They are trained unrounded, from layers on disk; what is read is what is written.
 
     Only their rounding differs from what was trained, and all else is written in FP8 as
@@ -203,9 +195,9 @@ def test_healed_experts_are_quantised_again(folders: Folders, tmp_path: Path) ->
     [("ragged", 16, None), ("uniform", 8, None), ("uniform", 16, torch.float32)],
 )
 def test_others_are_written_in_floats(
-    folders: Folders, structure: str, width: int, dtype: torch.dtype | None,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    folders, structure, width, dtype,
+    tmp_path
+):  # fmt: skip
     """Widths that differ, that are no whole blocks, and a type that is asked for."""
     source = folders.fp8
     if width == 8:  # half a block
@@ -228,7 +220,7 @@ def test_others_are_written_in_floats(
 
 
 @ONE_FAMILY
-def test_the_command_keeps_fp8(folders: Folders, cache: Path, tmp_path: Path) -> None:
+def test_the_command_keeps_fp8(folders, cache, tmp_path):
     """It measures what is written, and says how many bytes that is."""
     text = "--corpus", write_text(tmp_path / "text.txt"), *TINY
     shape = "--ratio", 0.3, "--structure", "uniform", "--multiple", 8

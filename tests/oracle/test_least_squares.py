@@ -41,7 +41,7 @@ HELD = torch.tensor([False, True, False, False] * 2)
 # --- its sums -------------------------------------------------------------------
 
 
-def test_another_thread_s_forward_is_not_summed() -> None:
+def test_another_thread_s_forward_is_not_summed():
     """What is watched is this thread's, as masks are."""
     model = tiny_model("qwen2_moe")
     layers, seen = find_experts(model), list[Any]()
@@ -53,7 +53,7 @@ def test_another_thread_s_forward_is_not_summed() -> None:
     assert len(seen) == len(layers)
 
 
-def test_a_layer_takes_part_once_in_every_forward() -> None:
+def test_a_layer_takes_part_once_in_every_forward():
     """One that is skipped, or runs twice, would leave sums of other tokens."""
     for times, seen in ((0, 0), (2, 4)):
         model = tiny_model("qwen2_moe")
@@ -93,9 +93,7 @@ def least_squares(
 @pytest.mark.parametrize("ridge", [1e-4, 1e-1])
 @pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_new_weights_are_the_least_squares(
-    family: str, span: str, ridge: float
-) -> None:
+def test_new_weights_are_the_least_squares(family, span, ridge):
     """They equal a QR of the features themselves, for every orientation of weights."""
     model = tiny_model(family)
     keep = widths_keep(model, 5, structure="ragged")
@@ -126,7 +124,7 @@ def solved(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("span", SPANS)
-def test_no_error_over_the_calibration_tokens_rises(span: str, seed: int) -> None:
+def test_no_error_over_the_calibration_tokens_rises(span, seed):
     """The error of each expert, or of the layer, whatever the mask and the ridge."""
     model = tiny_model("qwen2_moe", seed=seed)
     keep = random_keep(model, seed=seed)
@@ -142,7 +140,7 @@ def test_no_error_over_the_calibration_tokens_rises(span: str, seed: int) -> Non
                 assert errors[0] <= errors[1] * (1 + 1e-9) + 1e-12
 
 
-def test_the_ridge_is_the_one_that_errs_least_on_held_out_tokens() -> None:
+def test_the_ridge_is_the_one_that_errs_least_on_held_out_tokens():
     """It is fitted on the other windows, by the features themselves."""
     model = tiny_model("qwen2_moe")
     keep = widths_keep(model, 4, structure="ragged")
@@ -168,7 +166,7 @@ def test_the_ridge_is_the_one_that_errs_least_on_held_out_tokens() -> None:
 
 @pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_broken_expert_that_no_token_reaches(span: str, value: float) -> None:
+def test_a_broken_expert_that_no_token_reaches(span, value):
     """Its weights reach no other expert: it is named, before any pass."""
     model = tiny_model("qwen2_moe")
     few = CalibrationSet.from_ids(WINDOWS.ids[:2, :3])
@@ -186,7 +184,7 @@ def test_a_broken_expert_that_no_token_reaches(span: str, value: float) -> None:
 # --- in a model -------------------------------------------------------------------
 
 
-def test_normalised_experts_cannot_make_up_for_each_other() -> None:
+def test_normalised_experts_cannot_make_up_for_each_other():
     """Outputs are not added up as they are; within an expert is the default there."""
     model = tiny_model("qwen2_moe")
     for layer in find_experts(model):
@@ -233,16 +231,14 @@ def greedy(
 
 
 @pytest.fixture(scope="module", params=["qwen2_moe", "gpt_oss"])
-def measured(request: pytest.FixtureRequest) -> tuple[Any, ImportanceTable]:
+def measured(request) -> tuple[Any, ImportanceTable]:
     """A tiny model and its statistics."""
     model = tiny_model(request.param)
     return model, collect_statistics(model, WINDOWS)
 
 
 @pytest.mark.parametrize("span", ["expert", "layer"])
-def test_one_by_one_it_is_greedy_least_squares(
-    measured: tuple[Any, ImportanceTable], span: str
-) -> None:
+def test_one_by_one_it_is_greedy_least_squares(measured, span):
     """Costs in order, and which atom has which, against every set solved by itself."""
     model, table = measured
     layer = find_experts(model)[0]
@@ -267,9 +263,7 @@ def test_one_by_one_it_is_greedy_least_squares(
             np.testing.assert_allclose(cost[atom], expected, rtol=1e-6, atol=1e-14)
 
 
-def test_together_is_nearly_one_by_one(
-    measured: tuple[Any, ImportanceTable], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_together_is_nearly_one_by_one(measured, monkeypatch):
     """A few at a time: another order, yet as little error after compensation."""
     model, table = measured
     errors = []

@@ -85,7 +85,7 @@ def every_matrix(
 # --- what they share --------------------------------------------------------------
 
 
-def test_ranks_by_hand() -> None:
+def test_ranks_by_hand():
     """A rank costs 24 of the 384 numbers of an expert, and a bias 2 of each atom."""
     shape = LayerShape(n_experts=4, d_inter=8, d_expert=16)
     half = Fraction(1, 2)
@@ -105,7 +105,7 @@ def test_ranks_by_hand() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_svd(family: str) -> None:
+def test_svd(family):
     """Every matrix is the truncated one, with whitening."""
     model = tiny_model(family, **SIX)
     compression = fitted("svd", model, 0.4)
@@ -118,7 +118,7 @@ def test_svd(family: str) -> None:
         torch.testing.assert_close(new, expected, **CLOSE)
 
 
-def test_a_matrix_that_factors_would_not_shrink_stays_dense() -> None:
+def test_a_matrix_that_factors_would_not_shrink_stays_dense():
     """11 ranks of 21 numbers fit, so up and down have 4, more than their 80 numbers."""
     model = tiny_model("mixtral", intermediate_size=5, hidden_size=16)
     compression = fitted("svd", model, 0.02)
@@ -148,7 +148,7 @@ def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "nemotron_h"])
-def test_squared_gradients_are_those_of_autograd(family: str) -> None:
+def test_squared_gradients_are_those_of_autograd(family):
     """Of every matrix, through the family's own code; windows are reported."""
     model, progress = tiny_model(family), Heard()
     sums = sum_over_windows(model, WINDOWS, squares, progress)
@@ -163,7 +163,7 @@ def test_squared_gradients_are_those_of_autograd(family: str) -> None:
     assert progress == [(done, len(IDS)) for done in range(1, len(IDS) + 1)]
 
 
-def test_the_model_is_as_before() -> None:
+def test_the_model_is_as_before():
     """Modes, flags and gradients, after a pass and after an exception in one."""
     model = tiny_model("qwen2_moe").train()
     weight = find_experts(model)[0].module.down_proj
@@ -185,7 +185,7 @@ def test_the_model_is_as_before() -> None:
     assert rest == [None] * len(rest)
 
 
-def test_gradients_that_are_missing_or_not_finite_are_refused() -> None:
+def test_gradients_that_are_missing_or_not_finite_are_refused():
     """The layer is named by its number, and a later pass is as if there were none."""
     model = tiny_model("mixtral")
     before = sum_over_windows(model, WINDOWS, squares)
@@ -203,7 +203,7 @@ def test_gradients_that_are_missing_or_not_finite_are_refused() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_d2_moe(family: str) -> None:
+def test_d2_moe(family):
     """The base is the weighted mean; differences are those of the whitened SVD."""
     model = tiny_model(family, **SIX)
     fisher, inputs = fisher_by_hand(model), routed(model)
@@ -224,7 +224,7 @@ def test_d2_moe(family: str) -> None:
         torch.testing.assert_close(new, expected, **IN_SINGLE)
 
 
-def test_the_base_where_nothing_is_known() -> None:
+def test_the_base_where_nothing_is_known():
     """Entries without a gradient are the mean, those of one expert its own."""
     stack = torch.tensor([[[1.0, 2.0]], [[5.0, 8.0]]], dtype=torch.float64)
     fisher = torch.tensor([[[0.0, 1.0]], [[0.0, 1.0]]], dtype=torch.float64)
@@ -233,7 +233,7 @@ def test_the_base_where_nothing_is_known() -> None:
     assert base_of(stack, fisher, torch.tensor([0.0, 1.0])).tolist() == [[3.0, 8.0]]
 
 
-def test_d2_moe_has_room_for_its_base() -> None:
+def test_d2_moe_has_room_for_its_base():
     """The base takes a quarter of 4 experts, three ranks of each 72 of 384 numbers."""
     model = tiny_model("mixtral")
     most = 1 - (Fraction(1, 4) + Fraction(72, 384))
@@ -271,7 +271,7 @@ def sensitivity_by_hand(layer: ExpertsLayer, inputs: Inputs) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_least_sensitive_layers_are_decomposed(family: str) -> None:
+def test_the_least_sensitive_layers_are_decomposed(family):
     """Less than a third of a layer goes: 0.3 of one of two layers is 0.15 of all."""
     model = tiny_model(family, **SIX)
     inputs = routed(model)
@@ -288,7 +288,7 @@ def test_the_least_sensitive_layers_are_decomposed(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ratio", [0.03, 0.3, 0.7])
-def test_moe_svd(family: str, ratio: float) -> None:
+def test_moe_svd(family, ratio):
     """V is that of the expert with most tokens, U the least squares for its inputs."""
     model = tiny_model(family, **SIX)
     inputs = routed(model)
@@ -357,7 +357,7 @@ def fitted_left(
     return torch.linalg.lstsq(rows @ right.mT, rows @ matrix.mT).solution.mT
 
 
-def test_sizes_fit_the_budget() -> None:
+def test_sizes_fit_the_budget():
     """At most one rank is left over, and every expert has its own U if it can."""
     for n_experts, out, into in ((6, 8, 16), (6, 16, 8), (4, 5, 5), (8, 3, 40)):
         dense = n_experts * out * into
@@ -375,7 +375,7 @@ def test_sizes_fit_the_budget() -> None:
                 assert more.numbers(n_experts, out, into) < budget
 
 
-def test_the_share_of_a_layer_is_checked() -> None:
+def test_the_share_of_a_layer_is_checked():
     """It is more than nothing, and at most all."""
     for most in (0.0, 1.5):
         with pytest.raises(SpecError, match="most_of_layer"):
@@ -383,7 +383,7 @@ def test_the_share_of_a_layer_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", ["svd", "d2-moe", "moe-svd-like"])
-def test_experts_without_tokens_or_weights(name: str) -> None:
+def test_experts_without_tokens_or_weights(name):
     """Weights are finite if two tokens reach few experts, and some matrices are 0."""
     model, two = tiny_model("mixtral", **SIX), CalibrationSet.from_ids(IDS[:1, :2])
     for layer in find_experts(model):

@@ -48,7 +48,7 @@ def linked_by_hand(features: torch.Tensor, number: int) -> set[frozenset[int]]:
 
 
 @pytest.mark.parametrize("number", range(1, 7))
-def test_average_linkage_by_hand(number: int) -> None:
+def test_average_linkage_by_hand(number):
     """Six rows, for every number of groups and several draws."""
     for seed in range(10):
         rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
@@ -58,7 +58,7 @@ def test_average_linkage_by_hand(number: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hc_smoe_by_hand(family: str) -> None:
+def test_hc_smoe_by_hand(family):
     """Three groups of six experts, each the mean weighted by routed tokens."""
     model = tiny_model(family, **SIX)
     calls, tokens, new = experts_calls(model, IDS), counted(model), {}
@@ -74,7 +74,7 @@ def test_hc_smoe_by_hand(family: str) -> None:
     assert compression.achieved_ratio == 0.5
 
 
-def test_a_group_without_tokens_is_the_plain_mean() -> None:
+def test_a_group_without_tokens_is_the_plain_mean():
     """By hand: 1 and 3 give 2, and with weights 1 and 3 they give 2.5."""
     one, three = ({"up": torch.full((1, 1), value)} for value in (1.0, 3.0))
     assert merging.averaged([one, three], [0.0, 0.0])["up"].item() == 2.0
@@ -105,7 +105,7 @@ def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("number", range(1, 7))
-def test_k_means_by_hand(number: int) -> None:
+def test_k_means_by_hand(number):
     """Six rows, for every number of groups and several draws of first centres."""
     for seed in range(10):
         rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed)).double()
@@ -118,7 +118,7 @@ def test_k_means_by_hand(number: int) -> None:
         assert sets(groups) == sets(expected)
 
 
-def test_first_centres_are_drawn_by_their_squared_distance() -> None:
+def test_first_centres_are_drawn_by_their_squared_distance():
     """k-means++: a row at 60° is drawn once for two draws of one at 90°."""
     rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5], [0.0, 1.0]])
     rng = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def test_first_centres_are_drawn_by_their_squared_distance() -> None:
     assert second.count(3) / second.count(2) == pytest.approx(2, rel=0.15)
 
 
-def test_equal_directions_are_still_as_many_groups() -> None:
+def test_equal_directions_are_still_as_many_groups():
     """Where k-means would leave a group empty, and no distance is left to draw by."""
     rows = np.array([[1.0, 0.0]] * 4 + [[0.0, 1.0]])
     groups = merging.k_means(rows @ rows.T, 4, np.random.default_rng(0))
@@ -136,7 +136,7 @@ def test_equal_directions_are_still_as_many_groups() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sub_moe_by_hand(family: str) -> None:
+def test_sub_moe_by_hand(family):
     """Three groups, each U Σ · Σ f V of the decomposition of its matrices together."""
     model = tiny_model(family, **SIX)
     calls, tokens, new = experts_calls(model, IDS), counted(model), {}
@@ -175,7 +175,7 @@ def by_decomposition(experts: list[torch.Tensor], shares: np.ndarray) -> torch.T
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_groups_by_hand(family: str) -> None:
+def test_random_groups_by_hand(family):
     """As many groups as HC-SMoE's, merged as those are, of experts that are drawn."""
     model = tiny_model(family, **SIX)
     tokens, compression = counted(model), fitted("random-groups", model, 0.5)
@@ -191,7 +191,7 @@ def test_random_groups_by_hand(family: str) -> None:
     check(compression, model, replaced(model, new))
 
 
-def test_every_grouping_can_be_drawn() -> None:
+def test_every_grouping_can_be_drawn():
     """Four experts in two groups: three pairs of pairs, and four single ones."""
     rng = np.random.default_rng(0)
     draws = [merging.drawn(4, 2, rng) for _ in range(200)]
@@ -202,7 +202,7 @@ def test_every_grouping_can_be_drawn() -> None:
 # --- refusals ---------------------------------------------------------------------
 
 
-def test_what_is_refused_by_name() -> None:
+def test_what_is_refused_by_name():
     """Too much, groups that are too small, streamed models, unknown logits."""
     model = tiny_model("qwen3_moe", **SIX)
     with pytest.raises(SpecError, match=r"largest possible ratio is 0\.833333"):
@@ -223,7 +223,7 @@ def test_what_is_refused_by_name() -> None:
     assert fitted("hc-smoe", odd, 0.25).achieved_ratio == 0.25
 
 
-def test_streamed_models_are_refused() -> None:
+def test_streamed_models_are_refused():
     """They are refused before any text is read."""
     model, _ = load_model("lab", stream=True)
     for name in NAMES:

@@ -17,7 +17,7 @@ def model_of(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
-def test_the_plain_layer_is_the_models(family: str) -> None:
+def test_the_plain_layer_is_the_models(family):
     """Its experts, routing and output equal what the model's own layers did."""
     model = model_of(family)
     layers = method_twins.layers_of(model, IDS)
@@ -29,7 +29,7 @@ def test_the_plain_layer_is_the_models(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["naee", "reap"])
-def test_restatements_find_what_ours_find(name: str) -> None:
+def test_restatements_find_what_ours_find(name):
     """The same experts are kept in every layer."""
     model = model_of("qwen3_moe")
     compression: Any = method_twins.fitted(name, model, WINDOWS)
@@ -37,7 +37,7 @@ def test_restatements_find_what_ours_find(name: str) -> None:
     assert all(len(kept) == 7 for kept in compression.kept.values())
 
 
-def test_merging_leaves_one_expert_less() -> None:
+def test_merging_leaves_one_expert_less():
     """The merged W_down of eight experts are those of seven clusters, and ours."""
     model = model_of("qwen3_moe")
     merged = method_twins.hc_smoe(model, IDS, 1)
@@ -48,7 +48,7 @@ def test_merging_leaves_one_expert_less() -> None:
     assert not method_twins.agree(compression, merged)
 
 
-def test_methods_with_gradients_are_found_by_what_they_do() -> None:
+def test_methods_with_gradients_are_found_by_what_they_do():
     """HEAPr computes them, and so does a method of the same statistics; REAP not."""
     model = model_of("qwen3_moe")
     names = ("heapr", "heapr-l", "reap")

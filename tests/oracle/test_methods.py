@@ -43,7 +43,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "nemotron_h"])
-def test_experts_of_the_lowest_score_are_dropped(family: str) -> None:
+def test_experts_of_the_lowest_score_are_dropped(family):
     """Each layer loses two of six, by the score of a loop over its tokens."""
     model = tiny_model(family, **SIX)
     tokens = routed(model)
@@ -54,7 +54,7 @@ def test_experts_of_the_lowest_score_are_dropped(family: str) -> None:
 
 
 @pytest.mark.parametrize("renormalised", [False, True])
-def test_reap_has_the_weights_of_the_authors(renormalised: bool) -> None:
+def test_reap_has_the_weights_of_the_authors(renormalised):
     """The softmax, over the chosen experts where the configuration says so."""
     model = tiny_model("qwen3_moe", **SIX, norm_topk_prob=renormalised)
     shared = Measurements(model, WINDOWS)
@@ -99,7 +99,7 @@ def change_by_running(model: nn.Module, layer: int, kept: tuple[int, ...]) -> fl
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "deepseek_v3"])
-def test_naee_measures_the_change_of_the_output(family: str) -> None:
+def test_naee_measures_the_change_of_the_output(family):
     """The loss from Gram matrices is that of running the block without the experts."""
     model = tiny_model(family)
     axes = {axis.layer.layer: axis for axis in find_expert_axes(model)}
@@ -115,7 +115,7 @@ def test_naee_measures_the_change_of_the_output(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_naee_tries_every_subset(family: str) -> None:
+def test_naee_tries_every_subset(family):
     """No pair of five experts is better to lose than the one that it drops."""
     five = dict.fromkeys(SIX, 5)
     model = tiny_model(family, **five)
@@ -128,7 +128,7 @@ def test_naee_tries_every_subset(family: str) -> None:
         assert kept == min(losses, key=lambda subset: losses[subset])
 
 
-def test_naee_is_greedy_where_there_are_too_many_subsets() -> None:
+def test_naee_is_greedy_where_there_are_too_many_subsets():
     """One goes after the other, each the one whose loss is least, by a loop."""
     model = tiny_model("qwen2_moe", **SIX)
     compression = fitted("naee", model, 0.5, most_subsets=1)
@@ -143,9 +143,7 @@ def test_naee_is_greedy_where_there_are_too_many_subsets() -> None:
         assert set(kept) == left
 
 
-def test_naee_on_fewer_tokens_takes_those_of_every_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_naee_on_fewer_tokens_takes_those_of_every_window(monkeypatch):
     """20 of 60 tokens: positions 0, 3, 6, 9 of each window."""
     model = tiny_model("qwen2_moe")
     seen: list[int] = []
@@ -171,16 +169,14 @@ def test_naee_on_fewer_tokens_takes_those_of_every_window(
         ("heapr-expert", {"granularity": "expert"}),
     ],
 )
-def test_ours_are_selections_of_the_statistics(
-    name: str, settings: dict[str, Any]
-) -> None:
+def test_ours_are_selections_of_the_statistics(name, settings):
     """Of which test_families.py has the numbers."""
     model = tiny_model("qwen2_moe")
     expected = select(collect_statistics(model, WINDOWS), ratio=0.3, **settings)
     assert fitted(name, model, 0.3).keep == expected
 
 
-def test_magnitude_by_hand() -> None:
+def test_magnitude_by_hand():
     """The atoms go whose weights have the least norms."""
     model = tiny_model("mixtral").requires_grad_(False)
     sizes: dict[Any, float] = {}
@@ -204,7 +200,7 @@ def camera_by_hand(frame: pd.DataFrame) -> dict[Any, float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_camera_is_sequential(family: str) -> None:
+def test_camera_is_sequential(family):
     """The last layer's atoms are scored on what the pruned ones before it give."""
     model = tiny_model(family)
     compression = fitted("camera-p", model, 0.5)
@@ -246,7 +242,7 @@ def sizes_by_hand(model: nn.Module) -> dict[Key, float]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "nemotron_h"])
-def test_intdim_by_loops(family: str) -> None:
+def test_intdim_by_loops(family):
     """Each variant removes the lowest of its scope."""
     model = tiny_model(family)
     scores = sizes_by_hand(model)

@@ -82,7 +82,7 @@ class Side:
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> list[Side]:
+def sides(tmp_path_factory) -> list[Side]:
     """The same model on both devices."""
     root = tmp_path_factory.mktemp("sides")
     write_model(root / "moe")
@@ -197,7 +197,7 @@ def _takes_a_model(name: str) -> bool:
     )
 
 
-def test_every_public_function_that_takes_a_model_is_here() -> None:
+def test_every_public_function_that_takes_a_model_is_here():
     """The calls are those functions and no others."""
     assert set(filter(_takes_a_model, heapr_lab.__all__)) == CALLS.keys() | OTHERS
 
@@ -269,9 +269,7 @@ EVERY = {
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_both_devices_give_the_same_numbers(
-    name: str, sides: list[Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_devices_give_the_same_numbers(name, sides, monkeypatch):
     """Each function, inspection and method, with a cache of its own."""
     outputs = []
     for side in sides:
@@ -287,7 +285,7 @@ def test_both_devices_give_the_same_numbers(
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_families_by_every_implementation(family: str) -> None:
+def test_families_by_every_implementation(family):
     """Statistics and masked losses, by each experts implementation of transformers."""
     windows = tiny_windows(n_sequences=2)
     model: Any = tiny_model(family, dtype=torch.float32)
@@ -307,7 +305,7 @@ def test_families_by_every_implementation(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision(dtype):
     """Statistics, masked, pruned and compressed losses, to its few digits."""
     model: Any = tiny_model("qwen3_moe", dtype=dtype)
     windows, outputs = CalibrationSet.from_ids(IDS % 48), []

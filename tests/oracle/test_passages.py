@@ -43,7 +43,7 @@ IDS = WINDOWS.ids
 # --- the text ---------------------------------------------------------------------
 
 
-def test_tokens_join_to_the_text(tokenizer: Any) -> None:
+def test_tokens_join_to_the_text(tokenizer):
     """Every character stands with the token that completes it, and none is lost.
 
     Nor are bytes that never become a character.
@@ -65,7 +65,7 @@ def test_tokens_join_to_the_text(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("room", "expected"), [(0, "a" * 64), (4, "a" * 20 + "b" * 40)]
 )
-def test_a_long_text_is_clipped(tokenizer: Any, room: int, expected: str) -> None:
+def test_a_long_text_is_clipped(tokenizer, room, expected):
     """The beginning is kept, or the end where it is to be continued; and it is told."""
     model = model_of("qwen2_moe", max_position_embeddings=CONTEXT)
     passage = read_passage(model, tokenizer, text="a" * 70 + "b" * 40, room=room)
@@ -77,7 +77,7 @@ def test_a_long_text_is_clipped(tokenizer: Any, room: int, expected: str) -> Non
     assert unlimited.n_left_out == 0
 
 
-def test_texts_that_cannot_be_read(tokenizer: Any) -> None:
+def test_texts_that_cannot_be_read(tokenizer):
     """No text, no room, and one token where two are needed: errors that say so."""
     model = model_of("qwen2_moe", max_position_embeddings=CONTEXT)
     with pytest.raises(SpecError, match="no tokens"):
@@ -95,7 +95,7 @@ def test_texts_that_cannot_be_read(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_token_losses(tokenizer: Any, family: str) -> None:
+def test_token_losses(tokenizer, family):
     """Cross entropies of the dense logits, and of a model with the columns zeroed."""
     model = model_of(family)
     keep = random_keep(model)
@@ -133,7 +133,7 @@ def test_token_losses(tokenizer: Any, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_continuations(tokenizer: Any, family: str) -> None:
+def test_continuations(tokenizer, family):
     """One token after the other, each the most probable of a forward without cache."""
     model = model_of(family, eos_token_id=None)
     model.generation_config.repetition_penalty = 3.0  # of the checkpoint: not wanted
@@ -156,7 +156,7 @@ def test_continuations(tokenizer: Any, family: str) -> None:
     assert steps == 2 * [(done, 9) for done in range(1, 10)]
 
 
-def test_the_end_of_a_continuation(tokenizer: Any) -> None:
+def test_the_end_of_a_continuation(tokenizer):
     """The model's end of text is the last token; the progress callback can end it, too.
 
     What that raises leaves the model as it was.
@@ -185,7 +185,7 @@ def test_the_end_of_a_continuation(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_routing(tokenizer: Any, family: str) -> None:
+def test_routing(tokenizer, family):
     """The weights and experts that the router handed over, for every token."""
     model = model_of(family)
     passage = read_passage(model, tokenizer, text=TEXT)
@@ -204,7 +204,7 @@ def test_routing(tokenizer: Any, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_atoms_of_token(tokenizer: Any, family: str) -> None:
+def test_atoms_of_token(tokenizer, family):
     """The longest of all p · h_k · w_down_k of one token, and their shares."""
     model = model_of(family)
     passage = read_passage(model, tokenizer, text=TEXT)
@@ -222,7 +222,7 @@ def test_atoms_of_token(tokenizer: Any, family: str) -> None:
     )
 
 
-def test_what_is_not_there(tokenizer: Any) -> None:
+def test_what_is_not_there(tokenizer):
     """Layers, positions, experts and atoms that do not exist are named."""
     model = model_of("deepseek_v3")  # layer 0 has no routed experts
     passage = read_passage(model, tokenizer, text=TEXT)
@@ -246,9 +246,7 @@ def test_what_is_not_there(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_top_contexts(
-    tokenizer: Any, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_top_contexts(tokenizer, family, monkeypatch):
     """The largest |h| of all, found batch by batch, with the text around each."""
     monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
     model = model_of(family)
@@ -280,9 +278,7 @@ def test_top_contexts(
         assert row.before + row.token + row.after == tokenizer.decode(around)
 
 
-def test_of_equal_activations_the_first(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_equal_activations_the_first(tokenizer, monkeypatch):
     """An atom that is never active shows the first tokens of its expert."""
     monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
     model = model_of("qwen2_moe")
@@ -297,7 +293,7 @@ def test_of_equal_activations_the_first(
     assert rows["h"].eq(0).all()
 
 
-def test_contexts_of_an_expert_without_tokens(tokenizer: Any) -> None:
+def test_contexts_of_an_expert_without_tokens(tokenizer):
     """Fewer tokens than asked for, or none: as many rows as there are."""
     model = model_of("qwen2_moe")
     ids = tiny_ids(n_sequences=1, seq_len=2)

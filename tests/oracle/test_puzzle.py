@@ -63,7 +63,7 @@ def twins() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def hub(twins: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub(twins, tmp_path_factory) -> Path:
     """The blocks in one folder as they are published, with their own code beside."""
     folder = write_folder(tmp_path_factory.mktemp("hub") / "puzzle", twins[0])
     shapes = ENDS | {"0.eh_proj": (16, 32)}
@@ -106,9 +106,7 @@ def reference(twins: list[Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logits_are_those_of_the_blocks(
-    hub: Path, twins: list[Any], *, stream: bool
-) -> None:
+def test_logits_are_those_of_the_blocks(hub, twins, *, stream):
     """In float64, to the rounding of logits; the folder's code does not run."""
     model = opened(hub, stream=stream)
     close = {"rtol": 1e-6, "atol": 1e-6}
@@ -116,7 +114,7 @@ def test_logits_are_those_of_the_blocks(
     assert not (hub / "ran").exists()
 
 
-def test_scores_in_memory_are_those_streamed(hub: Path) -> None:
+def test_scores_in_memory_are_those_streamed(hub):
     """All columns, but for the float32 of routers; of layers of different sizes."""
     text = CalibrationSet.from_ids(IDS)
     models = [opened(hub, stream=stream) for stream in (False, True)]
@@ -128,7 +126,7 @@ def test_scores_in_memory_are_those_streamed(hub: Path) -> None:
     assert (needs.n_moe_layers, needs.n_layers, needs.n_atoms) == (2, 5, 104)
 
 
-def test_text_with_a_cache_is_text_without(hub: Path) -> None:
+def test_text_with_a_cache_is_text_without(hub):
     """Eight tokens, greedily."""
     model = opened(hub, stream=False)
     model.set_experts_implementation("eager")
@@ -138,7 +136,7 @@ def test_text_with_a_cache_is_text_without(hub: Path) -> None:
 
 
 @pytest.mark.parametrize("structure", ["ragged", "per_layer"])
-def test_pruned_and_reloaded(hub: Path, tmp_path: Path, structure: str) -> None:
+def test_pruned_and_reloaded(hub, tmp_path, structure):
     """The masked model; of a width for each layer it is stock, as config.json says."""
     model, stock = opened(hub, stream=False), structure == "per_layer"
     table = collect_statistics(model, CalibrationSet.from_ids(IDS))
@@ -161,13 +159,13 @@ def test_pruned_and_reloaded(hub: Path, tmp_path: Path, structure: str) -> None:
     assert read_json(tmp_path / "again" / "config.json") == config
 
 
-def test_one_width_for_all_layers_is_refused(hub: Path) -> None:
+def test_one_width_for_all_layers_is_refused(hub):
     """Before anything is measured."""
     with pytest.raises(SpecError, match="have widths of their own, not one"):
         check_selection(hub, Selection(0.25, structure="uniform"), written=True)
 
 
-def test_half_of_a_layer_that_predicts_is_refused(hub: Path, tmp_path: Path) -> None:
+def test_half_of_a_layer_that_predicts_is_refused(hub, tmp_path):
     """It has the numbers of its own list of blocks."""
     folder = Path(shutil.copytree(hub, tmp_path / "moe"))
     with changed_tensors(folder) as stored:
@@ -191,9 +189,7 @@ def test_half_of_a_layer_that_predicts_is_refused(hub: Path, tmp_path: Path) -> 
         ("mtp_block_configs", [], "mtp_block_configs is missing"),
     ],
 )
-def test_other_lists_are_refused(
-    hub: Path, tmp_path: Path, key: str, value: Any, message: str
-) -> None:
+def test_other_lists_are_refused(hub, tmp_path, key, value, message):
     """By name, before a weight is read."""
     folder = Path(shutil.copytree(hub, tmp_path / "moe"))
     with changed_json(folder) as config:

@@ -48,7 +48,7 @@ MUCH = {"population": 12, "generations": 12}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_evoesap_finds_the_best_allocation(family: str) -> None:
+def test_evoesap_finds_the_best_allocation(family):
     """The best of all ways in which two layers lose four experts of twelve in all."""
     model = tiny_model(family, **SIX)
     order, costs = by_reap(model), {}
@@ -123,7 +123,7 @@ def mutated_by_hand(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_search_of_evoesap_by_hand(seed: int) -> None:
+def test_the_search_of_evoesap_by_hand(seed):
     """Every plan that is judged, in order, and the best; some are at their limits."""
     most, total, weights = [4, 6, 6, 2, 6], 12, [5.0, 1.0, 3.0, 0.1, 2.0]
     options = {"population": 16, "generations": 6}
@@ -156,7 +156,7 @@ def test_the_search_of_evoesap_by_hand(seed: int) -> None:
     assert any(n == cap for plan in tried for n, cap in zip(plan, most, strict=True))
 
 
-def test_the_fitness_of_a_search_is_that_of_all_logits() -> None:
+def test_the_fitness_of_a_search_is_that_of_all_logits():
     """The loss and the rejection, of the dense model and of a smaller one."""
     model = tiny_model("qwen2_moe", **SIX)
     rejection, kept = searches.Rejection(model, IDS), {0: (0, 2, 3), 1: (1, 4)}
@@ -169,7 +169,7 @@ def test_the_fitness_of_a_search_is_that_of_all_logits() -> None:
     assert loss == pytest.approx(nll(small), rel=1e-9)
 
 
-def test_what_a_search_refuses() -> None:
+def test_what_a_search_refuses():
     """Too small a population, an option of 0, and too large a ratio."""
     model = tiny_model("mixtral", **SIX)
     with pytest.raises(SpecError, match="population"):
@@ -180,7 +180,7 @@ def test_what_a_search_refuses() -> None:
         fitted("evoesap", model, 0.9)
 
 
-def test_shares_are_exact_and_limited() -> None:
+def test_shares_are_exact_and_limited():
     """Equal weights give equal shares, and every allocation can be reached."""
     assert experts.apportioned([1.0, 1.0, 1.0], 6, [4, 4, 4]) == (2, 2, 2)
     assert experts.apportioned([0.0, 0.0], 3, [1, 4]) == (1, 2)
@@ -190,7 +190,7 @@ def test_shares_are_exact_and_limited() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_moe_i2_searches_the_best_set_and_truncates(family: str) -> None:
+def test_moe_i2_searches_the_best_set_and_truncates(family):
     """Each layer's set is the exhaustive optimum of NAEE's loss; matrices by SVD."""
     model = tiny_model(family, **SIX)
     fit = fitted("moe-i2-like", model, 0.5, **MUCH)
@@ -221,7 +221,7 @@ def test_moe_i2_searches_the_best_set_and_truncates(family: str) -> None:
     assert fit.savings(model).routed_flops[1] < fit.savings(model).routed_flops[0]
 
 
-def test_moe_i2_spares_the_layer_that_matters() -> None:
+def test_moe_i2_spares_the_layer_that_matters():
     """A layer without effect on the loss loses more experts than the other."""
     model = tiny_model("mixtral", **SIX)
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_moe_i2_spares_the_layer_that_matters() -> None:
     assert len(compression.kept[0]) < len(compression.kept[1])
 
 
-def test_ranks_by_hand() -> None:
+def test_ranks_by_hand():
     """The largest values, at least one and at most `most` of each list."""
     values = [np.array([9.0, 8.0, 7.0]), np.array([2.0, 1.0, 0.5])]
     assert searches.ranks(values, 3, 3) == [2, 1]

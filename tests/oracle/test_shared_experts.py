@@ -35,7 +35,7 @@ def model_of(family: str, *, n_shared: int = 1, dtype: Any = torch.float32) -> A
 
 @pytest.mark.parametrize("n_shared", [1, 2])
 @pytest.mark.parametrize("family", COUNTED)
-def test_saved_and_sliced(family: str, n_shared: int, tmp_path: Path) -> None:
+def test_saved_and_sliced(family, n_shared, tmp_path):
     """24 atoms become 32 = 2 x 16, and 48 stay; in memory and of a folder."""
     model = model_of(family, n_shared=n_shared)
     keep = widths_keep(model, WIDTH, structure="uniform")
@@ -76,7 +76,7 @@ def check_added(dense: Path, sliced: Path, *, wider: bool) -> None:
         assert grown == (wider and name in shared)
 
 
-def test_no_zero_atoms_where_the_width_divides() -> None:
+def test_no_zero_atoms_where_the_width_divides():
     """Elsewhere there are fewer than a routed expert has.
 
     The example of docs/checkpoints.md is DeepSeekMoE-16B with 832 of 1,408 atoms.
@@ -92,7 +92,7 @@ def test_no_zero_atoms_where_the_width_divides() -> None:
     assert wide == {(2048, 2816 + 512)}
 
 
-def test_only_shared_experts_may_grow() -> None:
+def test_only_shared_experts_may_grow():
     """By whole atoms, each in its matrices; test_wrappers.py has a family refused."""
     path = "model.layers.1.mlp.shared_experts"
     before = {f"{path}.up_proj.weight": (8, 4), f"{path}.down_proj.weight": (4, 8)}

@@ -17,9 +17,7 @@ WINDOWS = tiny_windows(n_sequences=8, seq_len=24)
 
 
 @pytest.mark.parametrize("family", [*REPRESENTATIVES, *HANDING])
-def test_sums_are_those_of_whole_forwards(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_are_those_of_whole_forwards(family, monkeypatch):
     """Bit for bit, with what is of a batch and not of its shape, too."""
     model = tiny_model(family)
     expected = all_grams(model, WINDOWS)
@@ -34,7 +32,7 @@ def test_sums_are_those_of_whole_forwards(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *HANDING])
-def test_what_is_kept_between_layers_is_foreseen(family: str) -> None:
+def test_what_is_kept_between_layers_is_foreseen(family):
     """States of any width, and as many indices of tokens that are attended to."""
     model: Any = tiny_model(family)
     n_numbers, n_indices = state_of(model.config)
@@ -48,7 +46,7 @@ def test_what_is_kept_between_layers_is_foreseen(family: str) -> None:
     assert (handed is not None) == walk.hands_on == (family in HANDING[1:])
 
 
-def test_what_cannot_be_stepped_through_is_refused() -> None:
+def test_what_cannot_be_stepped_through_is_refused():
     """A family whose layers get a part of a second embedding beside the states."""
     model = tiny_model("gemma4_text", hidden_size_per_layer_input=4)
     with (

@@ -34,14 +34,14 @@ Make = Callable[[Any], tuple[KeepMask, Any]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A checkpoint of four layers."""
     place = tmp_path_factory.mktemp("model")
     return written(place, "qwen3_moe", num_hidden_layers=N_LAYERS)
 
 
 @pytest.fixture(autouse=True)
-def files(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(cache, monkeypatch) -> Path:
     """The folder of the files; compensated weights are taken, better or not."""
     monkeypatch.setattr("heapr_lab.refinement.compensation.STANDARD_ERRORS", -math.inf)
     return cache / "sweeps"
@@ -73,10 +73,7 @@ def uncounted() -> None:
 
 
 @pytest.fixture
-def peak(
-    monkeypatch: pytest.MonkeyPatch,
-    uncounted: None,
-) -> Callable[[str], int]:
+def peak(monkeypatch, uncounted) -> Callable[[str], int]:
     """The most sums, or new W_down, in memory at a solve, and when a group is kept."""
     counts: dict[str, list[int]] = {"sums": [0], "down_projs": [0]}
 
@@ -110,9 +107,7 @@ def compensated(model: Any) -> tuple[KeepMask, Any]:
 
 @pytest.mark.parametrize("room", [0, 10_000])
 @pytest.mark.parametrize("make", [compressed, compensated])
-def test_the_same_without_room(
-    make: Make, room: int, folder: Path, files: Path
-) -> None:
+def test_the_same_without_room(make, room, folder, files):
     """The same report, mask and weights, to the bit; they mask and prune like others.
 
     The pruned model reads them as long as it is used, and then no file stays.
@@ -140,9 +135,7 @@ def test_the_same_without_room(
 
 @pytest.mark.parametrize("room", [0, "1GB"])
 @pytest.mark.parametrize("make", [compressed, compensated])
-def test_one_layer_is_in_memory(
-    make: Make, room: int | str, folder: Path, peak: Callable[[str], int]
-) -> None:
+def test_one_layer_is_in_memory(make, room, folder, peak):
     """Without room: the sums of one, its weights and the new ones, where all fit."""
     make(opened(folder, stream=True, host_memory=room))
     if room == 0:
@@ -153,9 +146,7 @@ def test_one_layer_is_in_memory(
         assert peak("down_projs") >= N_LAYERS - (make is compensated)
 
 
-def test_an_interrupted_one_leaves_no_file(
-    folder: Path, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_one_leaves_no_file(folder, files, monkeypatch):
     """Not even those that a part of the layers was put into."""
     solve, stop = LayerSolver.solve, Mock(side_effect=[None, None, KeyboardInterrupt])
 
@@ -173,9 +164,7 @@ def test_an_interrupted_one_leaves_no_file(
     assert not left(files)
 
 
-def test_too_little_disk_is_an_error_before_the_work(
-    folder: Path, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_is_an_error_before_the_work(folder, files, monkeypatch):
     """It says what is needed and what is there; one byte more is enough."""
     needed = N_LAYERS * 8 * (2 * 32 * 32 + 4 * 16 * 8)
     model = opened(folder, stream=True, host_memory=1000)
@@ -192,7 +181,7 @@ def test_too_little_disk_is_an_error_before_the_work(
 
 
 @pytest.mark.usefixtures("uncounted")
-def test_eliminate(folder: Path, monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+def test_eliminate(folder, monkeypatch, files):
     """The same scores; each layer's sums are dropped before the next one's are made."""
     from heapr_lab.refinement import elimination
 

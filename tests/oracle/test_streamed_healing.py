@@ -51,7 +51,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "family", [*REPRESENTATIVES, "glm_moe_dsa", "deepseek_v4", "inkling_text"]
 )
-def test_the_weights_are_those_in_memory(family: str, tmp_path: Path) -> None:
+def test_the_weights_are_those_in_memory(family, tmp_path):
     """So is the report; the dense model, and all that is not trained, stay as they are.
 
     Also where layers hand on indices of tokens, or several streams of states.
@@ -80,7 +80,7 @@ def test_the_weights_are_those_in_memory(family: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch) -> None:
     """Two windows run together, so that a step of four has two batches."""
     monkeypatch.setattr(healing, "BATCH_TOKENS", 18)
 
@@ -101,9 +101,7 @@ def in_files(folder: Path, family: str = "qwen2_moe") -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "losses", [(3.0, 2.0, 1.0, 2.0, 3.0), (3.0, 3.1, 3.2), (3.0, 2.0, 2.5, 1.0, 0.5)]
 )
-def test_the_best_version_is_taken(
-    losses: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_version_is_taken(losses, tmp_path, monkeypatch):
     """After two rises, which end it; the first version is the model as it was."""
     models = in_files(tmp_path / "dense")
     pruned = [pruned_of(model) for model in models]
@@ -127,9 +125,7 @@ def test_the_best_version_is_taken(
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_an_interrupted_one_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_one_resumes(tmp_path, monkeypatch):
     """Wherever it was cut off: before a file is written, and before one is removed.
 
     Also if all is in files then, and all was in memory in the whole one.
@@ -176,7 +172,7 @@ def test_an_interrupted_one_resumes(
 
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
-def test_it_is_written_and_read_again(structure: str, tmp_path: Path) -> None:
+def test_it_is_written_and_read_again(structure, tmp_path):
     """The files have the healed weights, rounded as the files are, and so has it."""
     _, dense = both(tmp_path / "dense", "qwen2_moe")
     keep = random_keep(dense)
@@ -200,7 +196,7 @@ def test_it_is_written_and_read_again(structure: str, tmp_path: Path) -> None:
         assert torch.equal(weight, exact[name]), name
 
 
-def test_a_pruned_checkpoint_on_disk_is_healed(tmp_path: Path) -> None:
+def test_a_pruned_checkpoint_on_disk_is_healed(tmp_path):
     """It is read from its files, in place of the dense model's; twice in a row."""
     models = both(tmp_path / "dense", "qwen2_moe")
     folder = save_pruned(pruned_of(models[0]), tmp_path / "pruned")
@@ -213,7 +209,7 @@ def test_a_pruned_checkpoint_on_disk_is_healed(tmp_path: Path) -> None:
     )
 
 
-def test_one_part_is_in_memory_and_the_dense_model_is_read_once(tmp_path: Path) -> None:
+def test_one_part_is_in_memory_and_the_dense_model_is_read_once(tmp_path):
     """For all steps, if there is room for its final states; else once a step."""
     n_reads = []
     for memory in (None, 0):
@@ -240,7 +236,7 @@ def test_one_part_is_in_memory_and_the_dense_model_is_read_once(tmp_path: Path) 
     assert not any(p.requires_grad for p in pruned.parameters())
 
 
-def test_files_are_removed_when_asked(tmp_path: Path) -> None:
+def test_files_are_removed_when_asked(tmp_path):
     """Temporary ones are with the model; a training that ended is not run again."""
     _, dense = in_files(tmp_path / "dense")
     state, steps = tmp_path / "state.safetensors", Heard()
@@ -268,9 +264,7 @@ def test_files_are_removed_when_asked(tmp_path: Path) -> None:
     assert not [*cache.glob("*/*.safetensors")]
 
 
-def test_what_cannot_go_on_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_go_on_is_an_error(tmp_path, monkeypatch):
     """Another training, a missing or damaged file, a full disk, 16 bits; one line."""
     _, dense = in_files(tmp_path / "dense")
     state = tmp_path / "state.safetensors"
@@ -293,9 +287,7 @@ def test_what_cannot_go_on_is_an_error(
 @pytest.mark.parametrize(
     ("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 2**-8)]
 )
-def test_the_command_heals_a_streamed_model(
-    dtype: torch.dtype, near: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_heals_a_streamed_model(dtype, near, tmp_path, monkeypatch):
     """As one in memory: the manifest and the weights are the same to rounding.
 
     The files have what was trained in their own type, and so has what is measured.

@@ -4,7 +4,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,13 @@ WINDOWS = CalibrationSet.from_ids(tiny_ids(n_sequences=7, seq_len=16))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A DeepSeek-V3, whose first layer is dense."""
     return written(tmp_path_factory.mktemp("model"), "deepseek_v3")
 
 
 @pytest.fixture
-def table(folder: Path) -> ImportanceTable:
+def table(folder) -> ImportanceTable:
     """The table of the model in memory."""
     model = opened(folder, stream=False)
     return collect_statistics(model, WINDOWS, batch_size=2)
@@ -46,9 +45,9 @@ def table(folder: Path) -> ImportanceTable:
 
 @pytest.mark.parametrize("host_memory", [0, 5000, "1GB"])
 def test_states_beyond_the_budget_are_in_files(
-    host_memory: int | str, folder: Path, table: ImportanceTable,
-    monkeypatch: pytest.MonkeyPatch, cache: Path,
-) -> None:  # fmt: skip
+    host_memory, folder, table,
+    monkeypatch, cache
+):  # fmt: skip
     """The same table, and nothing is left behind."""
     n_files, put = [0], SweepStore.put
 
@@ -67,9 +66,7 @@ def test_states_beyond_the_budget_are_in_files(
     assert not list((cache / "sweeps").iterdir())
 
 
-def test_windows_go_in_parts_where_the_disk_is_small(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_go_in_parts_where_the_disk_is_small(folder, monkeypatch):
     """Parts of two, four and seven windows give the same table."""
     model = opened(folder, stream=True, host_memory=0)
     whole = collect_statistics(model, WINDOWS, batch_size=2)
@@ -84,7 +81,7 @@ def test_windows_go_in_parts_where_the_disk_is_small(
     assert reads[0] > reads[1] > reads[2]
 
 
-def test_how_many_windows_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_windows_fit(tmp_path, monkeypatch):
     """Whole batches if one fits, memory and disk together; none is an error."""
     free_on_disk(monkeypatch, 1000)
 
@@ -100,9 +97,7 @@ def test_how_many_windows_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         fit(901)
 
 
-def test_a_full_disk_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_named(folder, monkeypatch, tmp_path):
     """What was finished before is used by the next call."""
     model, state = opened(folder, stream=True), tmp_path / "pass.state"
     save = sweep_store.save_file
@@ -146,9 +141,7 @@ def started(*args: Any) -> tuple[Any, Connection]:
     return process, steps
 
 
-def test_a_killed_pass_resumes_to_the_same_bits(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_pass_resumes_to_the_same_bits(folder, tmp_path, monkeypatch):
     """Killed at random moments, each time further on, and then left alone."""
     out, state = tmp_path / "table.parquet", tmp_path / "pass.state"
     monkeypatch.setattr(two_sweeps, "fitting_windows", lambda *_, **__: 2)
@@ -189,9 +182,7 @@ def interrupted(model: Any, state: Path, at: int, **options: Any) -> None:
         ("deepseek_v4", 2, (6, 15)),
     ],
 )
-def test_every_step_can_be_the_last(
-    family: str, batch_size: int, steps: Iterable[int], tmp_path: Path
-) -> None:
+def test_every_step_can_be_the_last(family, batch_size, steps, tmp_path):
     """What is of a batch, too: tokens handed on, and the ids that a layer routes by."""
     model = opened(written(tmp_path / family, family), stream=True)
     whole = collect_statistics(model, WINDOWS, batch_size=batch_size)
@@ -202,9 +193,7 @@ def test_every_step_can_be_the_last(
         assert table.frame.equals(whole.frame), at
 
 
-def test_a_checkpoint_that_changed_is_another_pass(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_changed_is_another_pass(folder, tmp_path):
     """What was measured on the old weights is not continued."""
     copy, state = tmp_path / "copy", tmp_path / "pass.state"
     shutil.copytree(folder, copy)
@@ -216,9 +205,7 @@ def test_a_checkpoint_that_changed_is_another_pass(
         )
 
 
-def test_progress_names_sweep_and_layer(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_names_sweep_and_layer(folder, monkeypatch):
     """It says what was read, too, beside a bar that only goes up."""
     notes: list[str] = []
     monkeypatch.setattr(two_sweeps, "noted", lambda _, text: notes.append(text))

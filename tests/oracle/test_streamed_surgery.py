@@ -51,9 +51,7 @@ def assert_saved_alike(models: Any, tmp_path: Path, family: str) -> Path:
         *((family, "uniform") for family in ("gpt_oss", "deepseek")),
     ],
 )
-def test_a_streamed_model_is_pruned_and_saved(
-    family: str, made: str, tmp_path: Path
-) -> None:
+def test_a_streamed_model_is_pruned_and_saved(family, made, tmp_path):
     """The same files as of the model in memory, which load without heapr's help.
 
     W_down of compensation replaces the file's; a uniform mask gives a stock checkpoint.
@@ -76,9 +74,7 @@ def test_a_streamed_model_is_pruned_and_saved(
     assert torch.allclose(window_nll(streamed, WINDOWS.ids), masked, rtol=tolerance)
 
 
-def test_layers_are_read_once_for_compensation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_read_once_for_compensation(tmp_path, monkeypatch):
     """For all batches at once; the mask and weights are those in memory."""
     models = both(tmp_path / "dense", "qwen3_moe")
     half, reads = Selection(0.5, estimator="elimination"), []
@@ -95,7 +91,7 @@ def test_layers_are_read_once_for_compensation(
     assert reads[0] == reads[1]
 
 
-def test_the_dense_model_stays_what_it_was(tmp_path: Path) -> None:
+def test_the_dense_model_stays_what_it_was(tmp_path):
     """Its weights, its configuration and its loss."""
     in_memory, dense = both(tmp_path / "dense", "gpt_oss")
     before = model_identity(in_memory)
@@ -108,7 +104,7 @@ def test_the_dense_model_stays_what_it_was(tmp_path: Path) -> None:
     assert stream(pruned).n_bytes_read > 0
 
 
-def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_refused(tmp_path):
     """Writing text with weights that are on disk; the message says what to do."""
     _, model = both(tmp_path, "qwen3_moe")
     with pytest.raises(SpecError, match=r"on disk.*stream=False.* to write text"):

@@ -1,7 +1,6 @@
 """Tasks on streamed models, which are read once for many batches of requests."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -54,9 +53,7 @@ def alone(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
 @pytest.mark.parametrize(
     "family", ["qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h"]
 )
-def test_answers_are_those_in_memory(
-    family: str, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_answers_are_those_in_memory(family, tokenizer, tmp_path):
     """To 1e-9 in float64, in batches of padded requests, with a mask and without."""
     whole, streamed = both(tmp_path, family, **SIZES)
     keep = random_keep(whole)
@@ -73,13 +70,7 @@ def test_answers_are_those_in_memory(
 
 
 @pytest.mark.parametrize(("host_memory", "n_reads"), [("1GB", 1), (0, 6)])
-def test_parts_are_read_once(
-    host_memory: Any,
-    n_reads: int,
-    tokenizer: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_are_read_once(host_memory, n_reads, tokenizer, tmp_path, monkeypatch):
     """By as many batches as the budget has room for: all of the six, or one."""
     folder = written(tmp_path, "qwen2_moe", **SIZES)
     streamed = opened(folder, stream=True, host_memory=host_memory)
@@ -92,7 +83,7 @@ def test_parts_are_read_once(
     assert Counter(numbers) == dict.fromkeys(range(-1, 3), n_reads)
 
 
-def test_accuracies(tokenizer: Any, tmp_path: Path) -> None:
+def test_accuracies(tokenizer, tmp_path):
     """Rows, and the progress of every request."""
     heard = Heard()
     frames = [

@@ -4,7 +4,6 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ from heapr_lab.streaming.stream import Stream
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def pair(tmp_path_factory) -> tuple[Any, Any]:
     """A DeepSeek-V3, whose first layer is dense, in memory and streamed."""
     return both(tmp_path_factory.mktemp("model"), "deepseek_v3")
 
@@ -59,7 +58,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
+def test_every_number_is_that_in_memory(family, tmp_path):
     """Sizes, statistics and their key, losses, divergences, sums, solves; to rounding.
 
     The last batch is smaller than the others.
@@ -81,7 +80,7 @@ def test_every_number_is_that_in_memory(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [*REPRESENTATIVES, *HANDING])
-def test_solves_are_those_in_memory(family: str, tmp_path: Path) -> None:
+def test_solves_are_those_in_memory(family, tmp_path):
     """Compensated weights, losses with them, and costs of elimination."""
     model, streamed = both(tmp_path, family)
     keep, tolerance = random_keep(model), 1e-4 if family in ROUNDED else 1e-9
@@ -108,9 +107,7 @@ TYPES = [("bfloat16", "float32"), ("bfloat16", "auto"), ("float32", "bfloat16")]
         ("gpt_oss", "float32", "float16"),
     ],
 )
-def test_weights_have_the_type_that_is_asked_for(
-    family: str, stored: str, asked: str, tmp_path: Path
-) -> None:
+def test_weights_have_the_type_that_is_asked_for(family, stored, asked, tmp_path):
     """Every tensor, bit for bit, as in memory; `auto` is float32 on the CPU.
 
     So are norms, sinks and others that a family keeps in float32, and the losses.
@@ -135,9 +132,7 @@ def test_weights_have_the_type_that_is_asked_for(
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_one_part_is_in_memory_at_a_time(
-    family: str, tied: bool, tmp_path: Path
-) -> None:
+def test_one_part_is_in_memory_at_a_time(family, tied, tmp_path):
     """Whatever is run; tied embeddings and head are one part, with the same weights."""
     in_memory, on_disk = both(tmp_path, family, tie_word_embeddings=tied)
     seen: set[int] = set()
@@ -159,7 +154,7 @@ def test_one_part_is_in_memory_at_a_time(
     assert model_identity(on_disk) == model_identity(in_memory)
 
 
-def test_each_sweep_reads_each_part_once(pair: tuple[Any, Any]) -> None:
+def test_each_sweep_reads_each_part_once(pair):
     """Layers twice for the scores, once for a loss, twice for a divergence.
 
     The embeddings are read once for each sweep forward, the head once for each loss.
@@ -192,7 +187,7 @@ def test_each_sweep_reads_each_part_once(pair: tuple[Any, Any]) -> None:
     assert read(masking(model, keep)(lambda: None)) == 0
 
 
-def test_a_model_that_nobody_has_is_gone(tmp_path: Path) -> None:
+def test_a_model_that_nobody_has_is_gone(tmp_path):
     """With the part that was in memory: no cache holds it."""
     model = opened(written(tmp_path, "qwen2_moe"), stream=True)
     collect_statistics(model, WINDOWS)
@@ -223,7 +218,7 @@ DAMAGE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_damaged_widths_are_refused(damage: dict[str, Any], tmp_path: Path) -> None:
+def test_damaged_widths_are_refused(damage, tmp_path):
     """By name, in one line: when the folder is opened, or a layer is read."""
     model = tiny_model("qwen3_moe", dtype=torch.float32)
     save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
@@ -268,9 +263,7 @@ def file_of_layer(model: Any, number: int) -> Path:
         (Path.unlink, "was deleted"),
     ],
 )
-def test_a_shard_that_changes_within_a_pass(
-    change: Callable[[Path], None], said: str, tmp_path: Path
-) -> None:
+def test_a_shard_that_changes_within_a_pass(change, said, tmp_path):
     """No table of two models, and no traceback: the file is named.
 
     It shows in the state: weights in memory may be those of the file, and no more read.
@@ -288,7 +281,7 @@ def test_a_shard_that_changes_within_a_pass(
     assert weights_state(model) != before
 
 
-def test_a_shard_that_is_deleted_between_passes(tmp_path: Path) -> None:
+def test_a_shard_that_is_deleted_between_passes(tmp_path):
     """The file is at fault, not how the model calls its layers."""
     _, model = both(tmp_path, "qwen3_moe")
     keep, path = random_keep(model), file_of_layer(model, -1)
@@ -309,18 +302,14 @@ class _Flipped(two_sweeps._Replayed):
         return func(-scores, *args[1:], **(kwargs or {}))
 
 
-def test_other_routing_in_the_second_sweep_is_an_error(
-    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_routing_in_the_second_sweep_is_an_error(pair, monkeypatch):
     """The tokens of each expert are compared."""
     monkeypatch.setattr(two_sweeps, "_Replayed", _Flipped)
     with pytest.raises(CoverageError, match="other tokens in the second sweep"):
         collect_statistics(pair[1], WINDOWS, batch_size=2)
 
 
-def test_routing_is_replayed(
-    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routing_is_replayed(pair, monkeypatch):
     """Router weights that change between the sweeps change no expert of a token."""
     model, on_disk = pair
     real = two_sweeps.TwoSweeps.forward
@@ -347,7 +336,7 @@ def test_routing_is_replayed(
     stream(on_disk)._empty(0)
 
 
-def test_threads_take_turns(pair: tuple[Any, Any]) -> None:
+def test_threads_take_turns(pair):
     """Scores in one thread and losses in others: each is what it is alone."""
     model, streamed = pair
     expected = window_nll(model, WINDOWS.ids)
@@ -386,12 +375,8 @@ def _written(model: Any, folder: Path) -> Any:
     [(_fingerprint, False), (_norms, False), (_written, True)],
 )
 def test_no_thread_drops_a_layer_that_another_reads(
-    pair: tuple[Any, Any],
-    read: Callable[[Any, Path], Any],
-    sliced: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    pair, read, sliced, monkeypatch, tmp_path
+):
     """What is taken of a layer is taken before another is read in its place."""
     model = pair[1]
     if sliced:
@@ -418,7 +403,7 @@ def test_no_thread_drops_a_layer_that_another_reads(
         thread.join()
 
 
-def test_an_interrupted_pass_leaves_the_model_usable(pair: tuple[Any, Any]) -> None:
+def test_an_interrupted_pass_leaves_the_model_usable(pair):
     """No lock is held, and nothing stands in for its layers."""
     _, model = pair
     with pytest.raises(KeyboardInterrupt):
@@ -428,9 +413,7 @@ def test_an_interrupted_pass_leaves_the_model_usable(pair: tuple[Any, Any]) -> N
     assert other.nll == evaluate_perplexity(pair[0], WINDOWS.ids).nll
 
 
-def test_a_layer_that_was_read_in_part_is_dropped(
-    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_was_read_in_part_is_dropped(pair, monkeypatch):
     """And read again when it is asked for."""
     _, model = pair
     stream(model).fill(0)
@@ -451,7 +434,7 @@ def test_a_layer_that_was_read_in_part_is_dropped(
     assert losses[0] == losses[1]
 
 
-def test_advice_about_files_that_are_shorter_or_gone(tmp_path: Path) -> None:
+def test_advice_about_files_that_are_shorter_or_gone(tmp_path):
     """It is no error: who reads the weights says what is missing."""
     _, model = both(tmp_path, "qwen3_moe")
     reader, names = stream(model).reader, stream(model).parts[1].names
@@ -470,7 +453,7 @@ def test_advice_about_files_that_are_shorter_or_gone(tmp_path: Path) -> None:
 # --- loading ----------------------------------------------------------------------
 
 
-def test_streams_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_streams_of_another_kind_are_refused(tmp_path):
     """Before anything is loaded."""
     with pytest.raises(
         SpecError, match="must be one of True, False, 'auto', got 'yes'"
@@ -481,9 +464,7 @@ def test_streams_of_another_kind_are_refused(tmp_path: Path) -> None:
 # --- the command line --------------------------------------------------------------
 
 
-def test_a_streamed_model_is_scored_pruned_and_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_streamed_model_is_scored_pruned_and_evaluated(tmp_path, monkeypatch):
     """Each command with --stream says what it says without; weights are the same."""
     write_model(tmp_path / "moe")
     write_text(tmp_path / "text.txt")

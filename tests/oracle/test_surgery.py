@@ -41,7 +41,7 @@ def against_stock(family: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_masked_is_sliced_is_zeroed(family: str) -> None:
+def test_masked_is_sliced_is_zeroed(family):
     """masking, prune and zero columns of W_down give the same logits, not the dense.
 
     A pruned model owns its weights, and leaves the model as it was.
@@ -65,7 +65,7 @@ def test_masked_is_sliced_is_zeroed(family: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_a_pruned_model_is_smaller_by_the_formula(family: str, tied: bool) -> None:
+def test_a_pruned_model_is_smaller_by_the_formula(family, tied):
     """Parameters by the formula, tied ones once, equal numel before and after."""
     model = tiny_model(family, tie_word_embeddings=tied)
     keep = random_keep(model)
@@ -86,7 +86,7 @@ def test_a_pruned_model_is_smaller_by_the_formula(family: str, tied: bool) -> No
 
 @pytest.mark.parametrize("width", [0, 8])
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_masks_that_are_empty_or_full(family: str, width: int) -> None:
+def test_masks_that_are_empty_or_full(family, width):
     """Without atoms the output biases are left; with all of them, the dense model."""
     model = tiny_model(family)
     keep = widths_keep(model, width, structure="per_layer")
@@ -95,7 +95,7 @@ def test_masks_that_are_empty_or_full(family: str, width: int) -> None:
     torch.testing.assert_close(logits_of(prune(model, keep), IDS), expected)
 
 
-def test_new_columns_where_most_experts_are_active() -> None:
+def test_new_columns_where_most_experts_are_active():
     """All of them then run at once, with the columns that replace W_down."""
     model = tiny_model("qwen2_moe", num_experts_per_tok=3)
     keep = random_keep(model)
@@ -105,7 +105,7 @@ def test_new_columns_where_most_experts_are_active() -> None:
     torch.testing.assert_close(masked, logits_of(pruned, IDS))
 
 
-def test_a_copy_of_a_masked_model_is_dense() -> None:
+def test_a_copy_of_a_masked_model_is_dense():
     """A model copied inside a mask is not masked, and can be masked itself."""
     model = tiny_model("qwen2_moe")
     keep = random_keep(model)
@@ -121,7 +121,7 @@ def test_a_copy_of_a_masked_model_is_dense() -> None:
 # --- what is refused --------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     """The message gives layers and shapes; the model is left as it was."""
     model = tiny_model("qwen2_moe")
     other = full_keep(tiny_model("qwen2_moe", moe_intermediate_size=6))
@@ -165,7 +165,7 @@ def counted_flops(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", COUNTED)
-def test_flops_equal_torchs_counter(family: str, attention: str) -> None:
+def test_flops_equal_torchs_counter(family, attention):
     """Operations per token, by the measured routing, are exactly those torch counts."""
     model = tiny_model(family, dtype=torch.float32, attn_implementation=attention)
     windows, seq_len = CalibrationSet.from_ids(IDS), IDS.shape[1]

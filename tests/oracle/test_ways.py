@@ -1,6 +1,5 @@
 """How experts run: ragged ones against single atoms, all on all tokens against some."""
 
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,9 +19,7 @@ from heapr_lab.models.ragged_experts import RaggedExperts, normalises
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("n_rows", [0, 1, 2, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_in_half_precision(
-    dtype: torch.dtype, n_rows: int, fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_in_half_precision(dtype, n_rows, fast, monkeypatch):
     """They are those of float64 but for the rounding of the result, on any processor.
 
     So are the gradients, which are sums of up to 40 products.
@@ -49,7 +46,7 @@ def test_products_in_half_precision(
             assert error <= 4 * step * true.grad.norm()
 
 
-def test_other_processors_and_dtypes_multiply_as_they_are() -> None:
+def test_other_processors_and_dtypes_multiply_as_they_are():
     """Float32 is only for half precision on a CPU that has no instructions for it."""
     has = ragged_experts.has_fast_products
     assert has(torch.device("cuda"), torch.bfloat16)
@@ -72,9 +69,7 @@ def layer(*, bias: bool = False, empty: bool = False) -> RaggedExperts:
 @pytest.mark.parametrize(("empty", "n_tokens"), [(False, 3), (False, 0), (True, 3)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("index", [[0, 0], [1, 2], [2, 4], [4, 4]], ids=str)
-def test_against_atom_by_atom(
-    index: list[int], bias: bool, empty: bool, n_tokens: int
-) -> None:
+def test_against_atom_by_atom(index, bias, empty, n_tokens):
     """Experts without tokens or without atoms, and slots that no expert runs (4).
 
     Of no tokens nothing comes out.
@@ -119,7 +114,7 @@ def routed(layer: ExpertsLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_every_family(family: str) -> None:
+def test_every_family(family):
     """Within 1e-12 of the family's own loop and of the masked experts function."""
     layer = find_experts(tiny_model(family))[-1]
     if normalises(layer.module):
@@ -139,7 +134,7 @@ def test_every_family(family: str) -> None:
 
 
 @torch.no_grad()
-def test_slots_without_an_expert_and_repeated_ones() -> None:
+def test_slots_without_an_expert_and_repeated_ones():
     """An index of E adds nothing; an expert in two slots counts twice."""
     layer = find_experts(tiny_model("qwen2_moe"))[0]
     states, index, weights = routed(layer)
@@ -154,9 +149,7 @@ def test_slots_without_an_expert_and_repeated_ones() -> None:
 
 
 @pytest.mark.parametrize(("n_active", "used"), [(3, True), (2, False)])
-def test_where_it_is_used(
-    n_active: int, used: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_it_is_used(n_active, used, tmp_path, monkeypatch):
     """Models loaded on a CPU use it, masked or not, if most experts are active."""
     spy = Mock(wraps=hooks.all_experts)
     monkeypatch.setattr(hooks, "all_experts", spy)
@@ -174,9 +167,7 @@ def test_where_it_is_used(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("width", "dtype"), [(7, "float32"), (4, "bfloat16")])
-def test_widths_that_fill_no_16_bytes_run(
-    width: int, dtype: str, stream: bool, tmp_path: Any
-) -> None:
+def test_widths_that_fill_no_16_bytes_run(width, dtype, stream, tmp_path):
     """Grouped kernels refuse them, so they are not asked."""
     folder = write_model(tmp_path, moe_intermediate_size=width)
     model, _ = load_model(folder, device="cpu", dtype=dtype, stream=stream)

@@ -2,7 +2,6 @@
 
 import copy
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ ONE_FAMILY = pytest.mark.parametrize("fitted", ["deepseek_v2"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def fitted(request: pytest.FixtureRequest) -> Fitted:
+def fitted(request) -> Fitted:
     """A model, what each method found for it, and its tensors before that."""
     model = tiny_model(request.param, **SIX)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -102,7 +101,7 @@ def same(
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
-def test_the_budget_is_exact(fitted: Fitted, ratio: float) -> None:
+def test_the_budget_is_exact(fitted, ratio):
     """Within one of what the method removes at a time, and counted by hand."""
     model, _, _ = fitted
     architecture = describe(model)
@@ -131,7 +130,7 @@ def test_the_budget_is_exact(fitted: Fitted, ratio: float) -> None:
 
 
 @ONE_FAMILY
-def test_ratio_zero_changes_nothing(fitted: Fitted) -> None:
+def test_ratio_zero_changes_nothing(fitted):
     """The logits are those of the dense model."""
     model, _, _ = fitted
     dense = logits_of(model, IDS)
@@ -141,7 +140,7 @@ def test_ratio_zero_changes_nothing(fitted: Fitted) -> None:
 
 
 @ONE_FAMILY
-def test_the_same_seed_gives_the_same_result(fitted: Fitted) -> None:
+def test_the_same_seed_gives_the_same_result(fitted):
     """Fitted again, with measurements of its own; another seed is another draw."""
     model, before, _ = fitted
     for name in METHODS:
@@ -151,7 +150,7 @@ def test_the_same_seed_gives_the_same_result(fitted: Fitted) -> None:
         assert not same(drawn, model, before[name], model)
 
 
-def test_the_order_of_experts_does_not_matter(fitted: Fitted) -> None:
+def test_the_order_of_experts_does_not_matter(fitted):
     """With permuted experts and router rows the compressed function is the same."""
     model, before, _ = fitted
     permuted = with_permuted_experts(model)
@@ -174,7 +173,7 @@ def with_permuted_experts(model: nn.Module) -> nn.Module:
 
 
 @ONE_FAMILY
-def test_the_order_of_windows_does_not_matter(fitted: Fitted) -> None:
+def test_the_order_of_windows_does_not_matter(fitted):
     """Except where windows are held out by their place."""
     model, before, _ = fitted
     turned = CalibrationSet.from_ids(WINDOWS.ids.flip(0))
@@ -185,7 +184,7 @@ def test_the_order_of_windows_does_not_matter(fitted: Fitted) -> None:
         assert any("order" in text for text in METHODS[name].deviations)
 
 
-def test_the_dense_model_is_untouched(fitted: Fitted) -> None:
+def test_the_dense_model_is_untouched(fitted):
     """Bit for bit, after fitting, applying, an exception inside, and materialising."""
     model, compressions, state = fitted
     objects = [id(weight) for weight in model.parameters()]
@@ -203,7 +202,7 @@ def test_the_dense_model_is_untouched(fitted: Fitted) -> None:
     assert torch.equal(logits_of(model, IDS), dense)
 
 
-def test_applied_is_materialised_is_reloaded(fitted: Fitted, tmp_path: Path) -> None:
+def test_applied_is_materialised_is_reloaded(fitted, tmp_path):
     """The three have the same logits, which are not those of the dense model.
 
     What is no ordinary model of the family is not written.

@@ -157,7 +157,7 @@ def selected(table: ImportanceTable, **settings: Any) -> Choice:
 
 
 @given(tables(most=MANY), ratios)
-def test_global_count_is_exact(table: ImportanceTable, ratio: Any) -> None:
+def test_global_count_is_exact(table, ratio):
     """Exactly ⌊r · n⌋ atoms go, ties or not, and they have the lowest scores."""
     keep = select(table, ratio=ratio)
     assert keep.n_removed == math.floor(Fraction(str(ratio)) * table.n_atoms)
@@ -167,7 +167,7 @@ def test_global_count_is_exact(table: ImportanceTable, ratio: Any) -> None:
 
 
 @given(tables(most=MANY), ratios)
-def test_layer_count_is_exact(table: ImportanceTable, ratio: Any) -> None:
+def test_layer_count_is_exact(table, ratio):
     """With scope layer exactly ⌊r · n⌋ atoms of every layer go."""
     keep = select(table, ratio=ratio, scope="layer")
     for layer in keep.layers:
@@ -176,9 +176,7 @@ def test_layer_count_is_exact(table: ImportanceTable, ratio: Any) -> None:
 
 
 @given(tables(most=MANY), ratios, ratios, st.sampled_from((*ANY, CAMERA)))
-def test_masks_are_nested(
-    table: ImportanceTable, a: Any, b: Any, settings: dict[str, Any]
-) -> None:
+def test_masks_are_nested(table, a, b, settings):
     """What stays at the larger ratio stays at the smaller one."""
     low, high = (select(table, ratio=r, **settings) for r in sorted((a, b)))
     for layer in low.layers:
@@ -186,9 +184,7 @@ def test_masks_are_nested(
 
 
 @given(tables(most=MANY), ratios, st.sampled_from(ROUNDED))
-def test_rounded_structures_remove_enough(
-    table: ImportanceTable, ratio: Any, settings: dict[str, Any]
-) -> None:
+def test_rounded_structures_remove_enough(table, ratio, settings):
     """At least the ratio goes, and every width is one that may be."""
     keep = select(table, ratio=ratio, **settings)
     structure = settings.get("structure", "ragged")
@@ -208,9 +204,7 @@ def test_rounded_structures_remove_enough(
 
 
 @given(tables(), ratios, st.sampled_from(WIDTHS))
-def test_no_mask_of_a_structure_removes_as_many_atoms_for_less(
-    table: ImportanceTable, ratio: Any, settings: dict[str, Any]
-) -> None:
+def test_no_mask_of_a_structure_removes_as_many_atoms_for_less(table, ratio, settings):
     """Whatever the sizes of steps: the score is the least of all with as many gone."""
     got = selected(table, ratio=ratio, **settings)
     masks = choices(table, settings)
@@ -218,9 +212,7 @@ def test_no_mask_of_a_structure_removes_as_many_atoms_for_less(
 
 
 @given(tables(same_shapes=True), ratios, st.sampled_from(WIDTHS + UNIFORM))
-def test_steps_of_one_size_are_exact_at_the_ratio(
-    table: ImportanceTable, ratio: Any, settings: dict[str, Any]
-) -> None:
+def test_steps_of_one_size_are_exact_at_the_ratio(table, ratio, settings):
     """No mask that meets the ratio at all has a smaller score, also of one width."""
     (_, d_inter), *_ = table.shapes().values()
     assume(settings in UNIFORM or d_inter % settings.get("multiple", 1) == 0)
@@ -237,9 +229,7 @@ def test_steps_of_one_size_are_exact_at_the_ratio(
 
 
 @given(tables(), ratios, st.sampled_from(ANY))
-def test_at_least_the_share_of_the_model_goes(
-    table: ImportanceTable, ratio: Any, settings: dict[str, Any]
-) -> None:
+def test_at_least_the_share_of_the_model_goes(table, ratio, settings):
     """The share is counted exactly."""
     got = selected(table, ratio=ratio, of="model", **settings)
     n_parameters = table.architecture.n_parameters

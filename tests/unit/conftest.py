@@ -47,7 +47,7 @@ def model() -> nn.Module:
 
 
 @pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     """A tiny model in `moe`, and a text."""
     folder = tmp_path_factory.mktemp("unit")
     write_model(folder / "moe")
@@ -56,19 +56,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def source(root: Path) -> Path:
+def source(root) -> Path:
     """The folder of the tiny model, which nothing changes."""
     return root / "moe"
 
 
 @pytest.fixture(scope="module")
-def bench(source: Path) -> Workbench:
+def bench(source) -> Workbench:
     """The tiny model on a bench."""
     return open_workbench(str(source), profile="small")
 
 
 @pytest.fixture
-def panel(bench: Workbench, root: Path) -> Explorer:
+def panel(bench, root) -> Explorer:
     """A panel that can evaluate the masked model on the text."""
     text = str(root / "text.txt")
     table = bench.measure(bench.test_windows(text))
@@ -80,7 +80,7 @@ def panel(bench: Workbench, root: Path) -> Explorer:
 
 
 @pytest.fixture(scope="session")
-def folder(root: Path) -> Path:
+def folder(root) -> Path:
     """The model `moe`, the text `text.txt`, and a table of the model."""
     run("score", root / "moe", "--out", root / "table.parquet", *text_of(root))
     return root

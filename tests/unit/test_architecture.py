@@ -41,14 +41,14 @@ def imports_within(wing: str) -> dict[str, set[str]]:
     }
 
 
-def test_every_wing_has_a_row() -> None:
+def test_every_wing_has_a_row():
     """A new sub-package gets its place among WINGS."""
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert folders == set(WINGS)
 
 
 @pytest.mark.parametrize("wing", [*TOP, *WINGS])
-def test_imports_point_downward(wing: str) -> None:
+def test_imports_point_downward(wing):
     """A wing imports only from itself and from wings below it."""
     above = [
         (path.name, name)
@@ -62,7 +62,7 @@ def test_imports_point_downward(wing: str) -> None:
 
 
 @pytest.mark.parametrize("wing", WINGS)
-def test_no_circles_within_a_wing(wing: str) -> None:
+def test_no_circles_within_a_wing(wing):
     """Also within a wing there is an order in which modules import each other."""
     left = imports_within(wing)
     while free := [name for name, needed in left.items() if not needed & left.keys()]:
@@ -71,7 +71,7 @@ def test_no_circles_within_a_wing(wing: str) -> None:
 
 
 @pytest.mark.parametrize("wing", WINGS)
-def test_a_wing_says_its_one_job(wing: str) -> None:
+def test_a_wing_says_its_one_job(wing):
     """In the first line of `__init__`, where nothing else is imported at once."""
     tree = ast.parse((PACKAGE / wing / "__init__.py").read_text(encoding="utf-8"))
     line = (ast.get_docstring(tree) or "").split("\n")[0]
@@ -79,19 +79,19 @@ def test_a_wing_says_its_one_job(wing: str) -> None:
     assert len(line) <= 88
 
 
-def test_few_modules_stand_at_the_top() -> None:
+def test_few_modules_stand_at_the_top():
     """What is not shared by all belongs to a wing."""
     at_the_top = sorted(path.stem for path in PACKAGE.glob("*.py"))
     assert at_the_top == sorted(["__init__", "__main__", *TOP])
     assert len(at_the_top) <= MOST_AT_THE_TOP
 
 
-def test_no_module_is_called_utils() -> None:
+def test_no_module_is_called_utils():
     """Every module is named for its one job."""
     assert {path.stem for path in MODULES} & {"utils", "util", "helpers"} == set()
 
 
-def test_variables_are_nouns() -> None:
+def test_variables_are_nouns():
     """None says only that something was looked up, or whose it is."""
     empty = {"found", "own"}
     assigned = {
@@ -133,7 +133,7 @@ assert "lm_eval" not in sys.modules
 """
 
 
-def test_imports_without_torch() -> None:
+def test_imports_without_torch():
     """Wings by name, scores, selections, figures and READMEs need no torch.
 
     The command line needs no pandas either, and tasks no lm_eval until they are run.
@@ -142,7 +142,7 @@ def test_imports_without_torch() -> None:
     says("-c", _IMPORT_ALL, *modules, cwd=PACKAGE.parent)
 
 
-def test_any_module_of_formats_comes_first() -> None:
+def test_any_module_of_formats_comes_first():
     """They register with transformers while it is imported, which imports them."""
     run_each(
         "import heapr_lab.models.folders",

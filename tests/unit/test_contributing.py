@@ -31,7 +31,7 @@ assert keep != select(table, ratio=0.25)
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Path:
+def edited(tmp_path) -> Path:
     """A copy of the package, with the formula and the row where the text puts them."""
     package = Path(heapr_lab.__file__).parent
     skipped = shutil.ignore_patterns("__pycache__")
@@ -46,7 +46,7 @@ def edited(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_new_estimator_is_a_formula_and_a_row(edited: Path) -> None:
+def test_a_new_estimator_is_a_formula_and_a_row(edited):
     """The package so edited selects by it and draws what it selected."""
     code = fence(PAGE, "python use") + CHECK
     env = {"PYTHONPATH": str(edited), "MPLBACKEND": "Agg", "HOME": str(edited)}
@@ -54,7 +54,7 @@ def test_a_new_estimator_is_a_formula_and_a_row(edited: Path) -> None:
     assert (edited / "energy.png").stat().st_size > 5_000
 
 
-def test_every_file_it_names_is_there() -> None:
+def test_every_file_it_names_is_there():
     """Paths between backticks exist, and say what the text says they hold."""
     named = set(re.findall(r"`((?:heapr_lab|tests|benchmarks)/[\w./]+)`", TEXT))
     names = {path for path in named if "NAME" not in path}
@@ -66,7 +66,7 @@ def test_every_file_it_names_is_there() -> None:
         assert re.search(rf"^{name}\b", (ROOT / path).read_text("utf-8"), re.M), name
 
 
-def test_tests_with_a_browser_have_their_folder() -> None:
+def test_tests_with_a_browser_have_their_folder():
     """`make test` looks for them there alone, and elsewhere none would ever run."""
     marked = re.compile(r"^(@|pytestmark = |    )pytest\.mark\.browser\b", re.M)
     files = (ROOT / "tests").rglob("test_*.py")
@@ -74,6 +74,6 @@ def test_tests_with_a_browser_have_their_folder() -> None:
     assert tests == set((ROOT / "tests" / "browser").glob("test_*.py"))
 
 
-def test_it_is_one_page() -> None:
+def test_it_is_one_page():
     """It is read before the first change."""
     assert len(TEXT.splitlines()) <= MOST_LINES

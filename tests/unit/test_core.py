@@ -42,13 +42,13 @@ sys.meta_path.insert(0, Refuse())
 """Makes unimportable what is not in THERE."""
 
 
-def test_the_core_is_below_all_others() -> None:
+def test_the_core_is_below_all_others():
     """A wing around it may import all of it."""
     assert WINGS[: len(CORE)] == CORE
 
 
 @pytest.mark.parametrize("wing", CORE)
-def test_nothing_else_is_imported_by_name(wing: str) -> None:
+def test_nothing_else_is_imported_by_name(wing):
     """Neither as text nor as an attribute of the package, which no statement shows."""
     for path in (PACKAGE / wing).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -61,14 +61,14 @@ def test_nothing_else_is_imported_by_name(wing: str) -> None:
             assert not place, (path.name, text)
 
 
-def test_the_core_is_small() -> None:
+def test_the_core_is_small():
     """What grows beyond this belongs to a wing around it."""
     files = [path for wing in CORE for path in (PACKAGE / wing).glob("*.py")]
     files += [PACKAGE / f"{name}.py" for name in TOP]
     assert sum(map(code_lines, files)) <= MOST_LINES
 
 
-def test_models_on_disk_are_asked_for_in_few_files() -> None:
+def test_models_on_disk_are_asked_for_in_few_files():
     """All others ask the backend, which is the same for models in memory."""
     asking, opening = (
         {
@@ -85,7 +85,7 @@ def test_models_on_disk_are_asked_for_in_few_files() -> None:
     assert not {path.partition("/")[0] for path in asking | opening} & {*CORE}
 
 
-def test_what_is_read_first_is_read_in_an_hour() -> None:
+def test_what_is_read_first_is_read_in_an_hour():
     """Thirteen files of the core, which are there, one sentence for each."""
     rows = re.findall(r"^\d+\. `([\w/]+\.py)`: .+\.$", READING, re.MULTILINE)
     assert len(rows) == 13
@@ -93,7 +93,7 @@ def test_what_is_read_first_is_read_in_an_hour() -> None:
     assert sum(code_lines(PACKAGE / row) for row in rows) <= MOST_TO_READ
 
 
-def test_the_lines_of_the_readme_run_alone(tmp_path: Path) -> None:
+def test_the_lines_of_the_readme_run_alone(tmp_path):
     """Nothing else can be imported; only writing a checkpoint needs more."""
     assert LINES is not None
     lines = LINES[1].strip()

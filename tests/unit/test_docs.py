@@ -43,7 +43,7 @@ TUTORIAL = run_tutorial.TUTORIAL.read_text("utf-8")
 
 
 @pytest.fixture
-def tiny_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tiny_lab(tmp_path, monkeypatch) -> Iterator[Path]:
     """An empty folder to work in, where `lab` is a tiny model with little text."""
     model = write_model(tmp_path / "lab_moe")
     monkeypatch.setattr(paths, "lab_model_dir", lambda: model)
@@ -80,7 +80,7 @@ def in_process(line: str) -> str:
     return ""
 
 
-def test_the_tutorial_runs(tiny_lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tutorial_runs(tiny_lab, capsys):
     """Every command and every cell, in order; it ends with the models it promises."""
     steps = list(run_tutorial.steps(TUTORIAL))
     assert [step.language for step in steps].count("console") >= 9
@@ -103,7 +103,7 @@ def test_the_tutorial_runs(tiny_lab: Path, capsys: pytest.CaptureFixture[str]) -
     assert measured["perplexity on pydocs"].nunique() == 3  # dense, best, paper
 
 
-def test_its_perplexities_are_those_of_the_figures() -> None:
+def test_its_perplexities_are_those_of_the_figures():
     """The dense lab model, and HEAPr at 40 %, on the same windows."""
     block = re.search(r"<!-- perplexity -->(.*?)<!-- end -->", TUTORIAL, re.DOTALL)
     assert block is not None
@@ -129,7 +129,7 @@ def names_of(widget: Widget) -> set[str]:
     return names.union(*map(names_of, getattr(widget, "children", ())))
 
 
-def test_every_block_of_the_tutorial_is_run() -> None:
+def test_every_block_of_the_tutorial_is_run():
     """No fence is of a language that `steps` leaves out, and no line is without $."""
     fences = re.findall(r"^```(\w+)$", TUTORIAL, re.MULTILINE)
     assert set(fences) == {"console", "ipython", "python"}
@@ -138,9 +138,7 @@ def test_every_block_of_the_tutorial_is_run() -> None:
     assert [line for line in lines if not line.startswith("$ ")] == []
 
 
-def test_every_command_for_the_large_model_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_for_the_large_model_can_be_read(tmp_path, monkeypatch):
     """The command line's own parser takes them, with the files they are about."""
     monkeypatch.setattr("heapr_lab.cli.options.check_there", lambda _: None)
     monkeypatch.chdir(tmp_path)
@@ -155,7 +153,7 @@ def test_every_command_for_the_large_model_can_be_read(
         command.make_context(name, rest, parent=context)
 
 
-def test_the_sizes_are_those_of_the_code() -> None:
+def test_the_sizes_are_those_of_the_code():
     """The table of the large model is what its configuration gives today."""
     match = re.search(r"<!-- sizes -->(.*?)<!-- end -->", TUTORIAL, re.DOTALL)
     assert match is not None
@@ -165,7 +163,7 @@ def test_the_sizes_are_those_of_the_code() -> None:
 # --- the other pages --------------------------------------------------------------
 
 
-def test_what_is_generated_inside_pages() -> None:
+def test_what_is_generated_inside_pages():
     """Deviations are those of the registry; passes those that the benchmark counts."""
     expected = {
         "comparing.md": {"deviations": pages.deviations_block()},
@@ -185,14 +183,14 @@ def test_what_is_generated_inside_pages() -> None:
     assert all(f"`{name}`" in deviations for name in methods.names())
 
 
-def test_every_public_name_is_in_the_reference_once() -> None:
+def test_every_public_name_is_in_the_reference_once():
     """The page names all of `heapr_lab.__all__`, and nothing else."""
     text = (DOCS / "api.rst").read_text("utf-8")
     named = re.findall(r"^\.\. auto(?:function|class|exception):: (\S+)$", text, re.M)
     assert sorted(named) == heapr_lab.__all__
 
 
-def test_the_page_of_commands_has_every_help() -> None:
+def test_the_page_of_commands_has_every_help():
     """Each command has a section with its own words, as wide on any terminal."""
     text = pages.commands_page(pages.help_texts())
     names = re.findall(r"^## heapr-lab (\S+)$", text, re.MULTILINE)
@@ -203,7 +201,7 @@ def test_the_page_of_commands_has_every_help() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_every_notebook_is_a_page(tmp_path: Path) -> None:
+def test_every_notebook_is_a_page(tmp_path):
     """All are copied and named in the index; what is gone goes from the copies."""
     stale = tmp_path / "notebooks" / "99_gone.ipynb"
     stale.parent.mkdir()
@@ -216,7 +214,7 @@ def test_every_notebook_is_a_page(tmp_path: Path) -> None:
     assert listed.split() == [*names, "```"]
 
 
-def test_every_page_is_in_the_menu() -> None:
+def test_every_page_is_in_the_menu():
     """The start page names the pages that are there and those that are made."""
     _, _, listed = (DOCS / "index.md").read_text("utf-8").partition(":hidden:\n")
     written = {path.stem for path in DOCS.iterdir() if path.suffix in {".md", ".rst"}}
@@ -225,7 +223,7 @@ def test_every_page_is_in_the_menu() -> None:
     assert set(listed.split()) - {"```"} == expected
 
 
-def test_the_pages_link_to_what_is_there() -> None:
+def test_the_pages_link_to_what_is_there():
     """On GitHub and on the site: each relative link of each page is a file."""
     read = {path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}
     measured = pages.measured_pages()
@@ -236,7 +234,7 @@ def test_the_pages_link_to_what_is_there() -> None:
             assert link in generated or (DOCS / link).exists(), link
 
 
-def test_headings_that_are_linked_to_are_there() -> None:
+def test_headings_that_are_linked_to_are_there():
     """As GitHub names them: lower case, no punctuation, hyphens for blanks."""
     read = {path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}
     read |= pages.measured_pages()
@@ -248,7 +246,7 @@ def test_headings_that_are_linked_to_are_there() -> None:
             assert anchor in {name.replace(" ", "-") for name in names}, anchor
 
 
-def test_links_to_what_is_no_page_are_text() -> None:
+def test_links_to_what_is_no_page_are_text():
     """Cards, tables and the README; notebooks and measurements are pages."""
     text = (
         "[a](../README.md#x) [b](../figures/9_cost_table.md) [c](../data/x/README.md)"
@@ -260,7 +258,7 @@ def test_links_to_what_is_no_page_are_text() -> None:
     )
 
 
-def test_the_many_runs_of_the_docs(tiny_lab: Path) -> None:
+def test_the_many_runs_of_the_docs(tiny_lab):
     """Each writes its row once, and one that has a row ends at once."""
     page = (DOCS / "clusters.md").read_text("utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
@@ -298,7 +296,7 @@ class Fetched(HTMLParser):
 
 
 @pytest.mark.slow
-def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_is_made_without_a_warning(tmp_path):
     """Every page is there, with its names; none fetches anything from elsewhere."""
     pytest.importorskip("sphinx", reason="needs pip install -e '.[docs]'")
     build = [sys.executable, "-m", "sphinx", "-W", "-q", "-d", str(tmp_path / "state")]
@@ -323,7 +321,7 @@ def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
         assert re.search(r"@import|url\([\"']?(https?:)?//", text) is None, path.name
 
 
-def test_every_variable_of_the_environment_is_described() -> None:
+def test_every_variable_of_the_environment_is_described():
     """All that the package reads are in one table, and no other of ours is."""
     sources = (path.read_text() for path in (ROOT / "heapr_lab").rglob("*.py"))
     read = {n for text in sources for n in re.findall(r'"(HEAPR_[A-Z0-9_]+)"', text)}

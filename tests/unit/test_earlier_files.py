@@ -32,7 +32,7 @@ REMOVED = ("own_layers", "price", "protect_outliers", "layer_ratios")
 
 
 @pytest.fixture
-def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def earlier(tmp_path, monkeypatch) -> Path:
     """A copy of the files, in use as the cache, beside the text of then."""
     folder = tmp_path / "earlier"
     shutil.copytree(FILES, folder)
@@ -47,9 +47,7 @@ def never(*_: object, **__: object) -> None:
     pytest.fail("computed again, though it is in the cache")
 
 
-def test_an_earlier_cache_answers(
-    earlier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_cache_answers(earlier, monkeypatch):
     """Statistics and perplexity are found under the keys of then."""
     bench = open_workbench(str(earlier / "dense"), profile="small")
     for name in ("collect_statistics", "evaluate_perplexity"):
@@ -63,7 +61,7 @@ def test_an_earlier_cache_answers(
     assert perplexity.n_tokens == 252
 
 
-def test_earlier_tables_and_masks_are_read(earlier: Path) -> None:
+def test_earlier_tables_and_masks_are_read(earlier):
     """The table selects the mask that was selected then."""
     table = ImportanceTable.read(earlier / "importance.parquet")
     mask = KeepMask.read(earlier / "mask.parquet")
@@ -75,7 +73,7 @@ def test_earlier_tables_and_masks_are_read(earlier: Path) -> None:
     assert Selection.from_dict(chosen) == Selection(0.5)
 
 
-def test_an_earlier_checkpoint_is_loaded(earlier: Path) -> None:
+def test_an_earlier_checkpoint_is_loaded(earlier):
     """Its logits are those of the dense model of then under its mask."""
     pruned = AutoModelForCausalLM.from_pretrained(earlier / "ragged")
     dense, _ = heapr_lab.load_model(str(earlier / "dense"))
@@ -100,9 +98,7 @@ def test_an_earlier_checkpoint_is_loaded(earlier: Path) -> None:
         ({**COMPOSED, "skipping": {"x": [0.5]}}, "thresholds of dynamic skipping"),
     ],
 )
-def test_experts_of_before_are_refused_by_name(
-    own: dict[str, object], what: str, earlier: Path
-) -> None:
+def test_experts_of_before_are_refused_by_name(own, what, earlier):
     """One line says what reads them; by transformers, in memory, and streamed."""
     path = earlier / "ragged" / "config.json"
     with changed_json(path) as config:
@@ -116,7 +112,7 @@ def test_experts_of_before_are_refused_by_name(
         assert "\n" not in str(error.value)
 
 
-def test_what_reads_them_can_be_checked_out() -> None:
+def test_what_reads_them_can_be_checked_out():
     """All refusals name one commit, which has the formats; it calls itself 0.1."""
     commit = re.findall("git checkout ([0-9a-f]+)", EARLIER)
     with pytest.raises(SpecError) as error:
@@ -141,7 +137,7 @@ def _of_commit(place: str) -> str:
     return shown.stdout
 
 
-def test_this_version_is_another() -> None:
+def test_this_version_is_another():
     """What refuses a file does not have the number of what it says to take."""
     numbers = [
         re.search(
@@ -154,7 +150,7 @@ def test_this_version_is_another() -> None:
     assert not str(*ours).startswith("0.1.")
 
 
-def test_the_format_of_less_is_moe_is_refused_by_name(earlier: Path) -> None:
+def test_the_format_of_less_is_moe_is_refused_by_name(earlier):
     """The error says what reads it; in memory, streamed, and as a configuration."""
     why = rf"Less-is-MoE's format, which {re.escape(EARLIER)} reads"
     for stream in (False, True):

@@ -47,7 +47,7 @@ def bounds(text: str) -> str:
     return ",".join(sorted(text.replace(" ", "").replace("*", "").split(",")))
 
 
-def test_the_same_names_and_bounds() -> None:
+def test_the_same_names_and_bounds():
     """Every dependency and test tool stands in both files with the same bounds."""
     settings = project()
     lines = settings["dependencies"] + settings["optional-dependencies"]["test"]
@@ -61,12 +61,12 @@ def test_the_same_names_and_bounds() -> None:
     assert conda_bounds() == expected
 
 
-def test_no_name_stands_twice() -> None:
+def test_no_name_stands_twice():
     """Each package is asked for once."""
     assert len(conda_bounds()) == len(conda_lines())
 
 
-def test_only_conda_forge_and_only_this_project_from_pip() -> None:
+def test_only_conda_forge_and_only_this_project_from_pip():
     """Nothing is taken from another channel, and pip installs this project alone."""
     content = environment()
     assert content["channels"] == ["conda-forge"]
@@ -77,14 +77,14 @@ def test_only_conda_forge_and_only_this_project_from_pip() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(conda_bounds()) - {"python", "pip"}))
-def test_what_is_installed_satisfies_condas_bounds(name: str) -> None:
+def test_what_is_installed_satisfies_condas_bounds(name):
     """The versions these tests run with are inside the bounds, read as conda does."""
     installed = importlib.metadata.version(PIP_NAMES.get(name, name))
     release = Version(installed.partition("+")[0])
     assert VersionSpec(conda_bounds()[name]).matches(release)
 
 
-def test_constraints_pin_what_the_project_asks_for() -> None:
+def test_constraints_pin_what_the_project_asks_for():
     """Each dependency has an exact pin inside its bounds, and no hash, url or build."""
     text = (ROOT / "constraints.txt").read_text("utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
@@ -101,7 +101,7 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
         assert pins[re.sub(r"[-_.]+", "-", item.name).lower()] in item.specifier
 
 
-def test_what_a_wheel_has_is_all_that_the_package_is() -> None:
+def test_what_a_wheel_has_is_all_that_the_package_is():
     """Each file that is no code is named by a pattern of its package."""
     package = ROOT / "heapr_lab"
     with (ROOT / "pyproject.toml").open("rb") as file:

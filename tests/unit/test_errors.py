@@ -8,7 +8,7 @@ EXPLORE = "from heapr_lab import explore\nexplore('no/such-model')"
 
 
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch) -> InteractiveShell:
+def shell(monkeypatch) -> InteractiveShell:
     """A shell without colours, where no hub is asked."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     shell = InteractiveShell(colors="nocolor")
@@ -16,7 +16,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> InteractiveShell:
     return shell
 
 
-def test_an_error_is_one_line_in_a_notebook(shell: InteractiveShell) -> None:
+def test_an_error_is_one_line_in_a_notebook(shell):
     """What was asked for and a remedy; the traceback is there for who asks for it."""
     with capture_output() as shown:
         result = shell.run_cell(EXPLORE)

@@ -44,7 +44,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch) -> Iterator[Server]:
     """A hub on this machine, which the variables do not forbid to ask."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
@@ -61,7 +61,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     hub.is_reachable.cache_clear()
 
 
-def test_a_hub_that_answers_is_asked_once(server: Server) -> None:
+def test_a_hub_that_answers_is_asked_once(server):
     """The answer holds for the run, and leaves everything online."""
     assert hub.is_reachable()
     assert hub.is_reachable()
@@ -70,14 +70,14 @@ def test_a_hub_that_answers_is_asked_once(server: Server) -> None:
     assert os.environ["HF_HUB_OFFLINE"] == "0"
 
 
-def test_a_page_that_is_not_there_is_an_answer(server: Server) -> None:
+def test_a_page_that_is_not_there_is_an_answer(server):
     """A mirror need not have a front page."""
     server.status = 404
     assert hub.is_reachable()
 
 
 @pytest.mark.parametrize("status", [403, 407, 500, 503])
-def test_a_proxy_that_refuses_is_no_hub(server: Server, status: int) -> None:
+def test_a_proxy_that_refuses_is_no_hub(server, status):
     """The run goes on offline, in this process and in those that it starts."""
     server.status = status
     assert not hub.is_reachable()
@@ -87,9 +87,7 @@ def test_a_proxy_that_refuses_is_no_hub(server: Server, status: int) -> None:
     assert not offline_by_choice()
 
 
-def test_nothing_is_tried_where_the_variable_says_so(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_tried_where_the_variable_says_so(server, monkeypatch):
     """`HF_HUB_OFFLINE=1` needs no try."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert not hub.is_reachable()
@@ -97,9 +95,7 @@ def test_nothing_is_tried_where_the_variable_says_so(
     assert server.asked == []
 
 
-def test_a_hub_that_hangs_is_given_up(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_hangs_is_given_up(server, monkeypatch):
     """It is given up after the time that is set, which is at most ten seconds."""
     assert hub._SECONDS <= 10
     monkeypatch.setattr(hub, "_SECONDS", 0.3)
@@ -109,9 +105,7 @@ def test_a_hub_that_hangs_is_given_up(
     assert time.perf_counter() - started < 6
 
 
-def test_data_sets_of_a_hub_that_is_away_are_missed_at_once(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_sets_of_a_hub_that_is_away_are_missed_at_once(server, monkeypatch):
     """One try serves all of them, and the error says what to do."""
     server.status = 503
     monkeypatch.delenv("HEAPR_DATA_DIR", raising=False)
@@ -125,7 +119,7 @@ def test_data_sets_of_a_hub_that_is_away_are_missed_at_once(
     assert len(server.asked) == 1
 
 
-def test_a_model_of_a_hub_that_is_away_is_missed_at_once(server: Server) -> None:
+def test_a_model_of_a_hub_that_is_away_is_missed_at_once(server):
     """One try, then an error that names the model."""
     server.status = 503
     started = time.perf_counter()

@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-def test_parts_count_through() -> None:
+def test_parts_count_through():
     """Three parts of 4, 2 and 3, of which the second never reports."""
     calls = Heard()
     parts = Parts(9, calls)
@@ -35,7 +35,7 @@ def test_parts_count_through() -> None:
     assert parts.done == parts.total == 9
 
 
-def test_a_part_has_its_own_units_and_never_goes_back() -> None:
+def test_a_part_has_its_own_units_and_never_goes_back():
     """Answers count as windows; what begins again with smaller batches waits."""
     calls = Heard()
     parts = Parts(10, calls)
@@ -46,7 +46,7 @@ def test_a_part_has_its_own_units_and_never_goes_back() -> None:
     assert [done for done, _ in calls] == [0, 4, 6, 10, 10, 10, 10]
 
 
-def test_parts_that_nobody_watches() -> None:
+def test_parts_that_nobody_watches():
     """They still count."""
     for nobody in (None, no_report):
         parts = Parts(4, nobody)
@@ -54,9 +54,7 @@ def test_parts_that_nobody_watches() -> None:
         assert parts.done == 3
 
 
-def test_a_part_that_never_reports_has_no_bar(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_never_reports_has_no_bar(monkeypatch, capsys):
     """Such as self-generated text where none is asked for; the others have theirs."""
     monkeypatch.setenv("HEAPR_LAB_PROGRESS", "1")
     with progress_bars() as part:
@@ -67,7 +65,7 @@ def test_a_part_that_never_reports_has_no_bar(
     assert "compensation" in shown
 
 
-def test_work_of_one_speed_takes_as_long_as_is_said() -> None:
+def test_work_of_one_speed_takes_as_long_as_is_said():
     """At every step the estimate is what it then does take."""
     clock = Clock()
     left = TimeLeft(clock=clock)
@@ -78,7 +76,7 @@ def test_work_of_one_speed_takes_as_long_as_is_said() -> None:
         assert left.seconds(10) == 3 * (10 - done)
 
 
-def test_what_was_cached_is_not_taken_for_fast() -> None:
+def test_what_was_cached_is_not_taken_for_fast():
     """Half is there at once: the other half takes its own time, not twice nothing."""
     clock = Clock()
     left = TimeLeft(clock=clock)
@@ -91,7 +89,7 @@ def test_what_was_cached_is_not_taken_for_fast() -> None:
     assert left.seconds(100) == 2 * 49
 
 
-def test_another_piece_of_work_has_its_own_speed() -> None:
+def test_another_piece_of_work_has_its_own_speed():
     """Counting from the beginning again: what came before was of another kind."""
     clock = Clock()
     left = TimeLeft(clock=clock)
@@ -110,12 +108,12 @@ def test_another_piece_of_work_has_its_own_speed() -> None:
         (59.7, ", about 1:00 left"), (7322.0, ", about 122:02 left"),
     ],
 )  # fmt: skip
-def test_the_time_left_in_words(seconds: float | None, text: str) -> None:
+def test_the_time_left_in_words(seconds, text):
     """Minutes and seconds; nothing where nothing is known or nothing is left."""
     assert time_left_text(seconds) == text
 
 
-def test_a_job_says_how_long_it_takes_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_says_how_long_it_takes_yet(monkeypatch):
     """As it estimates from the work so far; what was cached took none."""
     clock = Clock()
     monkeypatch.setattr(jobs, "TimeLeft", functools.partial(TimeLeft, clock=clock))

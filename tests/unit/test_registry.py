@@ -13,7 +13,7 @@ from heapr_lab.models.loading import WHY_ON_DISK, load_model
 
 
 @pytest.fixture
-def wing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def wing(tmp_path, monkeypatch) -> Iterator[Path]:
     """A package with a module that is registered as `a part`."""
     monkeypatch.setattr(registry, "_PLACES", {"a part": "some_wing.module:part"})
     monkeypatch.syspath_prepend(tmp_path)
@@ -25,16 +25,14 @@ def wing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def test_what_is_there_is_found(wing: Path) -> None:
+def test_what_is_there_is_found(wing):
     """Whether there is a default or not."""
     (wing / "module.py").write_text("part = 3\n")
     assert registry.find("a part") == registry.find("a part", default=None) == 3
 
 
 @pytest.mark.parametrize("left_out", ["module", "wing", "name"])
-def test_what_is_left_out_is_the_default(
-    wing: Path, left_out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_left_out_is_the_default(wing, left_out, monkeypatch):
     """Without one, the error says what is needed, and where it was expected."""
     where = "some_wing.module"
     if left_out == "wing":
@@ -58,18 +56,14 @@ def test_what_is_left_out_is_the_default(
         ("apart = 3", AttributeError),
     ],
 )
-def test_what_is_broken_is_an_error(
-    wing: Path, source: str, error: type[Exception]
-) -> None:
+def test_what_is_broken_is_an_error(wing, source, error):
     """Also where there is a default."""
     (wing / "module.py").write_text(f"{source}\n")
     with pytest.raises(error):
         registry.find("a part", default=None)
 
 
-def test_what_registers_with_transformers_may_be_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_registers_with_transformers_may_be_left_out(monkeypatch):
     """One that is there, and imports what is not, is an error."""
     name, module = "transformers.some", "heapr_lab.pretrained.carved"
     monkeypatch.setitem(heapr_lab._REGISTRIES, name, ("pretrained.carved",))
@@ -81,9 +75,7 @@ def test_what_registers_with_transformers_may_be_left_out(
         heapr_lab._register_with(name)
 
 
-def test_a_model_is_not_loaded_into_memory_instead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_is_not_loaded_into_memory_instead(monkeypatch):
     """With `stream="auto"`, where what says whether it fits cannot be imported."""
     place = registry._PLACES[WHY_ON_DISK].partition(":")[0]
     monkeypatch.delitem(sys.modules, place, raising=False)

@@ -112,14 +112,14 @@ def colours(style: str) -> list[str]:
     ]
 
 
-def test_colours_are_found() -> None:
+def test_colours_are_found():
     """The check below sees a colour of its own, and not the fallback of a variable."""
     style = "color:#333;border:1px solid rgb(1,2,3);background:white;padding:1px"
     assert len(colours(style)) == 3
     assert colours("color:var(--jp-x, rgba(1,2,3,.5));width:3px") == []
 
 
-def test_a_card_is_well_formed_escaped_and_of_any_theme(shown: Shown) -> None:
+def test_a_card_is_well_formed_escaped_and_of_any_theme(shown):
     """Key numbers are said, markup in names is text, no colour ignores the theme."""
     for name, (value, facts) in shown.items():
         page = Reader(value._repr_html_())
@@ -129,7 +129,7 @@ def test_a_card_is_well_formed_escaped_and_of_any_theme(shown: Shown) -> None:
         assert [c for style in page.styles for c in colours(style)] == [], name
 
 
-def test_a_repr_is_short(shown: Shown) -> None:
+def test_a_repr_is_short(shown):
     """One line that begins with the class."""
     for name, (value, _) in shown.items():
         line = repr(value)
@@ -139,7 +139,7 @@ def test_a_repr_is_short(shown: Shown) -> None:
         assert " object at 0x" not in line
 
 
-def test_every_public_class_is_shown(shown: Shown) -> None:
+def test_every_public_class_is_shown(shown):
     """Every public name that is a class, errors aside."""
     public = [getattr(heapr_lab, name) for name in heapr_lab.__all__]
     classes = {value.__name__ for value in public if isinstance(value, type)}

@@ -65,13 +65,13 @@ MIXED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("mix", MIXED.values(), ids=MIXED)
-def test_what_is_left_on_the_cpu_is_an_error(mix: Callable[[], Any]) -> None:
+def test_what_is_left_on_the_cpu_is_an_error(mix):
     """It is an error as on CUDA."""
     with pytest.raises((RuntimeError, TypeError)):
         mix()
 
 
-def test_it_passes_for_a_gpu() -> None:
+def test_it_passes_for_a_gpu():
     """Parameters, outputs and gradients say `is_cuda`, on which code branches."""
     layer: Any = nn.Linear(3, 2).to(THERE)
     out = layer(there(2, 3))
@@ -79,7 +79,7 @@ def test_it_passes_for_a_gpu() -> None:
     assert all(x.is_cuda for x in (layer.weight, out, layer.weight.grad))
 
 
-def test_a_tensor_that_is_left_behind_is_found() -> None:
+def test_a_tensor_that_is_left_behind_is_found():
     """In a model: ids, an expert's weights, and what replaces them."""
     model: Any = tiny_model("qwen3_moe").to(THERE)
     ids = tiny_ids()

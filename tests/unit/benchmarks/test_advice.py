@@ -1,7 +1,6 @@
 """What docs/when_not.md says is counted from rows of known outcome."""
 
 import pandas as pd
-import pytest
 
 from benchmarks import advice
 from benchmarks.figures import real
@@ -24,7 +23,7 @@ def rows(variant: str, against: float, **changes: object) -> dict[str, object]:
     } | changes
 
 
-def test_only_what_exceeds_two_errors_loses_more() -> None:
+def test_only_what_exceeds_two_errors_loses_more():
     """0.03 does and 0.01 does not; another corpus is not counted."""
     names = (*advice.COUNTED, *advice.WITH_OWN_TEXT)
     measured = [rows("heapr", 0.0)]
@@ -37,7 +36,7 @@ def test_only_what_exceeds_two_errors_loses_more() -> None:
     assert table.iloc[0, 1] == 0.5
 
 
-def test_a_ratio_at_which_not_everything_was_measured_is_counted() -> None:
+def test_a_ratio_at_which_not_everything_was_measured_is_counted():
     """What the default loses there is not hidden by what nobody measured."""
     measured = [
         rows(name, against, ratio=ratio)
@@ -51,7 +50,7 @@ def test_a_ratio_at_which_not_everything_was_measured_is_counted() -> None:
     assert table.loc["10%", "fisher + compensation loses more"] == "–"
 
 
-def test_every_run_has_its_interval() -> None:
+def test_every_run_has_its_interval():
     """1.96 standard errors to both sides; one that was not measured has a dash."""
     measured = [rows("heapr", 0.0, delta_nll=0.2), rows("heapr", 0.0, ratio=0.1)]
     measured += [rows("compress", -0.1), rows("compress", 9.0, test="wikitext2")]
@@ -68,9 +67,7 @@ def test_every_run_has_its_interval() -> None:
     assert len(advice.runs_table(quality)) == n_runs
 
 
-def test_self_generated_text_is_the_default_because_it_pays_on_pretrained_weights() -> (
-    None
-):
+def test_self_generated_text_is_the_default_because_it_pays_on_pretrained_weights():
     """Of `compress` it saves more on other text than it costs on the calibrated one."""
     assert METHODS[DEFAULT].recipe.own_text > 0
     gaps = advice.more_text_gaps().set_index(["method", "calibrated on"])
@@ -80,7 +77,7 @@ def test_self_generated_text_is_the_default_because_it_pays_on_pretrained_weight
     assert cost.high < -saved.high
 
 
-def test_every_model_has_a_column() -> None:
+def test_every_model_has_a_column():
     """Other text is the mean of the other corpora; a missing run has no number."""
     losses = {"delta_nll pydocs": 0.1, "delta_nll ptb": 0.2, "delta_nll c4": 0.4}
     cases = ("lab model", "reap"), ("lab model", "heapr"), ("fine model", "heapr")
@@ -97,7 +94,7 @@ def test_every_model_has_a_column() -> None:
     ]  # fmt: skip
 
 
-def test_self_generated_text_costs_something_and_saves_more() -> None:
+def test_self_generated_text_costs_something_and_saves_more():
     """As the pages on the method and on when not to use it say: at every ratio."""
     measured = results_of("quality")
     pairs = measured[measured["variant"].isin(["heapr", "heapr + own text"])]
@@ -115,9 +112,7 @@ def test_self_generated_text_costs_something_and_saves_more() -> None:
         assert "costs something on the calibrated corpus" in page
 
 
-def test_more_text_is_compared_with_the_same_method_on_less(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_text_is_compared_with_the_same_method_on_less(monkeypatch):
     """0.25 nats less on each window; other draws, and text of other kinds, are out."""
     state = {"model": "smolmoe", "method": "heapr", "ratio": 0.4, "seed": 0}
     texts = {"wikitext2": 1.0, "wikitext2, 128 windows": 0.75, "c4": 9.0}

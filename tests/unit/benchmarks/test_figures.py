@@ -14,7 +14,7 @@ from heapr_lab.experiments import paper
 from heapr_lab.storage import paths
 
 
-def test_no_quotient_is_that_of_noise() -> None:
+def test_no_quotient_is_that_of_noise():
     """At 10 % HEAPr loses 1.9 standard errors on the mean: the table has no ratio."""
     rows = measured_models().query("ratio == 0.4")
     paper = rows.loc[rows["variant"].eq(quality.PAPER), "delta_nll"]
@@ -27,7 +27,7 @@ def test_no_quotient_is_that_of_noise() -> None:
     assert not table.isna().all().any()
 
 
-def test_the_worst_is_not_where_heapr_loses_noise() -> None:
+def test_the_worst_is_not_where_heapr_loses_noise():
     """On b HEAPr loses 0.2 standard errors, of which compress loses 150 times."""
     rows = measured_models()
     on_b = rows["model"].eq("b") & rows["test"].eq("pydocs") & rows["ratio"].eq(0.4)
@@ -38,7 +38,7 @@ def test_the_worst_is_not_where_heapr_loses_noise() -> None:
 
 
 @pytest.mark.parametrize("name", ["5_granularity", "6_scope", "8_methods"])
-def test_curves_that_are_compared_have_the_same_ratios(name: str) -> None:
+def test_curves_that_are_compared_have_the_same_ratios(name):
     """A curve with more points bends where the straight line of another does not."""
     data = pd.read_csv(paths.figures_dir() / "data" / f"{name}.csv")
     ours = data[data["source"].eq("ours")]
@@ -46,14 +46,14 @@ def test_curves_that_are_compared_have_the_same_ratios(name: str) -> None:
     assert set(counts) == {1 + len(paper.METHOD_RATIOS)}
 
 
-def test_committed_passes_are_those_that_are_counted() -> None:
+def test_committed_passes_are_those_that_are_counted():
     """The table and docs/method.md have one number for `compress`."""
     rows = results_of("quality")
     passes = rows.loc[rows["variant"].eq("compress"), "passes"]
     assert set(passes) == {PASSES["compress"]}
 
 
-def test_what_compress_costs_is_the_sum_of_its_parts() -> None:
+def test_what_compress_costs_is_the_sum_of_its_parts():
     """Of three quarters of the windows scores and twice sums, of an eighth 6 losses.
 
     Where HEAPr's mask is returned, scores of the last quarter replace three of these.
@@ -71,7 +71,7 @@ def test_what_compress_costs_is_the_sum_of_its_parts() -> None:
     assert max(*quotients, *worst) <= 2
 
 
-def test_a_caption_names_the_models_that_are_drawn() -> None:
+def test_a_caption_names_the_models_that_are_drawn():
     """Each has a panel."""
     row = BENCHMARKS["quality"]
     panels = quality.figure_models(row.data(row.rows())).axes
@@ -79,7 +79,7 @@ def test_a_caption_names_the_models_that_are_drawn() -> None:
     assert row.measured_on(row.rows()).startswith(", ".join(titles) + ";")
 
 
-def test_models_are_pooled_and_the_worst_is_named() -> None:
+def test_models_are_pooled_and_the_worst_is_named():
     """(0.03 + 0.15) / (0.1 + 0.3) at 40 %, the worst of which is b's 0.5."""
     data = quality.models_data(measured_models())
     assert data.groupby("test").size().to_dict() == {"pydocs": 8, "wikitext2": 8}
@@ -95,7 +95,7 @@ def test_models_are_pooled_and_the_worst_is_named() -> None:
     assert both.loc["compress"].equals(table)
 
 
-def test_gains_are_drawn_with_their_intervals() -> None:
+def test_gains_are_drawn_with_their_intervals():
     """The quotients of the table by model, a panel each; none without a loss."""
     rows = measured_models()
     figure = quality.figure_models(quality.models_data(rows))
@@ -112,7 +112,7 @@ def test_gains_are_drawn_with_their_intervals() -> None:
         assert high - low == pytest.approx(2 * 0.196)
 
 
-def test_other_text_is_a_column_and_mixtures_are_not_there() -> None:
+def test_other_text_is_a_column_and_mixtures_are_not_there():
     """1 nat each on a corpus that was not calibrated on: as HEAPr, on both models."""
     rows = measured_models()
     other = rows["test"].eq("wikitext2")
@@ -129,7 +129,7 @@ def test_other_text_is_a_column_and_mixtures_are_not_there() -> None:
     assert each["worst, other text, 40, 60 % [×]"] == "1.00 (a, wikitext2, 40%)"
 
 
-def test_streaming_is_drawn_by_quantity() -> None:
+def test_streaming_is_drawn_by_quantity():
     """Two bars of memory for each run; the bars of the stages end to end."""
     data = streaming.streaming_data(streamed_runs())
     memory = streaming.plot_streaming(data, quantity="memory").patches
@@ -145,7 +145,7 @@ def test_streaming_is_drawn_by_quantity() -> None:
     ]
 
 
-def test_cost_table_states_units_and_marks_the_paper() -> None:
+def test_cost_table_states_units_and_marks_the_paper():
     """Seconds, MiB and the multiple of the baseline; the paper's rows are marked."""
     data = cost.cost_data(cost_rows())
     table = cost.cost_table(data)

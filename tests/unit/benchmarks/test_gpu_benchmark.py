@@ -27,7 +27,7 @@ def rows_of(part: str) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_are_those_of_the_models(name: str) -> None:
+def test_shapes_are_those_of_the_models(name):
     """All parameters, counted on models without weights."""
     shape = SHAPES[name]
     total = n_parameters(shape, shape.n_layers)
@@ -37,7 +37,7 @@ def test_shapes_are_those_of_the_models(name: str) -> None:
     assert n_parameters(shape, half) * 2 <= total < n_parameters(shape, half + 1) * 2
 
 
-def test_scores_are_compared_with_float64() -> None:
+def test_scores_are_compared_with_float64():
     """float32 is within its tolerance of float64, and is not the same."""
     rows = rows_of("equal").set_index("case")
     assert set(rows["outcome"]) == {"passed"}
@@ -47,7 +47,7 @@ def test_scores_are_compared_with_float64() -> None:
     assert rows["same_kept"]["float32"] > 0.999
 
 
-def test_cost_of_every_method() -> None:
+def test_cost_of_every_method():
     """Seconds and memory; the first layer's MLP has no experts."""
     rows = rows_of("memory:DeepSeekMoE-16B").set_index("case")
     assert {"scores", "plain", "scores, batch 1", "two_stage"} <= set(rows.index)
@@ -56,7 +56,7 @@ def test_cost_of_every_method() -> None:
     assert rows["seconds_all_layers"]["plain"] == rows["seconds"]["plain"] * 14
 
 
-def test_streamed_checkpoints_are_read_twice() -> None:
+def test_streamed_checkpoints_are_read_twice():
     """Each layer is read in both sweeps, and once for the identity of the weights."""
     rows = rows_of("streamed:Qwen3-30B-A3B").set_index("case")
     n_bytes = rows["checkpoint_bytes"]["written"]
@@ -65,7 +65,7 @@ def test_streamed_checkpoints_are_read_twice() -> None:
     assert 2 * n_bytes <= rows["bytes_read"]["scores"] <= 4 * n_bytes
 
 
-def test_statistics_are_counted() -> None:
+def test_statistics_are_counted():
     """Experts with statistics take more calls than without."""
     rows = rows_of("accounting")
     assert set(rows["case"]) == set(SHAPES)
@@ -75,7 +75,7 @@ def test_statistics_are_counted() -> None:
     assert (calls["experts, measured"] > calls["experts, plain"]).all()
 
 
-def test_sliced_experts_are_timed() -> None:
+def test_sliced_experts_are_timed():
     """Prefill of dense, masked and sliced models."""
     rows = rows_of("ragged")
     assert set(rows["mode"]) == {"prefill"}
@@ -90,9 +90,7 @@ def options(out: Path, **changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**defaults | changes)
 
 
-def test_a_part_that_takes_too_long_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_takes_too_long_is_stopped(tmp_path, monkeypatch):
     """The next one runs, what was measured stays, and a part is not run twice.
 
     The tests marked gpu are found without their own conftest.py, which needs the panel.
@@ -107,12 +105,12 @@ def test_a_part_that_takes_too_long_is_stopped(
     assert len(again) == len(rows)
 
 
-def test_no_part_begins_without_time(tmp_path: Path) -> None:
+def test_no_part_begins_without_time(tmp_path):
     """Ten seconds before the end there is nothing to measure."""
     assert gpu.run_all(options(tmp_path, minutes=0.1)) == []
 
 
-def test_targets_stand_beside_the_scores() -> None:
+def test_targets_stand_beside_the_scores():
     """A line for each way of scoring, with the seconds of all layers."""
     row = {
         "part": "memory:DeepSeekMoE-16B",
@@ -128,7 +126,7 @@ def test_targets_stand_beside_the_scores() -> None:
     assert len(text.splitlines()) == 2
 
 
-def test_memory_that_runs_out_is_a_row() -> None:
+def test_memory_that_runs_out_is_a_row():
     """The other methods are still measured; any other error is raised."""
 
     def too_much() -> None:

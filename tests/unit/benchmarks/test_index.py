@@ -15,7 +15,7 @@ from heapr_lab.storage import paths
 FOLDER = paths.project_dir() / "benchmarks"
 
 
-def test_every_table_of_results_has_a_row() -> None:
+def test_every_table_of_results_has_a_row():
     """What was measured is shown, and what is shown was measured somewhere."""
     measured = {path.stem for path in (FOLDER / "results").glob("*.csv")}
     assert measured == set(BENCHMARKS)
@@ -23,7 +23,7 @@ def test_every_table_of_results_has_a_row() -> None:
         assert {"date", "device", "n_cpus", "versions"} <= set(benchmark.machine())
 
 
-def test_every_script_has_a_row() -> None:
+def test_every_script_has_a_row():
     """Each file of benchmarks/ that writes results is named, and no other."""
     scripts = {
         path.name
@@ -35,7 +35,7 @@ def test_every_script_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_is_shown(name: str) -> None:
+def test_a_benchmark_is_shown(name):
     """Its table has rows; the committed figure was drawn from the committed results."""
     row = BENCHMARKS[name]
     data = row.data(results_of(name))
@@ -53,7 +53,7 @@ def assert_written(path: Path, frame: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(pd.read_csv(path), expected, rtol=1e-12, atol=0.0)
 
 
-def test_a_figure_is_written_with_its_rows_and_table(tmp_path: Path) -> None:
+def test_a_figure_is_written_with_its_rows_and_table(tmp_path):
     """As committed, apart from last digits; what is not drawn has no files."""
     row = BENCHMARKS["structures"]
     data = index.measured()["structures"]

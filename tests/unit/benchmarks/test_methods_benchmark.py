@@ -1,7 +1,6 @@
 """benchmarks/methods.py: what is left to measure, and the rows of a tiny model."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ from tiny_folder import write_text
 from benchmarks import methods as script
 from benchmarks.machine import Rows
 from heapr_lab.workbench.settings import PROFILES
-from heapr_lab.workbench.workbench import Workbench
 
 ONCE = (script.opened, script.case_of, script.dense_predictions)
 
 
-def test_a_run_resumes_where_it_was(tmp_path: Path) -> None:
+def test_a_run_resumes_where_it_was(tmp_path):
     """Ratios with rows are left out, also those that were refused; then the task."""
     rows, task = Rows("methods", tmp_path), script.Task("a", "reap", (0.2, 0.5))
     assert script.missing(task, rows) == task
@@ -31,7 +29,7 @@ def test_a_run_resumes_where_it_was(tmp_path: Path) -> None:
     assert script.missing(other, again) == other
 
 
-def test_rows_of_other_windows_are_not_mixed(tmp_path: Path) -> None:
+def test_rows_of_other_windows_are_not_mixed(tmp_path):
     """Those of another number of them, or of before they were spread; none is lost."""
     Rows("some", tmp_path).add([{"a": 1}], {"n_test": 4})
     Rows("some", tmp_path).add([{"a": 2}], {"n_test": 4})
@@ -44,7 +42,7 @@ def test_rows_of_other_windows_are_not_mixed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def tiny(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def tiny(root, monkeypatch) -> str:
     """The tiny model, measured on one text with few windows and items."""
     text = str(write_text(root / "long.txt", n_texts=60))
     few = {"N_WINDOWS": 4, "PROFILE": PROFILES["small"]}
@@ -60,7 +58,7 @@ def rows_of(model: str, method: str, *ratios: float) -> list[Any]:
     return script.measure(script.Task(model, method, ratios))
 
 
-def test_the_rows_of_a_method_that_removes_atoms(tiny: str) -> None:
+def test_the_rows_of_a_method_that_removes_atoms(tiny):
     """Losses are those of the mask; the fit at one ratio is timed."""
     rows = rows_of(tiny, "heapr", 0.4, 0.5)
     assert [row["variant"] for row in rows] == ["heapr"] * 2
@@ -82,7 +80,7 @@ def test_the_rows_of_a_method_that_removes_atoms(tiny: str) -> None:
     assert rows[0]["fit_seconds"] > 0
 
 
-def test_a_fit_alone_finds_what_a_shared_one_finds(tiny: str) -> None:
+def test_a_fit_alone_finds_what_a_shared_one_finds(tiny):
     """What is timed is what is measured."""
     case = script.case_of(tiny)
     alone, shared = (
@@ -92,7 +90,7 @@ def test_a_fit_alone_finds_what_a_shared_one_finds(tiny: str) -> None:
     assert alone.keep == shared.keep
 
 
-def test_a_refused_ratio_has_a_row_with_the_reason(tiny: str) -> None:
+def test_a_refused_ratio_has_a_row_with_the_reason(tiny):
     """Two of four experts can go, not three."""
     rows = rows_of(tiny, "reap", 0.5, 0.75)
     assert [row["variant"] for row in rows] == ["reap"] * 2
@@ -102,7 +100,7 @@ def test_a_refused_ratio_has_a_row_with_the_reason(tiny: str) -> None:
     assert "the largest possible ratio is 0.5" in rows[1]["refused"]
 
 
-def test_predictions_are_those_of_the_logits(bench: Workbench) -> None:
+def test_predictions_are_those_of_the_logits(bench):
     """Losses and most probable tokens, one window at a time."""
     ids = torch.arange(60).view(12, 5)
     losses, tops = script.predictions(bench.model, ids)
@@ -114,9 +112,7 @@ def test_predictions_are_those_of_the_logits(bench: Workbench) -> None:
         assert torch.equal(top, log_p.argmax(-1))
 
 
-def test_a_task_that_fails_does_not_stop_the_others(
-    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_task_that_fails_does_not_stop_the_others(tiny, tmp_path, caplog):
     """It is logged and has no rows; those of the others are written."""
     rows = Rows("methods", tmp_path)
     broken = script.Task(str(tmp_path / "nothing"), "reap", (0.5,))

@@ -20,7 +20,7 @@ def at(data: pd.DataFrame, variant: str, ratio: float) -> pd.Series:
     return rows.iloc[0]
 
 
-def test_rows_are_over_models() -> None:
+def test_rows_are_over_models():
     """HEAPr at 25 %: (0.1 + 0.3) / 2 on pydocs, 3 · (0.1 + 0.3) / 2 on the others."""
     row = at(methods.methods_data(measured_methods()), "heapr", 0.25)
     assert row["group"] == "atoms"
@@ -41,7 +41,7 @@ def test_rows_are_over_models() -> None:
         assert row[name] == pytest.approx(value), name
 
 
-def test_what_a_model_refuses_is_counted() -> None:
+def test_what_a_model_refuses_is_counted():
     """REAP at 50 % is of one model alone: in the rows, and best of nothing."""
     data = methods.methods_data(measured_methods())
     row = at(data, "reap", 0.5)
@@ -50,7 +50,7 @@ def test_what_a_model_refuses_is_counted() -> None:
     assert not data[data["group"].eq("experts")]["best"].any()
 
 
-def test_nothing_is_refused_if_the_column_is_empty() -> None:
+def test_nothing_is_refused_if_the_column_is_empty():
     """As it is where a table without any refusal was read from a file."""
     measured = measured_methods().query("variant == 'heapr'")
     data = methods.methods_data(measured.assign(refused=np.nan))
@@ -58,7 +58,7 @@ def test_nothing_is_refused_if_the_column_is_empty() -> None:
     assert data["n_refused"].eq(0).all()
 
 
-def test_a_kind_is_at_one_ratio_of_the_pretrained_moe() -> None:
+def test_a_kind_is_at_one_ratio_of_the_pretrained_moe():
     """That at which most of its methods were measured, and of two the larger."""
     rows = pd.DataFrame(
         [
@@ -83,7 +83,7 @@ def test_a_kind_is_at_one_ratio_of_the_pretrained_moe() -> None:
     assert title == "smolmoe, 30% removed;\n20% (atoms)"
 
 
-def test_every_method_is_a_row_below_its_kind() -> None:
+def test_every_method_is_a_row_below_its_kind():
     """Best first, with the worst model."""
     rows = pd.DataFrame([real_row("heapr", 0.2)])
     data = methods.with_pretrained(methods.methods_data(measured_methods()), rows)
@@ -103,7 +103,7 @@ def test_every_method_is_a_row_below_its_kind() -> None:
     assert [row["fit_seconds"], 2] in (point for (point,) in spent)
 
 
-def test_the_front_is_of_methods_that_none_beats() -> None:
+def test_the_front_is_of_methods_that_none_beats():
     """Random, then REAP, HEAPr and compress: each is slower and better."""
     data = methods.method_costs_data(measured_methods())
     order = ["random", "reap", "heapr", "compress"]
@@ -122,7 +122,7 @@ def test_the_front_is_of_methods_that_none_beats() -> None:
     assert {text.get_text() for text in ax.texts} == set(order) - {"reap"}
 
 
-def test_published_rows_are_marked_and_ranked_beside_ours() -> None:
+def test_published_rows_are_marked_and_ranked_beside_ours():
     """NAEE is behind HEAPr in the paper; here it is made to be in front."""
     published = methods.published_table()
     assert published["source"].eq("published, not measured here").all()
@@ -144,7 +144,7 @@ def test_published_rows_are_marked_and_ranked_beside_ours() -> None:
     assert methods.rankings_table(methods.methods_data(alone)).empty
 
 
-def test_alike_experts_stand_beside_what_merging_loses() -> None:
+def test_alike_experts_stand_beside_what_merging_loses():
     """Copies of one expert are alike, others are not; a row for each model of both."""
     table = methods.merging_table(
         results_of("similarity"), results_of("methods"), ratio=0.4
@@ -155,7 +155,7 @@ def test_alike_experts_stand_beside_what_merging_loses() -> None:
     assert table["merging random groups"].gt(0).all()
 
 
-def test_the_mean_cosine_of_pairs() -> None:
+def test_the_mean_cosine_of_pairs():
     """Orthogonal, opposite and equal vectors, of any length."""
     for second, expected in (([0.0, 2.0], 0.0), ([-3.0, 0.0], -1.0), ([5.0, 0.0], 1.0)):
         vectors = torch.tensor([[[1.0, 0.0]], [second]])

@@ -62,7 +62,7 @@ def committed() -> tuple[pd.DataFrame, pd.DataFrame, dict[str, pd.DataFrame]]:
 # --- blocks -----------------------------------------------------------------------
 
 
-def test_the_supported_families_are_those_proven() -> None:
+def test_the_supported_families_are_those_proven():
     """Their number is that of test_families."""
     from families import FAMILIES
     from wrappers import WRAPPERS
@@ -77,7 +77,7 @@ def _job_of(wing: str) -> str:
     return line[:1].lower() + line[1:]
 
 
-def test_the_wings_are_those_of_the_package() -> None:
+def test_the_wings_are_those_of_the_package():
     """Each wing in its order, with the first line of its docstring."""
     lines = [f"* `{name}/`: {_job_of(name)}\n" for name in WINGS]
     listed = "\n" + "".join(lines)
@@ -85,14 +85,14 @@ def test_the_wings_are_those_of_the_package() -> None:
     assert "\n* `storage/`: files on disk" in listed
 
 
-def test_the_numbers_in_front_are_the_committed_ones() -> None:
+def test_the_numbers_in_front_are_the_committed_ones():
     """Summary, claims and benchmarks in README.md are made of the committed files."""
     made = readme.front_blocks(readme.claims_table(*committed()[1:]), committed()[2])
     shown = updated(README, made)
     assert {k: v for k, v in shown.items() if k != "families"} == made
 
 
-def test_every_table_of_the_results_is_generated() -> None:
+def test_every_table_of_the_results_is_generated():
     """Each block of benchmarks/README.md is what the committed results give today."""
     made = readme.sections(committed()[2])
     if UPDATE:
@@ -104,7 +104,7 @@ def test_every_table_of_the_results_is_generated() -> None:
         assert re.findall(r"^## (.*)$", heading, re.M)[-1] == section.title
 
 
-def test_every_question_is_answered_by_the_committed_numbers() -> None:
+def test_every_question_is_answered_by_the_committed_numbers():
     """A picture, an answer, what was measured and how, below each heading."""
     assert paper.CALIBRATION_RATIO == questions._TEXT_RATIO
     made = questions.blocks(questions.Committed(*committed()))
@@ -115,13 +115,13 @@ def test_every_question_is_answered_by_the_committed_numbers() -> None:
     assert len(text.split()) < MOST_WORDS
 
 
-def test_no_figure_is_left_out() -> None:
+def test_no_figure_is_left_out():
     """The pictures of the folder are those of the questions."""
     drawn = {path.stem for path in paths.figures_dir().glob("*.png")}
     assert drawn - NOT_ASKED == {question.stem for question in questions.QUESTIONS}
 
 
-def test_the_advice_is_made_of_the_committed_results() -> None:
+def test_the_advice_is_made_of_the_committed_results():
     """Every table of docs/when_not.md."""
     made = {name: readme.as_block(table) for name, table in advice.tables().items()}
     made |= advice.sentences()
@@ -130,13 +130,13 @@ def test_the_advice_is_made_of_the_committed_results() -> None:
     assert updated(COMPARING, table)["main_table"] == table["main_table"]
 
 
-def test_the_claims_are_those_of_the_committed_results() -> None:
+def test_the_claims_are_those_of_the_committed_results():
     """Every number of them, in docs/claims.md."""
     made = readme.claims_blocks(readme.claims_table(*committed()[1:]), committed()[2])
     assert updated(CLAIMS, made) == made
 
 
-def test_only_the_named_block_is_filled(tmp_path: Path) -> None:
+def test_only_the_named_block_is_filled(tmp_path):
     """Text around a block stays; a block that is not there is an error."""
     path = tmp_path / "text.md"
     path.write_text("a <!-- x -->old<!-- end --> b <!-- y -->kept<!-- end --> c")
@@ -148,7 +148,7 @@ def test_only_the_named_block_is_filled(tmp_path: Path) -> None:
         readme.fill_blocks(path, {"z": ""})
 
 
-def test_a_new_benchmark_gets_a_section(tmp_path: Path) -> None:
+def test_a_new_benchmark_gets_a_section(tmp_path):
     """What the file lacks is added at its end, under its title, once."""
     path = tmp_path / "results.md"
     path.write_text("## Old\n\n<!-- old -->1<!-- end -->\n")
@@ -170,7 +170,7 @@ def table_sizes(text: str) -> list[int]:
     return [len(list(rows)) - 2 for is_table, rows in lines if is_table]
 
 
-def test_the_readme_is_read_in_a_minute() -> None:
+def test_the_readme_is_read_in_a_minute():
     """Few lines, and no table longer than the paper's twelve claims."""
     text = README.read_text("utf-8")
     assert len(text.splitlines()) <= MOST_LINES
@@ -182,7 +182,7 @@ def test_the_readme_is_read_in_a_minute() -> None:
 @pytest.mark.parametrize(
     "path", [README, ANSWERS, RESULTS], ids=["README", "figures", "benchmarks"]
 )
-def test_every_link_leads_somewhere(path: Path) -> None:
+def test_every_link_leads_somewhere(path):
     """Relative links are files or folders; no picture is missing or empty."""
     links = re.findall(r"\]\(([^)#]+)", path.read_text("utf-8"))
     relative = [link for link in links if "://" not in link]
@@ -193,7 +193,7 @@ def test_every_link_leads_somewhere(path: Path) -> None:
     assert min(sizes) > 10_000
 
 
-def test_a_long_table_is_folded() -> None:
+def test_a_long_table_is_folded():
     """Eleven rows open with a click; ten are in sight."""
     rows = pd.DataFrame({"a": range(11)})
     assert "<details><summary>11 rows</summary>" in readme.folded(rows)

@@ -9,7 +9,7 @@ from figure_rows import real_row
 from benchmarks.figures import real
 
 
-def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
+def test_the_front_has_one_model_and_one_draw_ratio_by_ratio():
     """Less text, other draws, corpora and controls are in the whole table alone."""
     ours, text = real.DEFAULT, {"fitted_to": real.FRONT_TEXT}
     rows = pd.DataFrame(
@@ -43,7 +43,7 @@ def test_the_front_has_one_model_and_one_draw_ratio_by_ratio() -> None:
     assert perplexities.tolist()[:2] == ["20.0", "45.0 (dense 22.5)"]
 
 
-def test_the_figure_has_both_methods_named_at_their_ends() -> None:
+def test_the_figure_has_both_methods_named_at_their_ends():
     """A panel for each corpus and one for accuracy, bars of 1.96 standard errors."""
     text = {"fitted_to": real.FRONT_TEXT}
     pruned = [real_row("heapr", 0.25, **text), real_row("compress", 0.25, **text)]
@@ -61,7 +61,7 @@ def test_the_figure_has_both_methods_named_at_their_ends() -> None:
     assert (low, high) == pytest.approx((0.25 - 0.049, 0.25 + 0.049))
 
 
-def test_the_main_table_is_of_whole_splits() -> None:
+def test_the_main_table_is_of_whole_splits():
     """Lowest perplexity first; a state with fewer windows is left out."""
     whole = {"windows": "2, 2, 2", "items": 2}
     states = ("dense", 0.0), ("heapr", 0.2), ("naee", 0.2), ("d2-moe", 0.2)
@@ -88,7 +88,7 @@ def test_the_main_table_is_of_whole_splits() -> None:
     assert gaps.iloc[1].iloc[0].startswith("-0.500 (")
 
 
-def test_each_model_says_its_windows_and_items() -> None:
+def test_each_model_says_its_windows_and_items():
     """States are compared on the windows of all; a perplexity may be of more."""
     whole = {"windows": "595, 206, 54", "items": 400}
     rows = [real_row("dense", 0.0, **whole), real_row("heapr", 0.25)]
@@ -102,7 +102,7 @@ def test_each_model_says_its_windows_and_items() -> None:
     assert "100 to 400 items each, each set contained in the larger ones" in told
 
 
-def test_few_windows_may_not_speak_for_all() -> None:
+def test_few_windows_may_not_speak_for_all():
     """Of three pairs of states, every second window is far from the rest in two."""
     losses = {"dense": [0.0] * 8, "far": [9.0, 1.0, 9.0, 1.1, 9.0, 0.9, 9.0, 1.0]}
     losses["near"] = [0.9, 1.1, 1.0, 1.0] * 2

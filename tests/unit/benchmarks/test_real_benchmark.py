@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import itertools
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -48,7 +47,7 @@ def _found() -> dict[State, Results]:
     }
 
 
-def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+def test_what_was_written_is_read_again(tmp_path):
     """Every state with its windows, items and sizes."""
     results = _found()
     real.write(results, tmp_path, seed=0)
@@ -60,7 +59,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
         assert again[state].sizes == expected.sizes
 
 
-def test_differences_are_to_the_dense_model_and_to_heapr() -> None:
+def test_differences_are_to_the_dense_model_and_to_heapr():
     """Losses are paired window by window, and answers item by item."""
     row = real.row_of(_OTHER, _found())
     assert row["delta_nll ptb"] == pytest.approx(1.5)
@@ -71,7 +70,7 @@ def test_differences_are_to_the_dense_model_and_to_heapr() -> None:
     assert math.isnan(real.row_of(_HEAPR, _found())["against_heapr"])
 
 
-def test_states_with_more_items_are_paired_on_the_same() -> None:
+def test_states_with_more_items_are_paired_on_the_same():
     """The dense model may have been asked more."""
     results = _found() | {_DENSE: _results(1.0, 3, n_windows=5, n_items=9)}
     row = real.row_of(_HEAPR, results)
@@ -85,8 +84,8 @@ def test_states_with_more_items_are_paired_on_the_same() -> None:
     [(16, 4, True), (48, 4, True), (0, 4, False), (48, 5, False)],
 )
 def test_a_state_is_measured_again_if_it_lacks_what_is_asked_for(
-    windows: int, items: int, expected: bool
-) -> None:
+    windows, items, expected
+):
     """More windows or items; 0 windows are all that there are."""
     options = argparse.Namespace(windows=windows, items=items)
     results = _results(1.0, 3, n_windows=48)
@@ -95,13 +94,13 @@ def test_a_state_is_measured_again_if_it_lacks_what_is_asked_for(
     assert results.suffices(options) is (items <= 4)
 
 
-def test_what_is_committed_is_not_measured_again() -> None:
+def test_what_is_committed_is_not_measured_again():
     """Its states are those of today's script, also where a model is made anew."""
     listed = itertools.chain(*map(real.states, ("smolmoe", "smollm2")))
     assert {*real.stored(real.RESULTS)} <= {*listed}
 
 
-def test_only_what_is_missing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_missing_is_measured(monkeypatch):
     """Where more windows are asked for, the items of before stay, and the reverse."""
     before, others = (
         _results(1.0, 3, n_windows=16),
@@ -118,7 +117,7 @@ def test_only_what_is_missing_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
         assert read.sizes["spread"] == windows
 
 
-def test_sizes_are_those_of_the_mask() -> None:
+def test_sizes_are_those_of_the_mask():
     """FLOPs at the paper's context, where the routing of tokens was measured."""
     pruner = object.__new__(real.Pruner)
     pruner.model = tiny_model("qwen2_moe")
@@ -141,16 +140,14 @@ def test_sizes_are_those_of_the_mask() -> None:
     assert math.isnan(sizes["flops_saved"])
 
 
-def test_windows_are_paired_by_their_place() -> None:
+def test_windows_are_paired_by_their_place():
     """Not by their order: one state may have windows that the other has not."""
     pruned = pd.Series([3.0, 5.0], index=[1, 3])
     dense = pd.Series([0.0, 1.0, 2.0, 3.0])
     assert real.difference(pruned, dense) == pytest.approx((2.0, 0.0))
 
 
-def test_more_windows_are_some_more_windows(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_windows_are_some_more_windows(monkeypatch, capsys):
     """The 16 that states are compared on are among 48, and none of them among 32."""
     few, none, more = ({*spread(595, n)} for n in (16, 32, 48))
     assert few < more
@@ -161,9 +158,7 @@ def test_more_windows_are_some_more_windows(
     assert "choose from 16, 48, 0" in capsys.readouterr().err
 
 
-def test_windows_are_measured_once(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_are_measured_once(cache, monkeypatch):
     """Their losses are those of one pass; an interrupt keeps earlier windows."""
     monkeypatch.setattr(real, "TOKENS_AT_ONCE", 64)
     dense = tiny_model("qwen2_moe", dtype=torch.float32)

@@ -15,7 +15,7 @@ def windows(gaps: dict[str, float]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["method", "ratio", "corpus", "window", "nll"])
 
 
-def test_merging_is_compared_with_random_atoms_and_dropping() -> None:
+def test_merging_is_compared_with_random_atoms_and_dropping():
     """On every model, and what does not follow from how alike experts are is said."""
 
     def reply(fine: float, dropped: float = 0.1) -> str:
@@ -54,7 +54,7 @@ def test_merging_is_compared_with_random_atoms_and_dropping() -> None:
     assert "Dropping" not in reply(0.4, dropped=1.0)
 
 
-def test_the_default_stands_beside_heapr() -> None:
+def test_the_default_stands_beside_heapr():
     """Δloss of both on the calibrated corpus and elsewhere, paired."""
     losses = pd.concat(
         [

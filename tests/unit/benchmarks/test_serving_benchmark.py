@@ -20,7 +20,6 @@ from benchmarks.serving import (
     mask_of,
     row_of,
 )
-from benchmarks.speed import Configuration
 from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import paths
@@ -46,9 +45,7 @@ def routed(*calls: tuple[int, int]) -> pd.DataFrame:
 
 @pytest.mark.parametrize("sizes", [SIZES, QUICK_SIZES], ids=["full", "quick"])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_structures_keep_the_same_number_of_atoms(
-    ratio: float, sizes: Configuration
-) -> None:
+def test_structures_keep_the_same_number_of_atoms(ratio, sizes):
     """In widths that vLLM does not pad, except ragged ones."""
     whole = sizes.n_layers * sizes.n_experts * sizes.d_inter
     for structure in STRUCTURES:
@@ -63,7 +60,7 @@ def test_structures_keep_the_same_number_of_atoms(
             assert all((layer % 32 == 0).all() for layer in widths)
 
 
-def test_costs_by_hand() -> None:
+def test_costs_by_hand():
     """Two sequences of 3 tokens, then a step for each; expert 1 keeps one atom."""
     keep = KeepMask.from_arrays({0: np.array([[True] * 3, [True, False, False]])})
     cost = costs(TINY, keep, routed((2, 4), (0, 2), (2, 0)), Load(2, 3, 2), 5)
@@ -82,7 +79,7 @@ class _Engine:
         return [["RaggedMethod"]]
 
 
-def test_a_row_by_hand() -> None:
+def test_a_row_by_hand():
     """The speedup is the median of those of the rounds, against the same round."""
     keep = KeepMask.from_arrays({0: np.ones((2, 3), bool)})
     dense = Measured(
@@ -109,7 +106,7 @@ def test_a_row_by_hand() -> None:
     assert (row["predicted_by_bytes"], row["share_of_predicted"]) == (4, 0.5)
 
 
-def test_the_page_shows_what_was_measured() -> None:
+def test_the_page_shows_what_was_measured():
     """The rows at 40 %, from the committed results."""
     row = BENCHMARKS["serving"]
     table = row.table(row.rows())
@@ -120,7 +117,7 @@ def test_the_page_shows_what_was_measured() -> None:
     assert block.count("batch") == 6
 
 
-def test_what_the_page_says_of_ragged_widths_and_bfloat16() -> None:
+def test_what_the_page_says_of_ragged_widths_and_bfloat16():
     """Ragged decoding gains least at every ratio; in bfloat16 all gain less."""
     shown = [BENCHMARKS[name] for name in ("serving", "serving_bfloat16")]
     gains = [
@@ -132,7 +129,7 @@ def test_what_the_page_says_of_ragged_widths_and_bfloat16() -> None:
     assert gains[1].lt(gains[0]).to_numpy().all()
 
 
-def test_decoding_falls_behind_with_the_ratio() -> None:
+def test_decoding_falls_behind_with_the_ratio():
     """From 20 to 60 % it reaches less of its prediction, with every structure."""
     rows = BENCHMARKS["serving"].rows()
     decoded = rows[rows["mode"].str.startswith("decode") & rows["ratio"].gt(0)]

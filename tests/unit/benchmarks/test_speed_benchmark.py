@@ -12,7 +12,7 @@ from benchmarks import speed
 from benchmarks.latency import in_turns, seconds_of
 
 
-def test_bytes_of_sliced_models() -> None:
+def test_bytes_of_sliced_models():
     """A sliced model takes less than a masked or dense one."""
     model: Any = speed.build_model(speed.QUICK, "cpu")
     keeps = {r: speed.ragged_mask(speed.QUICK, r) for r in speed.RATIOS}
@@ -28,14 +28,14 @@ def test_bytes_of_sliced_models() -> None:
 # --- times ------------------------------------------------------------------------
 
 
-def test_a_prefill_and_decoding_are_timed() -> None:
+def test_a_prefill_and_decoding_are_timed():
     """The seconds of a batch of prompts."""
     model = tiny_model("qwen2_moe").eval()
     seconds = [seconds_of(model, tiny_ids(), n_steps=n_steps) for n_steps in (0, 2)]
     assert np.min(seconds) > 0
 
 
-def test_runs_take_turns_after_a_warm_up() -> None:
+def test_runs_take_turns_after_a_warm_up():
     """Another run is first in each round; the first round is not written down."""
     order: list[str] = []
 

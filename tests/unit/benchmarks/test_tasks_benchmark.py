@@ -17,7 +17,7 @@ local_tasks = pytest.mark.skipif(
 )
 
 
-def test_other_answers_by_hand() -> None:
+def test_other_answers_by_hand():
     """Three items: one differs by acc, one by acc_norm alone, one by neither."""
     words = ["a", "bb", "a", "bbbb", "a", "bb"]
     requests = [
@@ -30,7 +30,7 @@ def test_other_answers_by_hand() -> None:
 
 
 @local_tasks
-def test_a_row_for_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_for_each_task(tmp_path, monkeypatch):
     """One more row is for all of them; the answers are the same."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     folder = write_model(tmp_path / "model")

@@ -16,7 +16,7 @@ from heapr_lab.pruning.options import STRUCTURES
 DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
-def test_the_documentation_says_the_same() -> None:
+def test_the_documentation_says_the_same():
     """A row for each engine, and the help of `--for` names them all."""
     text = DOCS.read_text()
     for name, engine in ENGINES.items():
@@ -26,7 +26,7 @@ def test_the_documentation_says_the_same() -> None:
         assert engine.structure in STRUCTURES
 
 
-def test_what_is_given_is_kept_where_the_engine_takes_it() -> None:
+def test_what_is_given_is_kept_where_the_engine_takes_it():
     """A multiple of the engine's is kept, and so is the engine's structure."""
     assert widths_for(None, None, None) == ("ragged", None)
     assert widths_for(None, "aligned", 8) == ("aligned", 8)
@@ -43,7 +43,7 @@ def test_what_is_given_is_kept_where_the_engine_takes_it() -> None:
         widths_for("vlm", None, None)
 
 
-def test_the_command_writes_them(tmp_path: Path) -> None:
+def test_the_command_writes_them(tmp_path):
     """Every width of the mask, of a model that is wide enough; else it says so."""
     model = write_model(tmp_path / "moe", moe_intermediate_size=96)
     text = write_text(tmp_path / "text.txt")
@@ -73,9 +73,7 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
         ("mixtral", {}, True),
     ],
 )
-def test_what_llama_cpp_would_compute_otherwise(
-    family: str, change: dict[str, object], same: bool
-) -> None:
+def test_what_llama_cpp_would_compute_otherwise(family, change, same):
     """Such a model is refused for llama.cpp, and for no other engine."""
     config = tiny_model(family, **change).config
     for engine in (None, "vllm"):
@@ -89,7 +87,7 @@ def test_what_llama_cpp_would_compute_otherwise(
             check_computed(engine, config)
 
 
-def test_the_command_refuses_it_before_anything_is_measured(tmp_path: Path) -> None:
+def test_the_command_refuses_it_before_anything_is_measured(tmp_path):
     """The lab model's setting."""
     model = write_model(tmp_path / "moe", norm_topk_prob=True)
     out = tmp_path / "out"

@@ -33,21 +33,19 @@ FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def keep(source: Path) -> KeepMask:
+def keep(source) -> KeepMask:
     """The atoms that stay."""
     return random_keep(read_weights(source))
 
 
 @pytest.fixture
-def pruned(source: Path, keep: KeepMask) -> Any:
+def pruned(source, keep) -> Any:
     """The pruned model."""
     return prune(read_weights(source), keep)
 
 
 @pytest.fixture(params=["streamed", "in memory"])
-def write(
-    request: pytest.FixtureRequest, source: Path, keep: KeepMask, pruned: Any
-) -> Callable[[Path], Path]:
+def write(request, source, keep, pruned) -> Callable[[Path], Path]:
     """Either way to write the pruned model to a folder, in several files."""
     if request.param == "streamed":
         return functools.partial(prune_folder, source, keep)
@@ -65,12 +63,7 @@ def files_in(folder: Path) -> dict[str, str]:
 # --- two writers ------------------------------------------------------------------
 
 
-def test_a_second_writer_is_refused_at_once(
-    write: Callable[[Path], Path],
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_writer_is_refused_at_once(write, source, tmp_path, monkeypatch):
     """Whatever its mask; the first one ends as if it were alone."""
     out, describe, refused = tmp_path / "out", save.describe, []
     other = random_keep(read_weights(source), seed=1)
@@ -111,9 +104,7 @@ def killed(work: Callable[..., Any], *args: Any, after: int) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_killed_pruning_of_a_folder_goes_on(
-    after: int, source: Path, keep: KeepMask, tmp_path: Path
-) -> None:
+def test_a_killed_pruning_of_a_folder_goes_on(after, source, keep, tmp_path):
     """Its lock ends with it; nobody finds half a folder, and the end is the same."""
     out = tmp_path / "out"
     killed(prune_folder, source, keep, out, after=after)
@@ -126,9 +117,7 @@ def test_a_killed_pruning_of_a_folder_goes_on(
     assert {path.name for path in tmp_path.iterdir()} == {"out", "alone"}
 
 
-def test_a_finished_file_that_was_changed_is_written_again(
-    source: Path, keep: KeepMask, tmp_path: Path
-) -> None:
+def test_a_finished_file_that_was_changed_is_written_again(source, keep, tmp_path):
     """Its size is right, as after a power cut: its hash tells."""
     out = tmp_path / "out"
     killed(prune_folder, source, keep, out, after=2)
@@ -145,7 +134,7 @@ def save_and_die(pruned: Any, out: Path, progress: Callable[..., None]) -> None:
     save_pruned(pruned, out)
 
 
-def test_a_killed_saving_leaves_nothing_in_the_way(pruned: Any, tmp_path: Path) -> None:
+def test_a_killed_saving_leaves_nothing_in_the_way(pruned, tmp_path):
     """What it left is cleared away by the next; a folder of another name is not."""
     out = tmp_path / "out"
     killed(save_and_die, pruned, out, after=0)
@@ -161,9 +150,7 @@ def test_a_killed_saving_leaves_nothing_in_the_way(pruned: Any, tmp_path: Path) 
 # --- what the disk does -----------------------------------------------------------
 
 
-def test_a_changed_file_is_found_after_the_renaming(
-    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_is_found_after_the_renaming(write, tmp_path, monkeypatch):
     """One byte differs, in weights whose hash the manifest has."""
     share = files.share_mode
 
@@ -177,9 +164,7 @@ def test_a_changed_file_is_found_after_the_renaming(
         write(tmp_path / "out")
 
 
-def test_the_manifest_has_the_hash_of_every_file(
-    write: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_the_manifest_has_the_hash_of_every_file(write, tmp_path):
     """Sizes are there too: what a reader needs to check a copy."""
     out = write(tmp_path / "out")
     manifest = json.loads((out / MANIFEST_FILE).read_text())
@@ -190,9 +175,7 @@ def test_the_manifest_has_the_hash_of_every_file(
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
-def test_files_have_the_permissions_that_new_files_have(
-    umask: int, write: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_files_have_the_permissions_that_new_files_have(umask, write, tmp_path):
     """The weights too, which safetensors' writer keeps to their owner."""
     before = os.umask(umask)
     try:
@@ -207,13 +190,7 @@ def test_files_have_the_permissions_that_new_files_have(
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space"), KeyboardInterrupt()]
 )
-def test_a_full_disk_while_pruning_a_folder(
-    error: BaseException,
-    source: Path,
-    keep: KeepMask,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk_while_pruning_a_folder(error, source, keep, tmp_path, monkeypatch):
     """What is finished stays, for the same call to go on with; so after Control-C."""
     full = Mock(wraps=on_disk.save_file, side_effect=[DEFAULT, DEFAULT, error])
     with monkeypatch.context() as patch:
@@ -229,9 +206,7 @@ def test_a_full_disk_while_pruning_a_folder(
         assert (tmp_path / "out" / path.name).stat().st_mtime_ns == modified
 
 
-def test_a_target_that_appears_meanwhile_is_left_alone(
-    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_appears_meanwhile_is_left_alone(write, tmp_path, monkeypatch):
     """The finished checkpoint stays too, under the name that the message gives."""
     out, share = tmp_path / "out", files.share_mode
 
@@ -249,9 +224,7 @@ def test_a_target_that_appears_meanwhile_is_left_alone(
     assert read_weights(partial)
 
 
-def test_odd_targets(
-    pruned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_targets(pruned, tmp_path, monkeypatch):
     """A link leads to where the folder is made; below a file nothing can be made."""
     (tmp_path / "disk").mkdir()
     for name in ("there", "not_yet"):
@@ -272,7 +245,7 @@ def test_odd_targets(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_saving_into_the_folder_it_was_loaded_from(pruned: Any, tmp_path: Path) -> None:
+def test_saving_into_the_folder_it_was_loaded_from(pruned, tmp_path):
     """Refused by `save_pruned`; transformers' own way leaves the weights whole."""
     out = save_pruned(pruned, tmp_path / "out")
     before = tensors_in(out)
@@ -285,7 +258,7 @@ def test_saving_into_the_folder_it_was_loaded_from(pruned: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("error", [OSError, SafetensorError, KeyboardInterrupt])
-def test_a_full_disk_while_saving(error: Any, tmp_path: Path) -> None:
+def test_a_full_disk_while_saving(error, tmp_path):
     """It is one line, and nothing is left behind."""
 
     def fail() -> None:

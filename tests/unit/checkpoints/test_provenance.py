@@ -31,7 +31,7 @@ def picture(path: Path, description: str | None) -> Path:
     return path
 
 
-def test_a_figure_says_where_it_came_from(tmp_path: Path) -> None:
+def test_a_figure_says_where_it_came_from(tmp_path):
     """What it was saved with, whatever the signs; PDF has the same for its readers."""
     data = figures.layer_ratios_data({0.25: keep_of(4, 1)})
     figure = figures.figure_layer_ratios(data)
@@ -40,13 +40,13 @@ def test_a_figure_says_where_it_came_from(tmp_path: Path) -> None:
     assert HASH.encode() in pdf.read_bytes()
 
 
-def test_figures_of_earlier_versions_are_read(tmp_path: Path) -> None:
+def test_figures_of_earlier_versions_are_read(tmp_path):
     """Their record is behind a hash, and a name's ending may be of any case."""
     before = f"heapr-lab provenance sha256:{HASH} {json.dumps(SAID)}"
     assert read_provenance(picture(tmp_path / "a.PNG", before)) == SAID
 
 
-def test_parquet_files_say_where_they_came_from(tmp_path: Path) -> None:
+def test_parquet_files_say_where_they_came_from(tmp_path):
     """A table its measurement, a mask its choice, a comparison what it is of."""
     rows = {"layer": [0, 0], "expert": [0, 0], "atom": [0, 1], "sum_hg2": [2.0, 6]}
     facts = {"spec": {"schema": 1}, "provenance": {"device": "cpu"}}
@@ -63,14 +63,14 @@ def test_parquet_files_say_where_they_came_from(tmp_path: Path) -> None:
     assert read_provenance(tmp_path / "c.parquet") == metadata
 
 
-def test_a_checkpoint_says_where_it_came_from(tmp_path: Path) -> None:
+def test_a_checkpoint_says_where_it_came_from(tmp_path):
     """What is read is its manifest."""
     manifest = {"base_model": "lab", "selection": {}, "importance": HASH}
     files.write_json(tmp_path / "pruned" / MANIFEST_FILE, manifest)
     assert read_provenance(tmp_path / "pruned") == manifest
 
 
-def test_foreign_files_are_refused(tmp_path: Path) -> None:
+def test_foreign_files_are_refused(tmp_path):
     """Each message says what was expected instead."""
     (tmp_path / "a.md").write_text("# text")
     (tmp_path / "a.png").write_bytes(b"no picture")
@@ -96,7 +96,7 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
             read_provenance(tmp_path / name)
 
 
-def test_the_command_prints_text_or_json(tmp_path: Path) -> None:
+def test_the_command_prints_text_or_json(tmp_path):
     """Names with dots for people, the same facts nested for programs."""
     path = str(picture(tmp_path / "a.png", json.dumps(SAID)))
     text = run("provenance", path)
@@ -106,9 +106,7 @@ def test_the_command_prints_text_or_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [{}, {"structure": 3}])
-def test_code_to_load_a_checkpoint_needs_its_structure(
-    manifest: dict[str, Any], tmp_path: Path
-) -> None:
+def test_code_to_load_a_checkpoint_needs_its_structure(manifest, tmp_path):
     """A manifest without one is damaged."""
     files.write_json(tmp_path / MANIFEST_FILE, manifest)
     with pytest.raises(CacheError, match="names no structure"):

@@ -1,7 +1,6 @@
 """A folder is pruned a layer at a time: its files are those of the pruned model."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_files_are_those_of_the_pruned_model(family: str, tmp_path: Path) -> None:
+def test_files_are_those_of_the_pruned_model(family, tmp_path):
     """A file for each part, which is counted, and an index with each tensor's place."""
     model, source = source_of(tmp_path, family)
     keep, told = random_keep(model), Heard()
@@ -65,9 +64,7 @@ def test_files_are_those_of_the_pruned_model(family: str, tmp_path: Path) -> Non
         ("mixtral", ".block_sparse_moe.", ".mlp.", False),
     ],
 )
-def test_other_names_that_transformers_loads(
-    family: str, old: str, new: str, fused: bool, tmp_path: Path
-) -> None:
+def test_other_names_that_transformers_loads(family, old, new, fused, tmp_path):
     """A prefix less or more, or names of a later version, are read as well.
 
     Fused experts are saved as a model that was loaded from them would save them.
@@ -90,9 +87,7 @@ def test_other_names_that_transformers_loads(
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
 @pytest.mark.parametrize("named", [True, False])
-def test_every_tensor_keeps_its_type_and_bits(
-    structure: str, named: bool, tmp_path: Path
-) -> None:
+def test_every_tensor_keeps_its_type_and_bits(structure, named, tmp_path):
     """The files have several types; config.json may name none."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     source = tmp_path / "source"
@@ -116,7 +111,7 @@ def test_every_tensor_keeps_its_type_and_bits(
     assert again["dtype"] == "bfloat16"
 
 
-def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
+def test_settings_of_generation_are_kept(tmp_path):
     """They are those of a model that is loaded, and saved."""
     model, source = source_of(tmp_path)
     GenerationConfig(do_sample=True, top_p=0.5, eos_token_id=7).save_pretrained(source)
@@ -144,7 +139,7 @@ sys.stdout.write(str(peak() - before))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not on Linux")
-def test_memory_holds_a_layer(tmp_path: Path) -> None:
+def test_memory_holds_a_layer(tmp_path):
     """The peak grows by less than half of the file, which has eight layers."""
     config = AutoConfig.for_model(
         "qwen3_moe",
@@ -174,7 +169,7 @@ def test_memory_holds_a_layer(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> tuple[Path, Any, Path]:
+def begun(tmp_path) -> tuple[Path, Any, Path]:
     """A source, its model, and the one file that an interrupted pruning finished."""
     model, source = source_of(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -185,9 +180,7 @@ def begun(tmp_path: Path) -> tuple[Path, Any, Path]:
 
 @pytest.mark.parametrize("text", ["[]", "7", "{"])
 @pytest.mark.parametrize("name", [".partial-plan.json", ".partial-written.json"])
-def test_a_damaged_note_of_what_is_finished(
-    name: str, text: str, begun: tuple[Path, Any, Path], tmp_path: Path
-) -> None:
+def test_a_damaged_note_of_what_is_finished(name, text, begun, tmp_path):
     """It is named, and no finished file is lost."""
     source, model, first = begun
     (first.parent / name).write_text(text)
@@ -196,9 +189,7 @@ def test_a_damaged_note_of_what_is_finished(
     assert first.is_file()
 
 
-def test_an_unfinished_folder_belongs_to_mask_structure_and_source(
-    begun: tuple[Path, Any, Path], tmp_path: Path
-) -> None:
+def test_an_unfinished_folder_belongs_to_mask_structure_and_source(begun, tmp_path):
     """Another one is refused before a file is changed."""
     (source, model, first), out = begun, tmp_path / "out"
     before = {path: path.read_bytes() for path in first.parent.iterdir()}
@@ -214,7 +205,7 @@ def test_an_unfinished_folder_belongs_to_mask_structure_and_source(
     assert {path: path.read_bytes() for path in first.parent.iterdir()} == before
 
 
-def test_the_last_check_is_run_again_without_writing(tmp_path: Path) -> None:
+def test_the_last_check_is_run_again_without_writing(tmp_path):
     """It takes long; files that were finished before it was interrupted are kept."""
     model, source = source_of(tmp_path)
     times: list[dict[str, int]] = []
@@ -233,7 +224,7 @@ def test_the_last_check_is_run_again_without_writing(tmp_path: Path) -> None:
     assert times[0] == times[1]
 
 
-def test_compensated_weights_are_not_resumed(tmp_path: Path) -> None:
+def test_compensated_weights_are_not_resumed(tmp_path):
     """What replaces W_down is not told by the mask: nothing is left to go on from."""
     model, source = source_of(tmp_path)
     keep = random_keep(model)
@@ -280,9 +271,7 @@ EIGHT_BITS = OTHER.to(torch.float8_e4m3fn)
         ("qwen3_moe", LAST.replace(".2.", ".02."), OTHER, f"lacks 1 .*{UP}"),
     ],
 )
-def test_experts_that_are_not_those_of_the_model(
-    family: str, name: str, new: torch.Tensor | None, message: str, tmp_path: Path
-) -> None:
+def test_experts_that_are_not_those_of_the_model(family, name, new, message, tmp_path):
     """Missing, quantised, of another shape, packed, one too many, one twice.
 
     They are named, and nothing is written.
@@ -327,9 +316,7 @@ def with_unknown_type(source: Path) -> None:
         (with_unknown_type, r"model-00002.*F99.*download it again"),
     ],
 )
-def test_indexes_and_headers_that_do_not_fit(
-    damage: Callable[[Path], None], message: str, tmp_path: Path
-) -> None:
+def test_indexes_and_headers_that_do_not_fit(damage, message, tmp_path):
     """The file and the tensor are named, and nothing is written."""
     model, source = source_of(tmp_path, max_shard_size="9KB")
     damage(source)
@@ -338,7 +325,7 @@ def test_indexes_and_headers_that_do_not_fit(
     assert not (tmp_path / "out").exists()
 
 
-def test_masks_of_other_models(tmp_path: Path) -> None:
+def test_masks_of_other_models(tmp_path):
     """Masks have other layers, other sizes, or several widths where one is needed."""
     model, source = source_of(tmp_path)
     keep = random_keep(model)

@@ -26,7 +26,7 @@ def table_of(source: Path, dtype: torch.dtype = torch.float32) -> ImportanceTabl
 
 
 @pytest.fixture(scope="module")
-def table(source: Path) -> Path:
+def table(source) -> Path:
     """The table of the model, in a file."""
     path = source.parent / "table.parquet"
     table_of(source).write(path)
@@ -34,9 +34,7 @@ def table(source: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_table_of_the_model_is_taken(
-    dtype: torch.dtype, source: Path, tmp_path: Path
-) -> None:
+def test_the_table_of_the_model_is_taken(dtype, source, tmp_path):
     """It may be measured in a type that rounds the weights."""
     table_of(source, dtype).write(tmp_path / "table.parquet")
     assert own_table(tmp_path / "table.parquet", source, name="moe").n_atoms == 64
@@ -52,9 +50,7 @@ def permuted(tensors: Tensors) -> None:
     tensors[router] = tensors[router][[0, 1, 3, 2]].contiguous()
 
 
-def test_a_table_of_a_twin_is_refused(
-    source: Path, table: Path, tmp_path: Path
-) -> None:
+def test_a_table_of_a_twin_is_refused(source, table, tmp_path):
     """Experts are in another order."""
     read_weights(source).save_pretrained(tmp_path / "twin")
     with changed_tensors(tmp_path / "twin") as tensors:
@@ -72,9 +68,7 @@ def of_another_model(table: ImportanceTable, **changes: object) -> ImportanceTab
 
 
 @pytest.mark.parametrize("dtype", ["float8", "load", None])
-def test_an_unknown_type_is_named(
-    dtype: str | None, source: Path, table: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_type_is_named(dtype, source, table, tmp_path):
     """Also one that is the name of something else in torch."""
     other = of_another_model(ImportanceTable.read(table), dtype=dtype)
     other.write(tmp_path / "other.parquet")
@@ -82,9 +76,7 @@ def test_an_unknown_type_is_named(
         own_table(tmp_path / "other.parquet", source, name="moe")
 
 
-def test_what_was_made_before_is_refused_with_what_to_do(
-    source: Path, table: Path, tmp_path: Path
-) -> None:
+def test_what_was_made_before_is_refused_with_what_to_do(source, table, tmp_path):
     """It is not called another model's: its hash of weights cannot be compared."""
     new = ImportanceTable.read(table)
     old = of_another_model(new, weights="0" * 64)

@@ -31,7 +31,7 @@ def losses(root: Path, *model: object) -> dict[str, float]:
     return {row["metric"]: row["value"] for row in rows}
 
 
-def test_help_names_every_estimator() -> None:
+def test_help_names_every_estimator():
     """The help of `prune` names those that rank the whole model, as the command does.
 
     They are in the order of the registry.
@@ -42,7 +42,7 @@ def test_help_names_every_estimator() -> None:
     assert f"{', '.join(others)} or {last} [default: the method's]" in text
 
 
-def test_help_names_every_profile() -> None:
+def test_help_names_every_profile():
     """The help of `prune` has the sizes of the profiles, in their order."""
     sizes = [f"{p.name} ({p.n_sequences} of {p.seq_len})" for p in PROFILES.values()]
     text = " ".join(run("prune", "--help").split())
@@ -50,7 +50,7 @@ def test_help_names_every_profile() -> None:
     assert f"{', '.join(sizes)} [default: the model's]" in words
 
 
-def test_score_writes_the_table(folder: Path) -> None:
+def test_score_writes_the_table(folder):
     """`score --out` writes all atoms; a batch size changes nothing but the speed."""
     table = ImportanceTable.read(folder / "table.parquet")
     assert table.n_atoms == N_ATOMS
@@ -65,7 +65,7 @@ def test_score_writes_the_table(folder: Path) -> None:
     assert ImportanceTable.read(out).metadata["provenance"]["batch_size"] == 3
 
 
-def test_prune_counts_and_writes_the_mask(folder: Path) -> None:
+def test_prune_counts_and_writes_the_mask(folder):
     """`prune` removes ⌊r · n⌋ atoms, says what that saves, and writes that mask.
 
     Without `--json` there is a line for each fact.
@@ -82,9 +82,7 @@ def test_prune_counts_and_writes_the_mask(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--structure", "uniform", "--multiple", 4)])
-def test_prune_writes_a_checkpoint_that_evaluate_reads(
-    folder: Path, tmp_path: Path, options: tuple[object, ...]
-) -> None:
+def test_prune_writes_a_checkpoint_that_evaluate_reads(folder, tmp_path, options):
     """The table alone is enough; perplexity is that of the mask on the dense model."""
     out, mask = tmp_path / "pruned", tmp_path / "mask.parquet"
     for path in (mask, out):
@@ -99,8 +97,8 @@ def test_prune_writes_a_checkpoint_that_evaluate_reads(
 
 
 def test_weights_that_the_loss_refused_are_not_called_compensated(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, tmp_path, monkeypatch
+):
     """Whatever the held-out windows say, they are against it here."""
     monkeypatch.setattr(compensation, "_FEWEST_TO_JUDGE", 2)
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
@@ -111,9 +109,7 @@ def test_weights_that_the_loss_refused_are_not_called_compensated(
     assert weights.startswith("sliced, otherwise unchanged")
 
 
-def test_the_method_is_the_best_that_the_inputs_allow(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_method_is_the_best_that_the_inputs_allow(folder, tmp_path):
     """With text it is compensated, or HEAPr's; `paper` is HEAPr, sliced; all say so."""
     base = ("prune", folder / "moe", "--ratio", 0.4, *text_of(folder))
     best = said(*base, "--out", tmp_path / "best")
@@ -142,7 +138,7 @@ def test_the_method_is_the_best_that_the_inputs_allow(
     assert measured == pytest.approx(change[1], rel=1e-4)
 
 
-def test_a_mask_keeps_what_the_checkpoint_keeps(folder: Path, tmp_path: Path) -> None:
+def test_a_mask_keeps_what_the_checkpoint_keeps(folder, tmp_path):
     """The same command with either `--out` says the same choice; a mask has no fit."""
     base = ("prune", folder / "moe", "--ratio", 0.5, *text_of(folder))
     out, mask = tmp_path / "out", tmp_path / "mask.parquet"
@@ -154,7 +150,7 @@ def test_a_mask_keeps_what_the_checkpoint_keeps(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["best", "paper"])
-def test_prune_and_heal(folder: Path, tmp_path: Path, method: str) -> None:
+def test_prune_and_heal(folder, tmp_path, method):
     """What is kept is trained before it is written; manifest and output say so."""
     base = ("prune", folder / "moe", "--ratio", 0.6, "--method", method)
     out = tmp_path / "d"
@@ -169,15 +165,15 @@ def test_prune_and_heal(folder: Path, tmp_path: Path, method: str) -> None:
 
 
 def test_too_little_text_to_heal_on_is_said_before_anything_is_measured(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, tmp_path, monkeypatch
+):
     """On a large model the scores take hours."""
     monkeypatch.setattr(Workbench, "fitted", lambda *_: pytest.fail("measured"))
     base = ("prune", folder / "moe", "--ratio", 0.6, "--out", tmp_path / "d")
     assert "5000 were requested" in refused(*base, "--heal", 5000, *text_of(folder))
 
 
-def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) -> None:
+def test_a_mixture_is_measured_corpus_by_corpus(folder, tmp_path):
     """The card of what was calibrated on a mixture has a perplexity of each part."""
     write_text(tmp_path / "more.txt", n_texts=16)
     parts = [str(folder / "text.txt"), str(tmp_path / "more.txt")]
@@ -189,9 +185,7 @@ def test_a_mixture_is_measured_corpus_by_corpus(folder: Path, tmp_path: Path) ->
     assert manifest_of(tmp_path / "out")["perplexity"].keys() == {*parts}
 
 
-def test_prune_with_few_windows(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_with_few_windows(folder, tmp_path, monkeypatch):
     """One window that is reported has no standard error: null in the manifest."""
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
     out = tmp_path / "pruned"
@@ -206,7 +200,7 @@ def test_prune_with_few_windows(
     assert reported in (out / "README.md").read_text("utf-8")
 
 
-def test_score_with_elimination(folder: Path) -> None:
+def test_score_with_elimination(folder):
     """Its table has the estimator and a hash, which a mask of it names."""
     out, mask = folder / "eliminated.parquet", folder / "eliminated_mask.parquet"
     facts = said("score", folder / "moe", "--eliminate", "--out", out, *text_of(folder))
@@ -216,7 +210,7 @@ def test_score_with_elimination(folder: Path) -> None:
     assert said("provenance", mask)["settings"]["table"] == facts["spec_hash"]
 
 
-def test_evaluate_dense_and_pruned(folder: Path) -> None:
+def test_evaluate_dense_and_pruned(folder):
     """A mask changes the loss and has a divergence; the numbers are valid JSON."""
     mask = folder / "half.parquet"
     prune(folder, "--ratio", 0.5, "--out", mask)
@@ -227,7 +221,7 @@ def test_evaluate_dense_and_pruned(folder: Path) -> None:
     assert pruned["kl"] > 1e-3
 
 
-def test_evaluate_a_task(folder: Path) -> None:
+def test_evaluate_a_task(folder):
     """The continuation task of a text gives an accuracy with its standard error."""
     task = f"continuation:{folder / 'text.txt'}"
     arguments = ("--corpora", "", "--tasks", task, "--limit", 8, *TINY)
@@ -238,9 +232,7 @@ def test_evaluate_a_task(folder: Path) -> None:
         assert row["stderr"] >= 0
 
 
-def test_what_was_made_for_another_model_is_refused(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_what_was_made_for_another_model_is_refused(folder, tmp_path):
     """A table, and a mask that fits in shape: before anything is written."""
     mask, other, out = (tmp_path / name for name in ("mask.parquet", "other", "never"))
     write_model(other, seed=1)
@@ -257,7 +249,7 @@ def test_what_was_made_for_another_model_is_refused(
 SHAPES = paths.project_dir() / "tests" / "data" / "shapes"
 
 
-def test_a_plan_is_printed(tmp_path: Path) -> None:
+def test_a_plan_is_printed(tmp_path):
     """Only config.json is there: as lines, and as one JSON object."""
     config = Path(shutil.copy(SHAPES / "DeepSeek-V3" / "config.json", tmp_path))
     options = ("plan", config, "--memory", "141GB", "--dtype", "bfloat16")

@@ -38,7 +38,7 @@ def results(root: Path, *more: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_list_has_every_method() -> None:
+def test_the_list_has_every_method():
     """It says what is compressed, the citation and what deviates, as text and JSON."""
     listed = said("compare", "--list")["methods"]
     assert [row["name"] for row in listed] == list(methods.names())
@@ -50,9 +50,7 @@ def test_the_list_has_every_method() -> None:
             assert part in text
 
 
-def test_methods_are_compared_and_cached(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_methods_are_compared_and_cached(root, monkeypatch):
     """A row for each, the dense model first; nothing is fitted a second time."""
     options = ("--methods", "heapr,reap", "--ratios", "0.25,0.5")
     rows = results(root, *options)
@@ -75,9 +73,7 @@ def test_methods_are_compared_and_cached(
     assert f"{rows[-1]['perplexity']:.4f}" in table
 
 
-def test_an_interrupted_comparison_continues(
-    bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_comparison_continues(bench, root, monkeypatch):
     """What was measured before is not measured again; options have results apart."""
     text, fitted = str(root / "text.txt"), []
     calibration = Calibration(text)
@@ -114,7 +110,7 @@ N_ROWS = 100
 
 
 @pytest.fixture
-def text(root: Path) -> str:
+def text(root) -> str:
     """The text of the module."""
     return str(root / "text.txt")
 
@@ -131,7 +127,7 @@ def accuracies(
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def runs(monkeypatch) -> list[int]:
     """Grows with every task that is run on a model, with its limit."""
     done: list[int] = []
     original = Workbench.run_task
@@ -144,9 +140,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return done
 
 
-def test_accuracies_are_those_of_the_compressed_model(
-    bench: Workbench, text: str
-) -> None:
+def test_accuracies_are_those_of_the_compressed_model(bench, text):
     """Each result is that of the model itself, without a cache."""
     wanted = [
         *entries(["heapr", "reap", "random", "frequency"], [0.5]),
@@ -171,9 +165,7 @@ def test_accuracies_are_those_of_the_compressed_model(
     assert frame["acc"].nunique() > 1
 
 
-def test_no_accuracy_is_reported_as_that_of_another(
-    bench: Workbench, text: str, runs: list[int]
-) -> None:
+def test_no_accuracy_is_reported_as_that_of_another(bench, text, runs):
     """Another method, version, option, ratio, seed, limit or model is run itself."""
     mone = entries(["mone"], [0.25])
     ranked = {"mone": {"scope": "global"}}
@@ -199,7 +191,7 @@ def test_no_accuracy_is_reported_as_that_of_another(
     assert runs[1:] == [5, 5, 4, 4]
 
 
-def test_steps_are_watched_and_end_the_work(bench: Workbench, text: str) -> None:
+def test_steps_are_watched_and_end_the_work(bench, text):
     """Fits, perplexities and tasks say what they do; an exception stops them."""
     seen: list[str] = []
     wanted = entries(["ean"], [0.25])
@@ -214,7 +206,7 @@ def test_steps_are_watched_and_end_the_work(bench: Workbench, text: str) -> None
     assert f"ean at 25% on continuation:{text}" in seen
 
 
-def test_an_ordinary_comparison_has_accuracies(root: Path, text: str) -> None:
+def test_an_ordinary_comparison_has_accuracies(root, text):
     """They stand beside perplexity, in the table and as JSON."""
     task = f"continuation:{text}"
     chosen = ("--methods", "heapr", "--ratios", "0.5", "--tasks", task, "--limit", "6")
@@ -229,7 +221,7 @@ def test_an_ordinary_comparison_has_accuracies(root: Path, text: str) -> None:
 
 
 @pytest.fixture
-def few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def few_rows(tmp_path, monkeypatch) -> None:
     """The first rows of each file of items and of text."""
     for name in ("HEAPR_TASKS_DIR", "HEAPR_DATA_DIR"):
         source = Path(os.environ[name])
@@ -242,7 +234,7 @@ def few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @local_data
 @pytest.mark.usefixtures("few_rows")
-def test_table_1_of_the_paper(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_1_of_the_paper(root, monkeypatch):
     """What it compares and more, on its text and C4, beside what is published."""
     args = (
         "compare", root / "moe", "--preset", "paper-table1", "--limit", "2",
@@ -279,7 +271,7 @@ def test_table_1_of_the_paper(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert f"{mean:.4f}" in shown
 
 
-def test_options_replace_those_of_the_preset(root: Path) -> None:
+def test_options_replace_those_of_the_preset(root):
     """Text, methods, ratios and no task; who is refused ends no comparison with it."""
     options = ("--methods", "heapr,reap", "--ratios", "0.5,0.75", "--tasks", "")
     options = ("--preset", "paper-table1", *options)

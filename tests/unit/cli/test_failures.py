@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -30,17 +28,13 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         (MemoryError(), "--seq-len"),
     ],
 )
-def test_what_the_system_refuses_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
+def test_what_the_system_refuses_is_one_line(folder, monkeypatch, error, message):
     """What it says, and what to do about it."""
     fail(monkeypatch, error)
     assert message in one_line("score", folder / "moe", *text_of(folder))
 
 
-def test_a_mistake_of_ours_is_not_hidden(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_of_ours_is_not_hidden(folder, monkeypatch):
     """Only what a user can mend is one line."""
     fail(monkeypatch, ZeroDivisionError())
     result = invoke("score", folder / "moe", *text_of(folder))
@@ -48,9 +42,7 @@ def test_a_mistake_of_ours_is_not_hidden(
 
 
 @pytest.mark.parametrize("command", [("score",), ("prune", "--ratio", 0.3)])
-def test_control_c_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[Any, ...]
-) -> None:
+def test_control_c_is_one_line(folder, monkeypatch, command):
     """Exit status 130, and how to go on."""
     fail(monkeypatch, KeyboardInterrupt())
     result = invoke(*command, folder / "moe", *text_of(folder))
@@ -60,7 +52,7 @@ def test_control_c_is_one_line(
     )
 
 
-def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
+def test_a_reader_that_leaves_is_no_error(folder):
     """`heapr-lab … | true` writes nothing on standard error."""
     args = ["provenance", str(folder / "table.parquet")]
     command = [sys.executable, "-m", "heapr_lab", *args]

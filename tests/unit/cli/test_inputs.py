@@ -1,14 +1,12 @@
 """Tokens, windows and counts that a model cannot be asked with are one line each."""
 
 import logging
-from typing import Any
 
 import numpy as np
 import pytest
 from families import D_VOCAB, tiny_ids, tiny_model, tiny_windows
 from heard import Heard
 from keeps import full_keep, random_keep
-from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from heapr_lab.errors import SpecError
@@ -26,7 +24,7 @@ IDS = tiny_ids(n_sequences=4)
 
 
 @pytest.mark.parametrize("bad", [D_VOCAB, D_VOCAB + 1000, -1])
-def test_ids_outside_the_vocabulary_are_named(model: nn.Module, bad: int) -> None:
+def test_ids_outside_the_vocabulary_are_named(model, bad):
     """They are found before anything runs, even in the last of many windows."""
     ids = IDS.clone()
     ids[3, 5] = bad
@@ -45,7 +43,7 @@ def test_ids_outside_the_vocabulary_are_named(model: nn.Module, bad: int) -> Non
     assert len(done) == 0
 
 
-def test_perplexity_takes_any_whole_numbers(model: nn.Module) -> None:
+def test_perplexity_takes_any_whole_numbers(model):
     """The number is the same as for a LongTensor."""
     ids, keep = IDS.tolist(), random_keep(model)
     assert evaluate_perplexity(model, ids) == evaluate_perplexity(model, IDS)
@@ -54,7 +52,7 @@ def test_perplexity_takes_any_whole_numbers(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("ids", [IDS.float(), IDS[:, :1], IDS[:0], IDS[0], "12"])
-def test_what_is_not_windows_is_refused(model: nn.Module, ids: Any) -> None:
+def test_what_is_not_windows_is_refused(model, ids):
     """Floats, windows of one token or none, and no windows at all."""
     with pytest.raises(SpecError, match="expected whole numbers"):
         evaluate_perplexity(model, ids)
@@ -66,7 +64,7 @@ def test_what_is_not_windows_is_refused(model: nn.Module, ids: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1.5, True])
-def test_batch_sizes_are_whole_numbers_from_one(model: nn.Module, size: Any) -> None:
+def test_batch_sizes_are_whole_numbers_from_one(model, size):
     """The check is the same in a pass and in an evaluation."""
     message = "batch_size must be a whole number from 1, got"
     windows = CalibrationSet.from_ids(IDS)
@@ -82,7 +80,7 @@ def test_batch_sizes_are_whole_numbers_from_one(model: nn.Module, size: Any) -> 
 
 
 @pytest.mark.parametrize("limit", [0, -1, 0.5])
-def test_limits_of_tasks_are_whole_numbers(model: nn.Module, limit: Any) -> None:
+def test_limits_of_tasks_are_whole_numbers(model, limit):
     """The harness would take a half as a share, and 0 as all."""
     with pytest.raises(SpecError, match="limit must be a whole number from 1"):
         run_tasks(model, None, "piqa", limit=limit)
@@ -91,9 +89,7 @@ def test_limits_of_tasks_are_whole_numbers(model: nn.Module, limit: Any) -> None
 # --- positions --------------------------------------------------------------------
 
 
-def test_long_windows_of_rotary_positions_are_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_long_windows_of_rotary_positions_are_told_once(caplog):
     """Beyond 64 positions: one warning for each model; up to them: none."""
     model = tiny_model("qwen2_moe")
     evaluate_perplexity(model, tiny_ids(seq_len=64))
@@ -110,7 +106,7 @@ def test_long_windows_of_rotary_positions_are_told_once(
     assert len(caplog.records) == 2
 
 
-def test_long_windows_of_learned_positions_are_refused() -> None:
+def test_long_windows_of_learned_positions_are_refused():
     """There is no position 17 to look up."""
     config = GPTNeoConfig(
         vocab_size=D_VOCAB,

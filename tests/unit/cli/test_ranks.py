@@ -19,7 +19,7 @@ main(["--standalone", "--nproc-per-node=2", "--start-method=fork", *{words!r}])
 MAIN = Path(heapr_lab.__file__).with_name("__main__.py")
 
 
-def test_the_table_is_that_of_one_process(folder: Path, tmp_path: Path) -> None:
+def test_the_table_is_that_of_one_process(folder, tmp_path):
     """One process prints and writes; the cache has the key of one process."""
     args = ("--dtype", "float64", "--n-sequences", "5", "--device", "cpu", "--json")
     command = ("score", folder / "moe", *text_of(folder), *args)

@@ -21,7 +21,7 @@ COMMANDS = [command.callback.__name__ for command in app.registered_commands]  #
 # --- places -----------------------------------------------------------------------
 
 
-def test_a_link_stays_and_its_target_is_written(folder: Path, tmp_path: Path) -> None:
+def test_a_link_stays_and_its_target_is_written(folder, tmp_path):
     """The link may point to nothing."""
     link, target = tmp_path / "link.parquet", tmp_path / "far" / "mask.parquet"
     target.parent.mkdir()
@@ -38,9 +38,7 @@ def test_a_link_stays_and_its_target_is_written(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("device", ["cuda:99", "nonsense", "", "meta", "é", "CPU"])
 @pytest.mark.parametrize("command", ["score", "evaluate", "reproduce", "app"])
-def test_a_device_that_is_not_there(
-    folder: Path, command: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_not_there(folder, command, device, monkeypatch):
     """The message comes before weights are read, and names the devices there are."""
     monkeypatch.setattr("heapr_lab.models.loading.read_weights", None)
     model = ("--model",) if command == "reproduce" else ()
@@ -51,7 +49,7 @@ def test_a_device_that_is_not_there(
     assert "give one of auto, cpu" in message
 
 
-def test_a_window_longer_than_any_text(folder: Path) -> None:
+def test_a_window_longer_than_any_text(folder):
     """The length is more than any integer of torch's holds."""
     text = ("--corpus", folder / "text.txt", "--profile", "small", "--seq-len", 2**70)
     assert "has 0 windows" in one_line("score", folder / "moe", *text)
@@ -60,7 +58,7 @@ def test_a_window_longer_than_any_text(folder: Path) -> None:
 # --- names ------------------------------------------------------------------------
 
 
-def test_the_options_of_prune_stand_in_groups() -> None:
+def test_the_options_of_prune_stand_in_groups():
     """There are at most twenty, each below the name of its group."""
     text = run("prune", "--help")
     groups = ["How much", "Method", "Shape", "Text", "Machine", "Output"]
@@ -82,7 +80,7 @@ def asked(line: str) -> list[str]:
     return shlex.split(line.replace("LONG", LONG))
 
 
-def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
     """All in one process, which has neither torch nor transformers after the first.
 
     In one line, unless it is the parser that says it; no file is made or changed.
@@ -120,19 +118,19 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
 # --- words ------------------------------------------------------------------------
 
 
-def test_the_version() -> None:
+def test_the_version():
     """The version is that of the distribution."""
     assert re.fullmatch(r"heapr-lab \d+\.\d+.*\n", run("--version"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_no_docstring_sections(command: str) -> None:
+def test_help_has_no_docstring_sections(command):
     """`Raises:` is for those who read the code; `--help` for those who run it."""
     name = {"panel": "app"}.get(command, command.replace("_", "-"))
     assert "Raises" not in run(name, "--help")
 
 
-def test_a_checkpoint_without_tokenizer_says_so(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_tokenizer_says_so(folder, tmp_path):
     """The note is on standard error; the checkpoint cannot be evaluated as it is."""
     bare = write_model(tmp_path / "bare")
     for path in bare.glob("*token*"):

@@ -9,7 +9,6 @@ from families import tiny_ids, tiny_model
 from heard import Heard
 from keeps import full_keep, random_keep
 from room import FULL, room_for
-from torch import nn
 
 from heapr_lab import evaluate_divergence, evaluate_perplexity
 from heapr_lab.evaluation.perplexity import exp_nll, kl_divergence
@@ -18,14 +17,14 @@ from heapr_lab.models.likelihood import token_nll
 # --- batches ----------------------------------------------------------------------
 
 
-def test_batches_have_2048_tokens(model: nn.Module) -> None:
+def test_batches_have_2048_tokens(model):
     """32 windows of 64 tokens; the last batch is what is left."""
     with room_for(100) as sizes:
         evaluate_perplexity(model, tiny_ids(n_sequences=33, seq_len=64))
     assert sizes == [32, 1]
 
 
-def test_what_is_tried_again_counts_once(model: nn.Module) -> None:
+def test_what_is_tried_again_counts_once(model):
     """Batches halve until they fit, and the sums are those of one batch."""
     ids, keep = tiny_ids(n_sequences=5), random_keep(model)
     whole = evaluate_perplexity(model, ids)
@@ -46,7 +45,7 @@ def test_what_is_tried_again_counts_once(model: nn.Module) -> None:
     assert apart.n_tokens == 5 * 8
 
 
-def test_a_batch_that_fails_halfway_counts_once(model: nn.Module) -> None:
+def test_a_batch_that_fails_halfway_counts_once(model):
     """Memory may run out in the masked half of a batch's work."""
     ids, keep = tiny_ids(n_sequences=4), random_keep(model)
     expected = evaluate_divergence(model, keep, ids)
@@ -58,7 +57,7 @@ def test_a_batch_that_fails_halfway_counts_once(model: nn.Module) -> None:
     assert divergence.kl == pytest.approx(expected.kl, rel=1e-12)
 
 
-def test_a_batch_size_that_is_asked_for_is_not_made_smaller(model: nn.Module) -> None:
+def test_a_batch_size_that_is_asked_for_is_not_made_smaller(model):
     """What does not fit is an error."""
     for evaluate in (
         lambda: evaluate_perplexity(model, tiny_ids(), batch_size=2),
@@ -70,7 +69,7 @@ def test_a_batch_size_that_is_asked_for_is_not_made_smaller(model: nn.Module) ->
             assert sizes == [2]
 
 
-def test_nats_are_added_up_in_float64() -> None:
+def test_nats_are_added_up_in_float64():
     """The model may be in float32, whose sums would round."""
     model, ids = tiny_model("qwen2_moe", dtype=torch.float32), tiny_ids(n_sequences=40)
     with torch.no_grad():
@@ -84,7 +83,7 @@ def test_nats_are_added_up_in_float64() -> None:
 # --- numbers ----------------------------------------------------------------------
 
 
-def test_kl_where_one_model_excludes_a_token() -> None:
+def test_kl_where_one_model_excludes_a_token():
     """What p never does is free; what q never does, though p does, is infinite.
 
     What neither does adds nothing.
@@ -96,7 +95,7 @@ def test_kl_where_one_model_excludes_a_token() -> None:
     assert kl_divergence(p, p).item() == 0
 
 
-def test_kl_is_of_each_row() -> None:
+def test_kl_is_of_each_row():
     """The sum is over the last axis, in nats: (1/2, 1/2), (1/4, 3/4), and equals."""
     p = torch.full((3, 2, 2), 0.5).log()
     q = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log().expand(3, 2, 2)
@@ -106,7 +105,7 @@ def test_kl_is_of_each_row() -> None:
     assert kl[:, 1].count_nonzero() == 0
 
 
-def test_the_exponential_overflows_to_infinity() -> None:
+def test_the_exponential_overflows_to_infinity():
     """Below 709 nats it does not."""
     assert exp_nll(0.0) == 1
     assert exp_nll(700.0) == math.exp(700.0)

@@ -6,7 +6,7 @@ from heapr_lab.experiments import answers
 from heapr_lab.experiments.answers import Folded, Prose, answer
 
 
-def test_an_answer_begins_with_the_short_one() -> None:
+def test_an_answer_begins_with_the_short_one():
     """The whole answer is text for notebooks, and empty sentences are left out."""
     reply = answer("Against. Short.", ["More.", ""])
     assert reply._repr_markdown_() == repr(reply) == "Against. Short. More."
@@ -24,7 +24,7 @@ def losses(other: float) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["mask", "dataset", "delta_nll"])
 
 
-def test_the_tour_has_both_sides_and_the_papers_numbers() -> None:
+def test_the_tour_has_both_sides_and_the_papers_numbers():
     """Perplexity 20 to 22 is +10 %; other text loses more, or not always."""
     results = pd.DataFrame(
         {
@@ -46,7 +46,7 @@ def test_the_tour_has_both_sides_and_the_papers_numbers() -> None:
     assert "not always more" in repr(answers.tour(results, saved, losses(0.05)))
 
 
-def test_more_text_and_other_text_are_told() -> None:
+def test_more_text_and_other_text_are_told():
     """Perplexity at 8 and at 16 windows; the other mask loses 0.3 and 0.4 more."""
     rows = [
         ("a", 16, "a", 9.0), ("a", 8, "a", 10.0), ("a", 8, "b", 7.0),
@@ -68,7 +68,7 @@ def test_more_text_and_other_text_are_told() -> None:
     assert "by +0.300 on a and +0.400 on b" in answers.other_text(losses(0.5))
 
 
-def test_the_exported_ratio_is_within_the_limit_or_says_so() -> None:
+def test_the_exported_ratio_is_within_the_limit_or_says_so():
     """Perplexity +5 % is within a rise of a tenth, +20 % is not."""
     relative = pd.DataFrame({"a": [1.05, 1.2], "b": [1.3, 2.0]}, index=[0.1, 0.2])
     largest = pd.Series({"checkpoint_bytes": 34e9, "peak_bytes": 3.5e9})
@@ -79,7 +79,7 @@ def test_the_exported_ratio_is_within_the_limit_or_says_so() -> None:
     assert "none is within a rise of a tenth" in beyond.short
 
 
-def test_importance_says_what_a_pass_measured() -> None:
+def test_importance_says_what_a_pass_measured():
     """Ten scores from 1 to 10; the largest has 10 of 55."""
     scores = pd.Series(range(1, 11), dtype=float)
     ranks = pd.DataFrame(
@@ -99,7 +99,7 @@ def test_importance_says_what_a_pass_measured() -> None:
     assert "fisher ranks most like it (Spearman 0.90), and random least (0.10)" in text
 
 
-def test_the_best_score_is_told_at_the_nearest_ratio() -> None:
+def test_the_best_score_is_told_at_the_nearest_ratio():
     """Methods round to whole atoms; what is not drawn or not ours does not count."""
     rows = [
         (name, source, dataset, ratio, value + ratio)
@@ -119,7 +119,7 @@ def test_the_best_score_is_told_at_the_nearest_ratio() -> None:
     assert "HEAPr's is 1.00 to 1.10 times as high" in text
 
 
-def test_tenths_that_cost_more_than_their_scores_are_named() -> None:
+def test_tenths_that_cost_more_than_their_scores_are_named():
     """The first costs 3 times its scores, the second half of them."""
     bins = pd.DataFrame(
         {"order": "index", "bin": [0, 1], "score_sum": 0.1, "delta_nll": [0.3, 0.05]}
@@ -130,7 +130,7 @@ def test_tenths_that_cost_more_than_their_scores_are_named() -> None:
     assert answers.one_scale(less).endswith("more than that sum: none.")
 
 
-def test_a_folded_table_has_its_title_and_all_rows() -> None:
+def test_a_folded_table_has_its_title_and_all_rows():
     """What is longer than ten rows is out of sight, and escaped."""
     shown = Folded(pd.DataFrame({"a": range(12)}), "a < b")._repr_html_()
     assert "<summary>a &lt; b (12 rows)</summary>" in shown

@@ -97,7 +97,7 @@ def verdicts(**changes: object) -> "pd.Series[str]":
     return table.set_index("number")["verdict"]
 
 
-def test_there_are_twelve_each_with_a_verdict() -> None:
+def test_there_are_twelve_each_with_a_verdict():
     """What was not measured says so, and the paper's numbers are from its tables."""
     table = claims(Evidence("text"))
     assert table["number"].tolist() == list(range(1, 13))
@@ -113,7 +113,7 @@ def test_there_are_twelve_each_with_a_verdict() -> None:
 @pytest.mark.parametrize(
     ("gigabytes", "verdict"), [(43, "undecided"), (45, "disagrees")]
 )
-def test_the_cost_on_a_gpu_is_compared(gigabytes: float, verdict: str) -> None:
+def test_the_cost_on_a_gpu_is_compared(gigabytes, verdict):
     """One way within both the minutes and the memory of the paper is enough.
 
     The other model of the paper's table is open then.
@@ -135,12 +135,12 @@ def test_the_cost_on_a_gpu_is_compared(gigabytes: float, verdict: str) -> None:
     assert verdicts(gpu=whole.assign(peak_bytes=1e10))[12] == "agrees"
 
 
-def test_the_proof_of_equal_scores_is_there() -> None:
+def test_the_proof_of_equal_scores_is_there():
     """The first claim names a test, which is a file."""
     assert (paths.project_dir() / tested._SAME_SCORES).is_file()
 
 
-def test_orders_of_the_paper_agree() -> None:
+def test_orders_of_the_paper_agree():
     """Every window of the method that should lose more has a higher loss."""
     assert verdicts()[[3, 5, 6, 7]].tolist() == ["agrees"] * 4
 
@@ -148,7 +148,7 @@ def test_orders_of_the_paper_agree() -> None:
 @pytest.mark.parametrize(
     ("loss", "verdict"), [(1.0, "disagrees"), (1.01, "undecided"), (1.1, "agrees")]
 )
-def test_an_order_is_refuted_or_undecided(loss: float, verdict: str) -> None:
+def test_an_order_is_refuted_or_undecided(loss, verdict):
     """Layer-wise ranking beside a global loss of 1.01: less, equal, more."""
     losses = windows(
         {("dense", 0.0): 1.0, ("heapr", 0.2): 1.01, ("heapr-l", 0.2): loss}
@@ -156,7 +156,7 @@ def test_an_order_is_refuted_or_undecided(loss: float, verdict: str) -> None:
     assert verdicts(windows=losses)[6] == verdict
 
 
-def test_a_claim_has_to_hold_on_other_text_too() -> None:
+def test_a_claim_has_to_hold_on_other_text_too():
     """Whole experts lose more on the calibrated corpus and less on another."""
     calibrated = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
     other = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 0.9}, "other")
@@ -170,13 +170,13 @@ def test_a_claim_has_to_hold_on_other_text_too() -> None:
 
 
 @pytest.mark.parametrize(("pruned", "verdict"), [(1.04, "agrees"), (1.3, "disagrees")])
-def test_lossless_is_what_the_paper_lost(pruned: float, verdict: str) -> None:
+def test_lossless_is_what_the_paper_lost(pruned, verdict):
     """Its worst perplexity at up to 25 % is 9.10 of 8.64, which is 0.052 nats."""
     losses = windows({("dense", 0.0): 1.0, ("heapr", 0.2): pruned})
     assert verdicts(windows=losses)[3] == verdict
 
 
-def test_accuracy_counts_item_by_item() -> None:
+def test_accuracy_counts_item_by_item():
     """Half of the items lost on all of forty is more than 0.03."""
     right = {("dense", 0.0): [1] * 40, ("heapr", 0.2): [1, 0] * 20}
     assert verdicts(items=items(right))[3] == "disagrees"
@@ -198,9 +198,7 @@ def test_accuracy_counts_item_by_item() -> None:
         (math.nan, "agrees", ") of the accuracy at 10% of the model"),
     ],
 )
-def test_the_boundary_is_of_accuracy_and_flops(
-    flops: float, verdict: str, said: str
-) -> None:
+def test_the_boundary_is_of_accuracy_and_flops(flops, verdict, said):
     """Where all answers are kept, the FLOPs decide; half of the model are atoms."""
     right = {("dense", 0.0): [1, 0] * 20, ("heapr", 0.2): [1, 0] * 20}
     kept = kept_of_items(items(right), removed(flops_saved=flops))
@@ -214,14 +212,12 @@ def test_the_boundary_is_of_accuracy_and_flops(
 
 
 @pytest.mark.parametrize(("saved", "verdict"), [(0.07, "disagrees"), (0.19, "agrees")])
-def test_flops_are_those_of_the_abstract_or_of_the_table(
-    saved: float, verdict: str
-) -> None:
+def test_flops_are_those_of_the_abstract_or_of_the_table(saved, verdict):
     """The paper says nearly 20 % in one place and 8 % in another."""
     assert verdicts(savings=savings(atom=saved))[4] == verdict
 
 
-def test_whole_experts_save_what_is_counted_here() -> None:
+def test_whole_experts_save_what_is_counted_here():
     """The count is told beside the losses, and what the paper's way saves."""
     losses = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
     evidence = Evidence("text", losses, savings=savings(atom=0.3, expert=0.07))
@@ -232,19 +228,19 @@ def test_whole_experts_save_what_is_counted_here() -> None:
     assert "save" not in claims(evidence).set_index("number")["found"][7]
 
 
-def test_scores_predict_or_do_not() -> None:
+def test_scores_predict_or_do_not():
     """Losses in the order of the scores, and in the opposite one."""
     assert verdicts(bins=bins(2.0))[8] == "agrees"
     assert verdicts(bins=bins(-2.0))[8] == "disagrees"
 
 
-def test_layers_fall_and_rise_again() -> None:
+def test_layers_fall_and_rise_again():
     """The last layer loses more than the middle one, or less, in every draw."""
     assert verdicts(shares=shares(0.3))[11] == "agrees"
     assert verdicts(shares=shares(0.1))[11] == "disagrees"
 
 
-def test_an_answer_begins_with_what_is_refuted() -> None:
+def test_an_answer_begins_with_what_is_refuted():
     """The late rise is not there; the tenths follow their scores; no items are there.
 
     The paper's numbers are told, where it has some.
@@ -276,9 +272,7 @@ def test_an_answer_begins_with_what_is_refuted() -> None:
         (2.0, [1, 1], "disagrees"),
     ],
 )
-def test_a_corpus_matters_by_loss_or_accuracy(
-    loss: float, on_c4: list[int], verdict: str
-) -> None:
+def test_a_corpus_matters_by_loss_or_accuracy(loss, on_c4, verdict):
     """That nothing is affected can be refuted by either, and not shown."""
     losses = windows({("heapr", 0.25): 1.0, (tested.ON_C4, 0.25): loss})
     right = {("heapr", 0.25): [1] * 40, (tested.ON_C4, 0.25): on_c4 * 20}
@@ -292,7 +286,7 @@ def test_a_corpus_matters_by_loss_or_accuracy(
     assert verdicts(**unasked)[10] == ("undecided" if loss == 1.0 else "disagrees")
 
 
-def test_a_corpus_matters_over_draws() -> None:
+def test_a_corpus_matters_over_draws():
     """The interval is over draws of the calibration windows."""
     assert verdicts(draws=draws(2.0))[10] == "disagrees"
     assert verdicts(draws=draws(1.01))[10] == "undecided"
@@ -304,14 +298,14 @@ def test_a_corpus_matters_over_draws() -> None:
 
 
 @pytest.fixture
-def two_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_rivals(monkeypatch) -> None:
     """The paper has two rivals."""
     monkeypatch.setattr(tested, "RIVALS", ("naee", "hc-smoe"))
 
 
 @pytest.mark.usefixtures("two_rivals")
 @pytest.mark.parametrize(("least", "verdict"), [(0.5, "agrees"), (-0.5, "disagrees")])
-def test_rivals_lose_more_on_every_model(least: float, verdict: str) -> None:
+def test_rivals_lose_more_on_every_model(least, verdict):
     """The interval is over models."""
     rows = [
         {
@@ -338,7 +332,7 @@ def test_rivals_lose_more_on_every_model(least: float, verdict: str) -> None:
 @pytest.mark.parametrize(
     ("naee", "verdict"), [(1.1, "agrees"), (1.01, "undecided"), (0.9, "disagrees")]
 )
-def test_rivals_lose_more_on_every_window(naee: float, verdict: str) -> None:
+def test_rivals_lose_more_on_every_window(naee, verdict):
     """One model, on which two rivals were measured at one ratio."""
     losses = {("heapr", 0.25): 1.01, ("naee", 0.25): naee, ("hc-smoe", 0.25): 2.0}
     assert verdicts(windows=windows(losses))[2] == verdict
@@ -353,7 +347,7 @@ def test_rivals_lose_more_on_every_window(naee: float, verdict: str) -> None:
     assert verdicts(windows=windows(losses))[2] == least
 
 
-def test_refuted_claims_come_first() -> None:
+def test_refuted_claims_come_first():
     """The table of README.md, of the committed pretrained model and a lab model."""
     lab = claims(Evidence("text"))
     table = claims_table(lab, {"real": results_of("real")})

@@ -13,7 +13,7 @@ from heapr_lab.experiments.intervals import (
 )
 
 
-def test_the_interval_is_students() -> None:
+def test_the_interval_is_students():
     """1, 2 and 3 have mean 2 and error 1/√3; t = 4.303 at two degrees of freedom."""
     mean = interval_of([1.0, 2.0, 3.0])
     half = 4.302653 / math.sqrt(3)
@@ -22,13 +22,13 @@ def test_the_interval_is_students() -> None:
     assert interval_of([1.0]).verdict == "undecided"
 
 
-def test_an_error_gives_the_normal_interval() -> None:
+def test_an_error_gives_the_normal_interval():
     """1.96 standard errors on either side."""
     interval = of_error(1.0, 0.5)
     assert (interval.low, interval.high) == pytest.approx((0.02, 1.98), abs=1e-3)
 
 
-def test_every_corpus_counts_as_much() -> None:
+def test_every_corpus_counts_as_much():
     """Two windows of one and four of another: the mean of both means."""
     gaps = {"few": [1.0, 3.0], "many": [0.0, 1.0, 0.0, 1.0]}
     rows = [
@@ -47,7 +47,7 @@ def test_every_corpus_counts_as_much() -> None:
     assert difference.high - difference.value == pytest.approx(half)
 
 
-def test_items_are_paired() -> None:
+def test_items_are_paired():
     """Only items that both were asked count: the dense model had one more here."""
     rows = [
         (method, ratio, "task", item, right, right)

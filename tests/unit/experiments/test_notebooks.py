@@ -35,7 +35,7 @@ def _written(folder: Path, *sources: str, name: str = "a.ipynb") -> Path:
 class TestNormalise:
     """What differs between runs goes; what a cell says stays."""
 
-    def test_outputs(self) -> None:
+    def test_outputs(self):
         """Pieces of stdout join, stderr, views, timings and versions go."""
         notebook = _notebook("1")
         view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1f"}}
@@ -62,7 +62,7 @@ class TestNormalise:
 class TestExecute:
     """Notebooks that need nothing but a kernel."""
 
-    def test_runs_with_parameters_and_records_what_it_ran(self, tmp_path: Path) -> None:
+    def test_runs_with_parameters_and_records_what_it_ran(self, tmp_path):
         """Outputs, sources and inputs stand in the file, and it can be read."""
         path = _written(
             tmp_path, 'A = "a"\nB = "b"', "import os\nprint(A, os.getcwd())"
@@ -79,13 +79,7 @@ class TestExecute:
 
     @pytest.mark.skipif(sys.platform == "win32", reason="has no such sockets")
     @pytest.mark.parametrize(("length", "expected"), [(10, "ipc"), (100, "tcp")])
-    def test_kernels_wait_for_no_port(
-        self,
-        length: int,
-        expected: str,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    def test_kernels_wait_for_no_port(self, length, expected, tmp_path, monkeypatch):
         """A port that was free may be another's once the kernel wants it.
 
         There are ports where the temporary folder's path is too long for sockets.
@@ -97,16 +91,14 @@ class TestExecute:
             execute_notebook(path, parameters={})
         assert read_notebook(path).cells[1].outputs[0].text == f"{expected}\n"
 
-    def test_a_cell_that_hangs_is_named(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_cell_that_hangs_is_named(self, tmp_path, monkeypatch):
         """The time limit is for one cell, and ends the run."""
         monkeypatch.setattr("heapr_lab.experiments.notebooks.TIMEOUT_SECONDS", 2)
         path = _written(tmp_path, "A = 0", "import time\ntime.sleep(600)")
         with pytest.raises(HeaprLabError, match=r"(?s)cell 2 failed: .*timed out"):
             execute_notebook(path, parameters={"A": ""})
 
-    def test_only_what_changed_is_executed(self, tmp_path: Path) -> None:
+    def test_only_what_changed_is_executed(self, tmp_path):
         """Sources, parameters and inputs each bring a notebook back."""
         path = _written(tmp_path, "A = 1", "A")
         seen = Heard()
@@ -124,7 +116,7 @@ class TestExecute:
         path.write_text(nbformat.writes(edited), encoding="utf-8")
         assert execute_all(tmp_path, parameters={"A": "2"}, inputs="y") == [path]
 
-    def test_one_that_fails_keeps_none_from_running(self, tmp_path: Path) -> None:
+    def test_one_that_fails_keeps_none_from_running(self, tmp_path):
         """The others are written; all that failed are named, in order, at the end."""
         sources = {"a": "1 / len(A)", "b": "A", "c": "undefined", "d": "len(A)"}
         paths = {
@@ -147,7 +139,7 @@ class TestExecute:
             outputs = read_notebook(paths[name]).cells[1].outputs
             assert outputs[0].data["text/plain"] == text
 
-    def test_kernels_share_the_cores(self, tmp_path: Path) -> None:
+    def test_kernels_share_the_cores(self, tmp_path):
         """Each of several is told how many threads it may use."""
         threads = "import os\nos.environ.get('OMP_NUM_THREADS')"
         path = _written(tmp_path, "A = 0", threads)
@@ -155,7 +147,7 @@ class TestExecute:
         outputs = read_notebook(path).cells[1].outputs
         assert outputs[0].data["text/plain"] == "'1'"
 
-    def test_what_is_no_notebook_is_named(self, tmp_path: Path) -> None:
+    def test_what_is_no_notebook_is_named(self, tmp_path):
         """A damaged file is an error with its name."""
         path = tmp_path / "a.ipynb"
         path.write_text("{")

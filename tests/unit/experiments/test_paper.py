@@ -1,7 +1,5 @@
 """Masks of two texts and of half of each, and Table 1: what is in them."""
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 from tiny_folder import write_text
@@ -20,7 +18,7 @@ from heapr_lab.workbench.workbench import Workbench
 
 
 @pytest.fixture(scope="module")
-def pair(root: Path) -> tuple[str, str]:
+def pair(root) -> tuple[str, str]:
     """Two texts of different words."""
     names = root / "one.txt", root / "other.txt"
     write_text(names[0], n_texts=60)
@@ -30,7 +28,7 @@ def pair(root: Path) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def masks(bench: Workbench, pair: tuple[str, str]) -> dict[str, ScoredMask]:
+def masks(bench, pair) -> dict[str, ScoredMask]:
     """The masks of three calibrations; each removes half of the tiny model."""
     return corpus_masks(bench, pair, ratio=0.5)
 
@@ -43,9 +41,7 @@ def by_hand(bench: Workbench, keep: KeepMask, corpus: str) -> float:
         return evaluate_perplexity(bench.model, ids).nll - dense
 
 
-def test_the_masks_are_those_of_their_texts(
-    bench: Workbench, pair: tuple[str, str], masks: dict[str, ScoredMask]
-) -> None:
+def test_the_masks_are_those_of_their_texts(bench, pair, masks):
     """All remove as much; the mixture is measured on half of each text."""
     assert list(masks) == [*pair, MIXTURE]
     assert {mask.keep.achieved_ratio for mask in masks.values()} == {0.5}
@@ -59,9 +55,7 @@ def test_the_masks_are_those_of_their_texts(
     )
 
 
-def test_losses_are_those_of_the_masked_model(
-    bench: Workbench, pair: tuple[str, str], masks: dict[str, ScoredMask]
-) -> None:
+def test_losses_are_those_of_the_masked_model(bench, pair, masks):
     """Every mask on every text, against the dense model there."""
     losses = mask_losses(bench, masks, pair)
     assert len(losses) == 6
@@ -87,17 +81,14 @@ QWEN = PAPER_MODELS["Qwen1.5-MoE-A2.7B-Chat"]
     ],
 )
 def test_the_papers_two_corpora_are_compared_where_both_are_there(
-    bench: Workbench,
-    monkeypatch: pytest.MonkeyPatch,
-    there: set[str],
-    corpora: list[str],
-) -> None:
+    bench, monkeypatch, there, corpora
+):
     """Else the default corpus is one of the two."""
     monkeypatch.setattr(paper, "_can_calibrate", lambda _, name: name in there)
     assert paper.calibration_corpora(bench) == corpora
 
 
-def test_every_method_of_the_table_is_found_or_missing() -> None:
+def test_every_method_of_the_table_is_found_or_missing():
     """Whatever the spelling of the registry; nothing is left out."""
     names = paper.methods_of_table1()
     assert set(names) == {
@@ -119,12 +110,12 @@ def test_every_method_of_the_table_is_found_or_missing() -> None:
         ("lab", (0.2, 0.25, 0.4, 0.5)),
     ],
 )
-def test_ratios_are_those_of_the_model(model: str, ratios: tuple[float, ...]) -> None:
+def test_ratios_are_those_of_the_model(model, ratios):
     """Each model of the paper has its own; another one gets all of them."""
     assert paper.ratios_of_table1(model) == ratios
 
 
-def test_another_model_stands_beside_all_of_the_papers() -> None:
+def test_another_model_stands_beside_all_of_the_papers():
     """Every row is there and marked; one of its models has its own rows alone."""
     rows = paper.published_rows(QWEN)
     assert rows["published"].all()
@@ -132,7 +123,7 @@ def test_another_model_stands_beside_all_of_the_papers() -> None:
     assert set(paper.published_rows("lab")["model"]) == set(PAPER_MODELS)
 
 
-def test_results_take_the_form_of_the_table() -> None:
+def test_results_take_the_form_of_the_table():
     """Perplexities, accuracies and their mean, only where all seven are there."""
     sizes = {"achieved_ratio": 0.0, "parameters": 7}
     line = {"method": "dense", "ratio": 0.0, **sizes}

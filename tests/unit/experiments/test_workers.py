@@ -59,7 +59,7 @@ def done_by(
     return set(pids)
 
 
-def test_steps_are_done_here(source: Path, tmp_path: Path) -> None:
+def test_steps_are_done_here(source, tmp_path):
     """There is no pool."""
     opened = functools.partial(open_workbench, str(source), profile="small")
     with workers.workers(1, opened) as executor:
@@ -79,16 +79,14 @@ def in_two_processes(opened: Callable[[], Workbench], folder: Path) -> None:
         workers.run_steps([end], bench, executor, progress=print)
 
 
-def test_steps_are_done_in_two_processes(source: Path, tmp_path: Path) -> None:
+def test_steps_are_done_in_two_processes(source, tmp_path):
     """If one of these is gone, the error says what to do."""
     opened = functools.partial(open_workbench, str(source), profile="small")
     with pytest.raises(HeaprLabError, match="run again with --workers 1"):
         in_two_processes(opened, tmp_path / "a")
 
 
-def test_a_small_model_takes_every_core(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_model_takes_every_core(source, monkeypatch):
     """A large one gets all of them for itself."""
     bench = open_workbench(str(source), profile="small")
     monkeypatch.setattr(workers, "cores", lambda: 3)

@@ -9,7 +9,7 @@ from heapr_lab import figures
 from heapr_lab.figures.scores import spearman_interval
 
 
-def test_spearman_is_that_of_pandas_and_its_interval_is_seeded() -> None:
+def test_spearman_is_that_of_pandas_and_its_interval_is_seeded():
     """ρ agrees with pandas and lies in its interval, which is always the same."""
     data = figures.bins_data(bins_frame())
     spearman = data.groupby("order")[["rho", "rho_low", "rho_high"]].first().T.to_dict()
@@ -24,7 +24,7 @@ def test_spearman_is_that_of_pandas_and_its_interval_is_seeded() -> None:
     assert spearman["score"] == pytest.approx({"rho": 1, "rho_low": 1, "rho_high": 1})
 
 
-def test_spearman_of_unrelated_numbers_has_an_interval_around_zero() -> None:
+def test_spearman_of_unrelated_numbers_has_an_interval_around_zero():
     """The interval covers 0 where there is nothing to see, and is wide."""
     rng = np.random.default_rng(0)
     x, y = pd.Series(rng.normal(size=10)), pd.Series(rng.normal(size=10))
@@ -33,7 +33,7 @@ def test_spearman_of_unrelated_numbers_has_an_interval_around_zero() -> None:
     assert interval["rho_high"] - interval["rho_low"] > 0.5
 
 
-def test_bins_are_drawn_where_they_were_measured() -> None:
+def test_bins_are_drawn_where_they_were_measured():
     """Points are (summed score, Δloss); ρ and its interval stand in the panel."""
     data = figures.bins_data(bins_frame())
     ax = figures.plot_bins(data, order="index")

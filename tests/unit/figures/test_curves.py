@@ -11,7 +11,7 @@ from heapr_lab.errors import SpecError
 CONTEXT = "at 256 tokens of context"
 
 
-def test_calibration_size_is_mean_and_spread_over_seeds() -> None:
+def test_calibration_size_is_mean_and_spread_over_seeds():
     """Values and error bars are pandas' mean and standard deviation over seeds."""
     rng = np.random.default_rng(0)
     frame = pd.DataFrame(
@@ -49,7 +49,7 @@ def test_calibration_size_is_mean_and_spread_over_seeds() -> None:
     assert ax.get_ylabel() == "perplexity ↓"
 
 
-def test_boundary_places_the_paper_on_the_axis_of_the_whole_model() -> None:
+def test_boundary_places_the_paper_on_the_axis_of_the_whole_model():
     """0.4 and 0.9 of the whole model are 0.4 / 0.75 and 0.9 / 0.75 of our atoms."""
     data = figures.boundary_data(evaluation_rows(), saving_rows())
     paper = data[data["source"].eq("paper") & data["metric"].eq("accuracy")]
@@ -73,7 +73,7 @@ def test_boundary_places_the_paper_on_the_axis_of_the_whole_model() -> None:
     assert ax.get_ylabel() == "FLOPs saved [%] ↑"
 
 
-def test_boundary_curves_are_the_evaluation_rows() -> None:
+def test_boundary_curves_are_the_evaluation_rows():
     """Perplexity is absolute on a log axis, accuracy is relative to the dense model."""
     data = figures.boundary_data(evaluation_rows(), saving_rows())
     ax = figures.plot_boundary(data, quantity="perplexity")
@@ -89,7 +89,7 @@ def test_boundary_curves_are_the_evaluation_rows() -> None:
     assert len(figures.figure_boundary(data).axes) == 3
 
 
-def test_granularity_compares_atoms_with_experts() -> None:
+def test_granularity_compares_atoms_with_experts():
     """Each granularity has its own curve, and the paper's points their own marker."""
     data = figures.granularity_data(evaluation_rows(), saving_rows())
     ax = figures.plot_comparison(data, metric="perplexity", dataset="wikitext2")
@@ -113,7 +113,7 @@ def test_granularity_compares_atoms_with_experts() -> None:
     assert flops.get_title(loc="left") == "whole model, at\n256 tokens of context"
 
 
-def test_scope_compares_global_with_layer_wise() -> None:
+def test_scope_compares_global_with_layer_wise():
     """Curves are named by scope; the paper's are Qwen1.5-MoE's accuracies kept."""
     data = figures.scope_data(evaluation_rows())
     drawn = lines_of(
@@ -129,7 +129,7 @@ def test_scope_compares_global_with_layer_wise() -> None:
     assert paper.loc[("global", 0.25), "relative"] == pytest.approx(pruned / dense)
 
 
-def test_a_frame_that_has_too_few_or_too_many_rows_is_refused() -> None:
+def test_a_frame_that_has_too_few_or_too_many_rows_is_refused():
     """Values are relative to the dense model's, and two seeds are ambiguous."""
     results = evaluation_rows()
     with pytest.raises(SpecError, match=r"'continuation', 'accuracy'"):

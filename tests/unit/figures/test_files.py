@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 
 import pandas as pd
 from figure_rows import keep_of
@@ -12,7 +11,7 @@ from heapr_lab import figures
 from heapr_lab.figures.files import format_column, table_markdown
 
 
-def test_the_same_figure_is_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_figure_is_the_same_bytes(tmp_path):
     """A figure saved twice is equal files, unless it was made from something else."""
     figure = figures.figure_layer_ratios(
         figures.layer_ratios_data({0.25: keep_of(4, 1)})
@@ -50,7 +49,7 @@ draw_files(data, draw, folder / "bars", provenance={"b": 1, "a": {}})
 """
 
 
-def test_bytes_do_not_depend_on_the_machine(tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_the_machine(tmp_path):
     """Another hash seed, folder, configuration and font list, and the same files."""
     folders = []
     for seed, *of_system in (("1",), ("2", "system")):
@@ -64,7 +63,7 @@ def test_bytes_do_not_depend_on_the_machine(tmp_path: Path) -> None:
         assert first.read_bytes() == second.read_bytes(), name
 
 
-def test_files_carry_the_provenance_and_no_date(tmp_path: Path) -> None:
+def test_files_carry_the_provenance_and_no_date(tmp_path):
     """PNG and PDF have the provenance; the PDF has no creation date."""
     source = {"spec": "abc"}
     ax = figures.plot_layer_ratios(figures.layer_ratios_data({0.25: keep_of(4, 1)}))
@@ -76,7 +75,7 @@ def test_files_carry_the_provenance_and_no_date(tmp_path: Path) -> None:
     assert b"/FontFile2" in pdf.read_bytes()  # TrueType (42), not Type 3
 
 
-def test_tables_are_written_for_programs_and_readers(tmp_path: Path) -> None:
+def test_tables_are_written_for_programs_and_readers(tmp_path):
     """CSV keeps every digit; Markdown is rounded and escaped."""
     table = pd.DataFrame({"a_b [%] ↓": [28.31494, math.nan], "name": ["x|y", "50 %"]})
     csv, md = figures.write_table(table, tmp_path / "t")
@@ -90,7 +89,7 @@ def test_tables_are_written_for_programs_and_readers(tmp_path: Path) -> None:
     assert table_markdown(table) == md.read_text(encoding="utf-8")
 
 
-def test_a_column_has_one_number_of_decimals() -> None:
+def test_a_column_has_one_number_of_decimals():
     """The median gets four significant digits; whole numbers get no decimals."""
     assert format_column(pd.Series([28.3149, 9.5])) == ["28.31", "9.50"]
     assert format_column(pd.Series([10.0, 100 * 0.3])) == ["10", "30"]

@@ -8,7 +8,7 @@ from heapr_lab import figures
 from heapr_lab.inspection.mask_diff import ScoredMask
 
 
-def test_layer_bars_are_the_removed_shares() -> None:
+def test_layer_bars_are_the_removed_shares():
     """Bars are the layers' shares in per cent, the line is the global ratio."""
     data = figures.layer_ratios_data({0.25: keep_of(4, 1), 0.5: keep_of(7, 3)})
     by_hand = data.groupby("ratio")["layer_ratio"].mean().to_dict()
@@ -22,7 +22,7 @@ def test_layer_bars_are_the_removed_shares() -> None:
     assert len(figures.figure_layer_ratios(data).axes) == 2
 
 
-def test_bars_stack_up_to_what_either_removes() -> None:
+def test_bars_stack_up_to_what_either_removes():
     """Atoms of both are at the bottom, then A's, then B's; chance stands on its own."""
     data = figures.mask_diff_data(*scored_masks())
     layers = data[data["shown"].eq("overlap")]
@@ -43,7 +43,7 @@ def test_bars_stack_up_to_what_either_removes() -> None:
     assert ax.get_ylabel() == "removed [% of the layer]"
 
 
-def test_points_stand_at_their_ranks_in_the_colour_of_their_fate() -> None:
+def test_points_stand_at_their_ranks_in_the_colour_of_their_fate():
     """A's cut is a line; B, which keeps atoms below others it removes, has none."""
     data = figures.mask_diff_data(*scored_masks())
     ax = figures.plot_mask_diff(data[data["shown"].eq("ranks")])
@@ -60,7 +60,7 @@ def test_points_stand_at_their_ranks_in_the_colour_of_their_fate() -> None:
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("rank, A [%]", "rank, B [%]")
 
 
-def test_a_sample_says_of_how_many_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_says_of_how_many_it_is(monkeypatch):
     """The title says it; ranks within layers are named as such."""
     monkeypatch.setattr("heapr_lab.figures.masks._MOST_POINTS", 4)
     a, b = scored_masks()
@@ -71,7 +71,7 @@ def test_a_sample_says_of_how_many_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ax.get_xlabel() == "rank in the layer, A [%]"
 
 
-def test_the_figure_has_both_and_each_label_once() -> None:
+def test_the_figure_has_both_and_each_label_once():
     """One legend, and everything within the page."""
     figure = figures.figure_mask_diff(figures.mask_diff_data(*scored_masks()))
     assert len(figure.axes) == 2

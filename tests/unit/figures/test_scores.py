@@ -15,7 +15,7 @@ def lognormal(n: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("edge", [None, 1.0, 1e9])
-def test_bins_are_those_of_numpy(edge: float | None) -> None:
+def test_bins_are_those_of_numpy(edge):
     """Each score is in the bin where numpy counts it; those not above 0 in none."""
     scores = np.array([0.0, -1.0, *lognormal(1000)])
     binned = bin_scores(scores, edge=edge, bins=80)
@@ -32,7 +32,7 @@ def test_bins_are_those_of_numpy(edge: float | None) -> None:
     assert (edge in binned.edges) == (edge == 1.0)
 
 
-def test_bins_reach_over_all_scales() -> None:
+def test_bins_reach_over_all_scales():
     """Scores may have a quotient that is no float64, or none may be above 0."""
     binned = bin_scores(np.array([1e-300, 1.0, 1e200]), bins=10)
     assert binned.counts().sum() == 3
@@ -41,7 +41,7 @@ def test_bins_reach_over_all_scales() -> None:
     assert bin_scores(np.full(7, 0.3)).counts().sum() == 7
 
 
-def test_score_histogram_counts_every_positive_score_once() -> None:
+def test_score_histogram_counts_every_positive_score_once():
     """Counts add up, the cut parts them exactly, and zeros are reported."""
     values = lognormal(1000)
     scores = pd.Series([0.0, 0.0, *values], name="heapr")
@@ -54,7 +54,7 @@ def test_score_histogram_counts_every_positive_score_once() -> None:
     assert ax.get_xlabel() == "score, HEAPr [nats per routed token]"
 
 
-def test_score_histogram_with_nothing_removed() -> None:
+def test_score_histogram_with_nothing_removed():
     """It is not in the legend, and no line is seen; the estimator may be unknown."""
     ax = figures.plot_score_histogram(pd.Series(lognormal(50), name="of my own"), 0.0)
     assert ax.get_legend_handles_labels()[1] == ["kept"]
@@ -63,7 +63,7 @@ def test_score_histogram_with_nothing_removed() -> None:
     assert ax.get_title(loc="left") == ""
 
 
-def test_a_picture_that_was_changed_is_the_one_drawn_anew() -> None:
+def test_a_picture_that_was_changed_is_the_one_drawn_anew():
     """Whatever was shown before, and outside of the house style too."""
     scores = pd.Series([0.0, *lognormal(200)], name="fisher")
     anew = figures.plot_score_histogram(scores, 2.0)

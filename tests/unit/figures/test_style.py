@@ -11,7 +11,7 @@ from heapr_lab.figures import style
 from heapr_lab.importance.estimators import ESTIMATORS
 
 
-def test_the_style_ends_with_the_figure() -> None:
+def test_the_style_ends_with_the_figure():
     """Plotting leaves the caller's settings alone, and never draws on their Axes."""
     before = dict(mpl.rcParams)
     _, theirs = plt.subplots()
@@ -23,7 +23,7 @@ def test_the_style_ends_with_the_figure() -> None:
     assert figures.plot_layer_ratios(data, ax=theirs) is theirs
 
 
-def test_estimators_look_different_from_each_other() -> None:
+def test_estimators_look_different_from_each_other():
     """No two of the tables share a colour or a marker; a name always looks the same."""
     names = [name for name, estimator in ESTIMATORS.items() if not estimator.extra_pass]
     looks = [figures.look(name) for name in names]
@@ -32,7 +32,7 @@ def test_estimators_look_different_from_each_other() -> None:
     assert figures.look("of my own") == figures.look("of my own")
 
 
-def test_type_is_readable_at_readme_width() -> None:
+def test_type_is_readable_at_readme_width():
     """Figures are 7 inches wide and no text is below 8 points."""
     data = figures.boundary_data(evaluation_rows(), saving_rows())
     figure = figures.figure_boundary(data)
@@ -41,7 +41,7 @@ def test_type_is_readable_at_readme_width() -> None:
     assert min(text.get_fontsize() for text in texts if text.get_text()) >= 8
 
 
-def test_names_are_no_formulas() -> None:
+def test_names_are_no_formulas():
     """The legend of one Axes, or of all, can be drawn."""
     data = figures.layer_ratios_data({0.5: keep_of(7, 3)})
     for draw in (style.add_legend, lambda ax: style.share_legend(ax.figure)):
@@ -51,7 +51,7 @@ def test_names_are_no_formulas() -> None:
         ax.figure.draw_without_rendering()
 
 
-def test_the_legend_stands_where_a_panel_is_missing() -> None:
+def test_the_legend_stands_where_a_panel_is_missing():
     """With five panels in two rows it takes the sixth place; with six, it is below."""
 
     def top_of_legend(count: int) -> float:
@@ -72,7 +72,7 @@ def named(points: dict[str, tuple[float, float]]) -> Axes:
     return ax
 
 
-def test_names_of_near_points_do_not_overlap() -> None:
+def test_names_of_near_points_do_not_overlap():
     """Four points at nearly one place: each name is free of the others."""
     points = {str(n): (0.5 + 0.001 * n, 0.5) for n in range(4)}
     ax = named(points)
@@ -84,7 +84,7 @@ def test_names_of_near_points_do_not_overlap() -> None:
     assert [text.arrow_patch is not None for text in ax.texts] == far
 
 
-def test_a_name_stays_inside_the_axes() -> None:
+def test_a_name_stays_inside_the_axes():
     """Beside a point in the upper right corner it is to the left, below the edge."""
     ax = named({"of another model": (1, 0.95)})
     (name,) = ax.texts

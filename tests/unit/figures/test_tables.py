@@ -8,7 +8,7 @@ from heapr_lab import figures
 from heapr_lab.errors import SpecError
 
 
-def test_main_table_is_a_pivot_of_the_results() -> None:
+def test_main_table_is_a_pivot_of_the_results():
     """Cells are the evaluation values; HEAPr is the global one, CAMERA layer-wise."""
     data = figures.main_data(evaluation_rows())
     table = figures.main_table(data)
@@ -27,14 +27,14 @@ def test_main_table_is_a_pivot_of_the_results() -> None:
     assert list(paper["value"]) == [6.54, 6.80]
 
 
-def test_paper_tables_are_found_or_named() -> None:
+def test_paper_tables_are_found_or_named():
     """The published numbers load; an unknown table's error names those there are."""
     assert list(figures.paper_table("boundary")["accuracy_retained"]) == [0.93, 0.38]
     with pytest.raises(SpecError, match=r"no table 'speed'.*'boundary'"):
         figures.paper_table("speed")
 
 
-def test_the_main_figure_has_few_estimators() -> None:
+def test_the_main_figure_has_few_estimators():
     """Controls, which set the scale, are in the table alone."""
     results = evaluation_rows()
     heapr = results[results["estimator"].eq("heapr")]
@@ -47,7 +47,7 @@ def test_the_main_figure_has_few_estimators() -> None:
     assert not {"magnitude", "random"} & shown
 
 
-def test_the_summary_has_a_row_per_ratio() -> None:
+def test_the_summary_has_a_row_per_ratio():
     """Dense, 20 and 50 %, with what is saved; nothing is saved of the dense model."""
     table = figures.summary_table(evaluation_rows(), saving_rows())
     assert table["ratio"].tolist() == [0.0, 0.2, 0.5]

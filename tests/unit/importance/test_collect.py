@@ -47,7 +47,7 @@ def assert_same(
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, None])
-def test_the_batch_size_does_not_matter(family: str, batch_size: int | None) -> None:
+def test_the_batch_size_does_not_matter(family, batch_size):
     """Batches of 1, 2 (with a rest of 1), 3, or by default: the table of one batch."""
     model = tiny_model(family)
     whole = collect_statistics(model, WINDOWS, batch_size=5)
@@ -56,7 +56,7 @@ def test_the_batch_size_does_not_matter(family: str, batch_size: int | None) -> 
     assert parts.metadata["spec_hash"] == whole.metadata["spec_hash"]
 
 
-def test_every_token_of_every_window_is_counted() -> None:
+def test_every_token_of_every_window_is_counted():
     """5 windows of 9 tokens to 2 experts each: 90 routed in each layer, N = 5·8."""
     done = Heard()
     model = tiny_model("qwen2_moe")
@@ -68,7 +68,7 @@ def test_every_token_of_every_window_is_counted() -> None:
     assert len(table.frame) == 2 * 4 * 8
 
 
-def test_two_halves_merge_to_the_whole() -> None:
+def test_two_halves_merge_to_the_whole():
     """The tables of windows 0-1 and 2-4 add up to that of all five."""
     model, ids = tiny_model("mixtral"), WINDOWS.ids
     whole = collect_statistics(model, WINDOWS, batch_size=5)
@@ -81,7 +81,7 @@ def test_two_halves_merge_to_the_whole() -> None:
     assert not np.allclose(halves[0].frame["sum_h2"], whole.frame["sum_h2"])
 
 
-def test_auxiliary_losses_are_off() -> None:
+def test_auxiliary_losses_are_off():
     """A model set to add its load-balancing loss gives the table of the plain loss."""
     model = tiny_model("qwen2_moe", router_aux_loss_coef=10.0)
     plain = collect_statistics(model, WINDOWS, batch_size=5)
@@ -97,7 +97,7 @@ def test_auxiliary_losses_are_off() -> None:
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)]
 )
-def test_lower_precision_is_close_to_float64(dtype: torch.dtype, rtol: float) -> None:
+def test_lower_precision_is_close_to_float64(dtype, rtol):
     """float32 and bf16 tables are near the float64 table of the same weights."""
     low = tiny_model("qwen2_moe", seed=2).to(dtype)
     exact = copy.deepcopy(low).to(torch.float64)
@@ -118,9 +118,7 @@ def test_lower_precision_is_close_to_float64(dtype: torch.dtype, rtol: float) ->
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, OF_DEVICES)]
 )
-def test_a_gpu_gives_the_table_of_the_cpu(
-    family: str, dtype: torch.dtype, rtol: float
-) -> None:
+def test_a_gpu_gives_the_table_of_the_cpu(family, dtype, rtol):
     """The same model measured there and on the CPU gives the same table.
 
     Sparse attention sees all tokens: which of those whose score is 0 it takes, as many
@@ -142,7 +140,7 @@ def test_a_gpu_gives_the_table_of_the_cpu(
 # --- the model afterwards ---------------------------------------------------------
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_left_as_it_was():
     """Modes, requires_grad, gradients, weights, hooks and implementation stay."""
     model = tiny_model("qwen2_moe")
     model.train()
@@ -173,7 +171,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.fixture
-def saving_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def saving_always(monkeypatch) -> None:
     """Save the state after every batch, whatever that costs."""
     monkeypatch.setattr(resuming, "_SAVE_SECONDS", 0.0)
     monkeypatch.setattr(resuming, "_SAVE_SHARE", float("inf"))
@@ -188,9 +186,7 @@ def interrupted(model: nn.Module, state: Path, window: int) -> None:
 
 @pytest.mark.usefixtures("saving_always")
 @pytest.mark.parametrize("window", range(2, 6))
-def test_an_interrupted_pass_goes_on(
-    window: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_interrupted_pass_goes_on(window, tmp_path, caplog):
     """Stopped at any window and resumed with other batches, the table is the same."""
     model, state = tiny_model("qwen2_moe"), tmp_path / "pass.state"
     expected = collect_statistics(model, WINDOWS, batch_size=1)
@@ -207,7 +203,7 @@ def test_an_interrupted_pass_goes_on(
 
 
 @pytest.mark.usefixtures("saving_always")
-def test_a_state_of_another_pass_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_another_pass_is_refused(tmp_path):
     """Another model's or calibration set's state is an error, and is left alone.
 
     It has the hash of its specification, and how many windows are done.
@@ -243,7 +239,7 @@ def measure(state: Path, steps: Connection) -> None:
     )  # fmt: skip
 
 
-def test_a_killed_process_goes_on(tmp_path: Path) -> None:
+def test_a_killed_process_goes_on(tmp_path):
     """A process killed at a random moment leaves a state from which to resume."""
     state = tmp_path / "pass.state"
     steps, sent = CONTEXT.Pipe(duplex=False)
@@ -266,7 +262,7 @@ def test_a_killed_process_goes_on(tmp_path: Path) -> None:
 # --- what is refused --------------------------------------------------------------
 
 
-def test_non_finite_gradients_name_layer_and_windows() -> None:
+def test_non_finite_gradients_name_layer_and_windows():
     """float16 gradients that overflow are an error, though the loss is finite."""
     model = tiny_model("qwen2_moe").to(torch.float16)
     with torch.no_grad():
@@ -280,7 +276,7 @@ def test_non_finite_gradients_name_layer_and_windows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_quantised_experts_are_refused_by_name(dtype: torch.dtype) -> None:
+def test_quantised_experts_are_refused_by_name(dtype):
     """Weights of a type without ordinary arithmetic are named with their type."""
     model = tiny_model("qwen3_moe", dtype=torch.float32)
     module = find_experts(model)[0].module
@@ -291,7 +287,7 @@ def test_quantised_experts_are_refused_by_name(dtype: torch.dtype) -> None:
         collect_statistics(model, WINDOWS)
 
 
-def test_packed_experts_are_refused_by_name() -> None:
+def test_packed_experts_are_refused_by_name():
     """Experts whose fused weight is gone, as after 4-bit packing, are refused."""
     model = tiny_model("qwen3_moe", dtype=torch.float32)
     module = find_experts(model)[0].module
@@ -301,7 +297,7 @@ def test_packed_experts_are_refused_by_name() -> None:
         collect_statistics(model, WINDOWS)
 
 
-def test_unfused_experts_are_refused_by_name() -> None:
+def test_unfused_experts_are_refused_by_name():
     """A list of expert modules, as before transformers 5, is not measured."""
     model = tiny_model("qwen2_moe")
     block = model.model.layers[1].mlp
@@ -310,14 +306,14 @@ def test_unfused_experts_are_refused_by_name() -> None:
         collect_statistics(model, WINDOWS)
 
 
-def test_a_dense_model_is_refused() -> None:
+def test_a_dense_model_is_refused():
     """A model without experts is told apart, with what was expected."""
     model = tiny_model("llama")
     with pytest.raises(LayoutError, match="found 0 MoE layers in LlamaForCausalLM"):
         collect_statistics(model, WINDOWS)
 
 
-def test_a_layer_left_out_of_the_forward_is_an_error() -> None:
+def test_a_layer_left_out_of_the_forward_is_an_error():
     """Layers found must be layers run: one that is skipped is named."""
     model = tiny_model("qwen2_moe")
     model.model.layers[1].mlp.forward = lambda x: x

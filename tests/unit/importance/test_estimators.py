@@ -49,12 +49,12 @@ N = {"N": 4}
         ("camera", 5 * (0.1 * 2 + 0.9 * 3**2)),
     ],
 )
-def test_score_by_hand(estimator: str, expected: float) -> None:
+def test_score_by_hand(estimator, expected):
     """A routed atom scores the formula, an atom without tokens 0."""
     assert score(FRAME, N, estimator=estimator) == pytest.approx([expected, 0.0])
 
 
-def test_a_massive_token_without_gradient_moves_no_mask_of_fisher() -> None:
+def test_a_massive_token_without_gradient_moves_no_mask_of_fisher():
     """One token of 1000 has 1000 times the norm: HEAPr's order becomes its order."""
     generator = torch.Generator().manual_seed(0)
     h, g = (torch.randn(1000, 16, generator=generator).double() for _ in range(2))
@@ -77,7 +77,7 @@ def test_a_massive_token_without_gradient_moves_no_mask_of_fisher() -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_unrouted_scores_zero(estimator: str) -> None:
+def test_unrouted_scores_zero(estimator):
     """Without routed tokens a second-order score is 0 whatever the sums hold."""
     sums = ("sum_h2", "sum_g2", "sum_hg", "sum_hg2", "sum_ph2", "elimination")
     stale = FRAME.assign(**dict.fromkeys(sums, 1.0))
@@ -86,7 +86,7 @@ def test_unrouted_scores_zero(estimator: str) -> None:
     assert (unrouted != 0) == (estimator in {"camera", "magnitude", "random"})
 
 
-def test_scores_of_small_types_are_computed_in_float64() -> None:
+def test_scores_of_small_types_are_computed_in_float64():
     """The product of two float32 sums may be larger than a float32."""
     sums = FRAME.assign(
         sum_h2=np.array([1e30, 0], np.float32), sum_g2=np.array([1e30, 0], np.float32)
@@ -96,13 +96,13 @@ def test_scores_of_small_types_are_computed_in_float64() -> None:
     assert scores == pytest.approx([0.5 * 1e60 / 2 / 4, 0.0])
 
 
-def test_controls() -> None:
+def test_controls():
     """Magnitude adds the squared norms, frequency is the tokens."""
     assert score(FRAME, {}, estimator="magnitude").tolist() == [6.5, 9.25]
     assert score(FRAME, {}, estimator="frequency").tolist() == [2.0, 0.0]
 
 
-def test_magnitude_without_gates() -> None:
+def test_magnitude_without_gates():
     """A model without gates scores by two norms; a lost gate column is an error."""
     frame = FRAME.drop(columns="w_gate_sq")
     layers = {"0": {"n_matrices": 2}}
@@ -114,13 +114,13 @@ def test_magnitude_without_gates() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["heapr_total", "fisher"])
-def test_missing_predicted_tokens_is_an_error(estimator: str) -> None:
+def test_missing_predicted_tokens_is_an_error(estimator):
     """Estimators per predicted token do not run without N."""
     with pytest.raises(SpecError, match="number of predicted tokens"):
         score(FRAME, {}, estimator=estimator)
 
 
-def test_scores_that_are_not_finite_are_refused() -> None:
+def test_scores_that_are_not_finite_are_refused():
     """Columns are finite in a table, but their product may overflow."""
     frame = pd.DataFrame({"layer": 1, "expert": 2, "atom": range(4), "tokens": 1.0})
     sums = {"sum_h2": [1, 1, 1e300, 1e300], "sum_g2": 1e300}
@@ -129,7 +129,7 @@ def test_scores_that_are_not_finite_are_refused() -> None:
         score(frame.assign(**sums), {})
 
 
-def test_unknown_names_are_errors() -> None:
+def test_unknown_names_are_errors():
     """Unknown estimators and options, and bad values, are named."""
     with pytest.raises(
         SpecError, match=r"estimator must be one of 'heapr', .*, got 'snip'"
@@ -143,7 +143,7 @@ def test_unknown_names_are_errors() -> None:
         complete_options("random", {"seed": -1})
 
 
-def test_options_are_checked_and_settled() -> None:
+def test_options_are_checked_and_settled():
     """Values come back as the numbers that formulas take; what is out of range not."""
     assert complete_options("camera", {}) == {"alpha": 0.9}
     assert complete_options("random", {}) == {"seed": 0}
@@ -162,7 +162,7 @@ def test_options_are_checked_and_settled() -> None:
             complete_options(name, options)
 
 
-def test_needs_are_what_a_formula_reads() -> None:
+def test_needs_are_what_a_formula_reads():
     """Each column that is needed is missed by name, and no other is read."""
     for name, estimator in ESTIMATORS.items():
         needed = [*estimator.needs, *estimator.needs_of_gated]
@@ -174,7 +174,7 @@ def test_needs_are_what_a_formula_reads() -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_units_say_what_a_score_is_divided_by(estimator: str) -> None:
+def test_units_say_what_a_score_is_divided_by(estimator):
     """Half the predicted tokens, or the same text twice: scores do as the unit says."""
     unit = ESTIMATORS[estimator].unit
     once = score(FRAME, N, estimator=estimator)

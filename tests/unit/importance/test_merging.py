@@ -26,7 +26,7 @@ def frame(**columns: Any) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("name", [*SUMS, *MAXIMA, *NORMS])
-def test_each_column_has_its_rule(name: str) -> None:
+def test_each_column_has_its_rule(name):
     """Sums add, of maxima the larger stays, norms are those of one model."""
     a, b = [1.0, 2.0, 4.0], [3.0, 2.0, 1.0]
     expected = [4.0, 4.0, 5.0] if name in SUMS else [3.0, 2.0, 4.0]
@@ -39,7 +39,7 @@ def test_each_column_has_its_rule(name: str) -> None:
     assert ours[name].tolist() == a
 
 
-def test_sums_are_rounded_once() -> None:
+def test_sums_are_rounded_once():
     """The wider type is used: float64 beside float32; whole numbers stay whole."""
     rng = np.random.default_rng(0)
     x, y = (rng.lognormal(0, 9, 3).astype(np.float32) for _ in range(2))
@@ -55,7 +55,7 @@ def test_sums_are_rounded_once() -> None:
     assert merge_frames(large, large)["tokens"].dtype == np.int64
 
 
-def test_norms_may_differ_by_rounding_alone() -> None:
+def test_norms_may_differ_by_rounding_alone():
     """The limit is a hundred-thousandth of their value, however small that is."""
     merge_frames(frame(w_up_sq=1e-9), frame(w_up_sq=1e-9 * (1 + 9e-6)))
     for other in (1e-9 * (1 + 2e-5), 0.0):
@@ -63,7 +63,7 @@ def test_norms_may_differ_by_rounding_alone() -> None:
             merge_frames(frame(w_up_sq=1e-9), frame(w_up_sq=other))
 
 
-def test_rows_that_differ() -> None:
+def test_rows_that_differ():
     """The first difference is named, in whichever key it is."""
     with pytest.raises(SpecError, match="different rows: 3 and 2 atoms"):
         merge_frames(frame(), frame().iloc[:2])
@@ -77,13 +77,13 @@ def test_rows_that_differ() -> None:
             merge_frames(frame(), other)
 
 
-def test_columns_that_only_one_has() -> None:
+def test_columns_that_only_one_has():
     """All of them are named, whichever table has them."""
     with pytest.raises(SpecError, match=r"only one of them has sum_g2, sum_h2$"):
         merge_frames(frame(sum_h2=1.0), frame(sum_g2=1.0))
 
 
-def test_a_column_without_a_rule() -> None:
+def test_a_column_without_a_rule():
     """No rule is guessed."""
     with pytest.raises(SpecError, match=r"cannot merge column mine: .*sum_h2.*drop it"):
         merge_frames(frame(mine=1.0), frame(mine=1.0))
@@ -92,7 +92,7 @@ def test_a_column_without_a_rule() -> None:
 # --- metadata ---------------------------------------------------------------------
 
 
-def test_metadata_of_two_tables() -> None:
+def test_metadata_of_two_tables():
     """N adds, windows are listed one after the other, what is equal stays."""
     ours = {"N": 3, "windows": ["a"], "note": 1, "mine": 2, "spec_hash": "x"}
     theirs = {"N": 4, "windows": ["b", "c"], "note": 1, "mine": 3, "spec_hash": "x"}
@@ -107,7 +107,7 @@ def test_metadata_of_two_tables() -> None:
     assert merge_metadata({"N": 1, "note": 0}, {"N": 2, "note": 1}) == {"N": 3}
 
 
-def test_specifications_are_listed_whole() -> None:
+def test_specifications_are_listed_whole():
     """They stand beside what they have in common, those of merged tables too."""
     a, b, c = ({"model": "m", "calibration": name} for name in "abc")
     pair = merge_metadata({"spec": a}, {"spec": b})
@@ -121,7 +121,7 @@ def test_specifications_are_listed_whole() -> None:
         assert metadata["spec_hash"] == digest(metadata["spec"])
 
 
-def test_what_one_table_alone_says_of_its_measurement() -> None:
+def test_what_one_table_alone_says_of_its_measurement():
     """It stays listed, and merges with any other; provenance has no hash."""
     provenance = {"device": "cpu"}
     expected = {"provenance": {"device": "cpu", "merged": [provenance]}}
@@ -131,14 +131,14 @@ def test_what_one_table_alone_says_of_its_measurement() -> None:
     assert merged["spec"] == {"model": "m", "merged": [{"model": "m"}]}
 
 
-def test_only_one_knows_its_tokens() -> None:
+def test_only_one_knows_its_tokens():
     """Then the tokens of both are unknown."""
     for pair in (({"N": 1}, {}), ({}, {"N": 1})):
         with pytest.raises(SpecError, match="only one of the tables has N"):
             merge_metadata(*pair)
 
 
-def test_architectures_that_differ() -> None:
+def test_architectures_that_differ():
     """The sizes that differ are named; a missing architecture differs in all."""
     ours = {"architecture": {"a": 1, "b": 2, "c": 3}}
     with pytest.raises(SpecError, match=r"they differ in b, c, d$"):
@@ -149,7 +149,7 @@ def test_architectures_that_differ() -> None:
     assert merge_metadata(ours, ours) == ours
 
 
-def test_ways_of_measuring_that_differ() -> None:
+def test_ways_of_measuring_that_differ():
     """Both values are told; one that is left out differs, too."""
     ours = {"spec": {"schema": 2}}
     for pair in ((ours, {"spec": {"dtype": 1}}), ({"spec": {"dtype": 1}}, ours)):
@@ -159,7 +159,7 @@ def test_ways_of_measuring_that_differ() -> None:
         merge_metadata({"spec": {"dtype": "f16"}}, {"spec": {"dtype": "f32"}})
 
 
-def test_what_would_count_twice() -> None:
+def test_what_would_count_twice():
     """A calibration set by its hash, else windows by their number."""
     hashes = [f"{i}" * 64 for i in range(3)]
     a, b = ({"spec": {"calibration": name}} for name in hashes[:2])

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from families import tiny_ids, tiny_model, tiny_windows
-from torch import nn
 
 from heapr_lab.errors import CoverageError, LayoutError
 from heapr_lab.importance import collect, resuming
@@ -29,7 +28,7 @@ WINDOWS = tiny_windows(n_sequences=5)
 # --- coverage ---------------------------------------------------------------------
 
 
-def test_a_layer_that_takes_part_twice_is_an_error() -> None:
+def test_a_layer_that_takes_part_twice_is_an_error():
     """It is not counted once, nor are its two inputs added up."""
     model = tiny_model("qwen2_moe")
     mlp = model.model.layers[1].mlp
@@ -47,7 +46,7 @@ def test_a_layer_that_takes_part_twice_is_an_error() -> None:
         collect_statistics(model, WINDOWS, batch_size=2)
 
 
-def test_experts_without_tokens_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_without_tokens_are_named(caplog):
     """They are counted, and named by layer and expert."""
     model = tiny_model("qwen2_moe")
     ids = WINDOWS.ids[:1, :2]
@@ -61,9 +60,7 @@ def test_experts_without_tokens_are_named(caplog: pytest.LogCaptureFixture) -> N
     )
 
 
-def test_windows_that_repeat_are_told(
-    model: nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_windows_that_repeat_are_told(model, caplog):
     """They count as often as they are there; of others nothing is said."""
     ids = tiny_ids(n_sequences=20)
     table = collect_statistics(model, CalibrationSet.from_ids(ids))
@@ -74,9 +71,7 @@ def test_windows_that_repeat_are_told(
     assert message in caplog.messages
 
 
-def test_what_is_refused_before_anything_is_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_refused_before_anything_is_run(caplog):
     """Broken experts are refused, and those of which a rank holds only a part."""
     model = tiny_model("qwen2_moe")
     layer = find_experts(model)[1]
@@ -91,7 +86,7 @@ def test_what_is_refused_before_anything_is_run(
     assert caplog.messages == []
 
 
-def test_tokens_that_differ_from_layer_to_layer(model: nn.Module) -> None:
+def test_tokens_that_differ_from_layer_to_layer(model):
     """One layer of two experts per token, one of a single expert: a wrong count."""
     table = collect_statistics(model, WINDOWS)
     collect.check_coverage(table)
@@ -115,9 +110,7 @@ def test_tokens_that_differ_from_layer_to_layer(model: nn.Module) -> None:
         (1e-12, 1e15, ["sum_h2"]),  # activations that W_down makes up for
     ],
 )
-def test_squares_that_underflow_are_said(
-    up: float, down: float, lost: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_squares_that_underflow_are_said(up, down, lost, caplog):
     """They do in float32, where weights are so small; in float64 none does."""
     for dtype in (torch.float32, torch.float64):
         model = tiny_model("qwen2_moe", dtype=dtype)
@@ -135,7 +128,7 @@ def test_squares_that_underflow_are_said(
 # --- what is written down ---------------------------------------------------------
 
 
-def test_metadata() -> None:
+def test_metadata():
     """It has all that determined the numbers, and where they were measured."""
     model = tiny_model("qwen2_moe")
     model.config._name_or_path, model.config._commit_hash = "some/model", "abc"
@@ -173,7 +166,7 @@ def test_metadata() -> None:
     }
 
 
-def test_windows_that_are_written_to_are_other_windows(model: nn.Module) -> None:
+def test_windows_that_are_written_to_are_other_windows(model):
     """The fingerprint is that of the ids as they are when it is asked for."""
     windows = tiny_windows()
     first = collect_statistics(model, windows)
@@ -186,8 +179,8 @@ def test_windows_that_are_written_to_are_other_windows(model: nn.Module) -> None
 
 
 def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
-    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, tmp_path, monkeypatch
+):
     """The test has its own clock: each window takes 30 s, each saving 1.5 s."""
     now = [0.0]
     saved: list[tuple[int, float]] = []
@@ -229,7 +222,7 @@ class Rows:
         self.h.append(call.h.detach().clone())
 
 
-def test_observers_see_the_dense_model(model: nn.Module) -> None:
+def test_observers_see_the_dense_model(model):
     """The mask around them does not matter, and is there again afterwards."""
     layers = find_experts(model)
     drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in layers]
@@ -249,7 +242,7 @@ def test_observers_see_the_dense_model(model: nn.Module) -> None:
         assert torch.equal(one.h[0], other.h[0])
 
 
-def test_replaced_weights_in_nested_masks(model: nn.Module) -> None:
+def test_replaced_weights_in_nested_masks(model):
     """The inner W_down rules; where there is none, the outer one stays."""
     layers = find_experts(model)
     keep = [torch.ones(4, 8, dtype=torch.bool) for _ in layers]
@@ -271,7 +264,7 @@ def test_replaced_weights_in_nested_masks(model: nn.Module) -> None:
         assert not torch.allclose(logits(two), logits(three))
 
 
-def test_a_copy_knows_how_the_model_ran() -> None:
+def test_a_copy_knows_how_the_model_ran():
     """Made while the model was masked, it goes back to that after a mask of its own."""
     model = tiny_model("qwen2_moe", dtype=torch.float32)
     model.set_experts_implementation("batched_mm")

@@ -31,7 +31,7 @@ def frame(**columns: Any) -> pd.DataFrame:
 # --- types ------------------------------------------------------------------------
 
 
-def test_the_types_of_keys_and_tokens() -> None:
+def test_the_types_of_keys_and_tokens():
     """Small whole numbers, whatever they were before; other columns stay."""
     typed = typed_rows(frame(tokens=[1.0, 2.0, 3.0], mine="text", sum_h2=[1, 2, 3]))
     assert typed.dtypes.astype(str).to_dict() == {
@@ -45,7 +45,7 @@ def test_the_types_of_keys_and_tokens() -> None:
     assert typed["tokens"].tolist() == [1, 2, 3]
 
 
-def test_columns_of_earlier_tables_are_left_out() -> None:
+def test_columns_of_earlier_tables_are_left_out():
     """So that such a table can be merged with a new one."""
     typed = typed_rows(frame(sum_h2=[1, 2, 3], **dict.fromkeys(FORMER, 1.0)))
     assert [*typed] == ["layer", "expert", "atom", "sum_h2"]
@@ -53,7 +53,7 @@ def test_columns_of_earlier_tables_are_left_out() -> None:
 
 @pytest.mark.parametrize("name", [*SUMS[1:], *MAXIMA, *NORMS])
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int8])
-def test_what_is_measured_is_at_least_float32(name: str, kind: type) -> None:
+def test_what_is_measured_is_at_least_float32(name, kind):
     """float32 stays, for files are half as large; all else becomes float64."""
     typed = typed_rows(frame(**{name: np.array([1, 2, 3], dtype=kind)}))
     assert typed[name].dtype == (np.float32 if kind == np.float32 else np.float64)
@@ -79,7 +79,7 @@ def test_what_is_measured_is_at_least_float32(name: str, kind: type) -> None:
         (frame(sum_h2=[{}, {}, {}]), "column sum_h2 must hold numbers, got object"),
     ],
 )
-def test_rows_of_other_types(given: pd.DataFrame, message: str) -> None:
+def test_rows_of_other_types(given, message):
     """Column, type and value are named."""
     with pytest.raises(SpecError, match=message):
         typed_rows(given)
@@ -89,7 +89,7 @@ def test_rows_of_other_types(given: pd.DataFrame, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SUMS, *MAXIMA, *NORMS])
-def test_values_at_the_edge_are_taken(name: str) -> None:
+def test_values_at_the_edge_are_taken(name):
     """Nought, and the largest number there is; of signed sums the least one, too."""
     largest = np.finfo(np.float64).max
     least = -largest if name == "sum_hg" else 0.0
@@ -99,7 +99,7 @@ def test_values_at_the_edge_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize("bad", [-1e-30, np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["tokens", "sum_h2", "max_abs_h", "elimination"])
-def test_the_atom_of_an_impossible_value_is_named(name: str, bad: float) -> None:
+def test_the_atom_of_an_impossible_value_is_named(name, bad):
     """The first one, and what was expected there."""
     message = rf"column {name} has {bad} at \(layer, expert, atom\) \(4, 5, 7\), "
     with pytest.raises(SpecError, match=message + "expected a finite number from 0;"):
@@ -107,13 +107,13 @@ def test_the_atom_of_an_impossible_value_is_named(name: str, bad: float) -> None
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_signed_sum_is_finite(bad: float) -> None:
+def test_a_signed_sum_is_finite(bad):
     """That is all that is expected of it."""
     with pytest.raises(SpecError, match=r"\(4, 5, 8\), expected a finite number;"):
         check_values(frame(sum_hg=[-1.0, 1.0, bad]))
 
 
-def test_a_bad_column_after_one_that_is_missing() -> None:
+def test_a_bad_column_after_one_that_is_missing():
     """Each column is looked at, whichever others are there."""
     with pytest.raises(SpecError, match="column w_gate_sq has -1"):
         check_values(frame(sum_h2=1.0, w_gate_sq=-1.0))
@@ -122,7 +122,7 @@ def test_a_bad_column_after_one_that_is_missing() -> None:
 # --- specification ----------------------------------------------------------------
 
 
-def test_a_hash_belongs_to_its_specification() -> None:
+def test_a_hash_belongs_to_its_specification():
     """Without a hash there is nothing to compare."""
     check_spec({"spec": {"a": 1}, "spec_hash": digest({"a": 1})})
     check_spec({"spec": {"a": 1}})
@@ -142,7 +142,7 @@ def numbered(layer: Any, expert: Any, atom: Any) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_are_sorted_as_pandas_sorts_them(seed: int) -> None:
+def test_rows_are_sorted_as_pandas_sorts_them(seed):
     """The keys are layer, expert and atom, up to the largest numbers; labels stay."""
     rng = np.random.default_rng(seed)
     largest = [[0, 1, 2**15 - 1], [0, 1, 2**15 - 1], [0, 1, 2**31 - 1]]
@@ -154,14 +154,14 @@ def test_rows_are_sorted_as_pandas_sorts_them(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer", "expert", "atom"])
-def test_numbers_count_from_nought(name: str) -> None:
+def test_numbers_count_from_nought(name):
     """Each key column does."""
     with pytest.raises(SpecError, match="must count from 0"):
         sorted_rows(frame(**{name: [-1, 0, 1]}))
     sorted_rows(frame(**{name: [0, 0, 0], "atom": [0, 1, 2]}))
 
 
-def test_rows_that_are_there_twice_are_counted() -> None:
+def test_rows_that_are_there_twice_are_counted():
     """The first of them is named."""
     given = numbered([3, 1, 2, 1, 3], 5, [0, 7, 0, 7, 0])
     with pytest.raises(SpecError, match=r"2 rows are repeated, first .* \(1, 5, 7\)"):
@@ -169,7 +169,7 @@ def test_rows_that_are_there_twice_are_counted() -> None:
 
 
 @pytest.mark.parametrize("at", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE])
-def test_order_is_seen_in_long_tables(at: int) -> None:
+def test_order_is_seen_in_long_tables(at):
     """Two rows may be exchanged anywhere, even where one piece ends."""
     atoms = np.arange(2 * PIECE + 2)
     atoms[[at, at - 1]] = atoms[[at - 1, at]]

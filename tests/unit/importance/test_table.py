@@ -1,6 +1,5 @@
 """An importance table: its rows, what it tells of itself, files and its card."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ def table(*shapes: tuple[int, int], **metadata: Any) -> ImportanceTable:
     return ImportanceTable.from_frame(frame, **metadata)
 
 
-def test_rows_are_sorted_and_keep_their_labels() -> None:
+def test_rows_are_sorted_and_keep_their_labels():
     """A score finds its row of the frame that was given, whatever its order."""
     frame = table((2, 2)).frame.iloc[[3, 0, 2, 1]]
     stats = ImportanceTable.from_frame(frame)
@@ -41,7 +40,7 @@ def test_rows_are_sorted_and_keep_their_labels() -> None:
     assert scores.index.equals(index)
 
 
-def test_table_does_not_change() -> None:
+def test_table_does_not_change():
     """Neither the frame it was made of nor what it hands out changes it."""
     frame = table((1, 2)).frame
     stats = ImportanceTable.from_frame(frame)
@@ -51,7 +50,7 @@ def test_table_does_not_change() -> None:
     assert stats.frame.loc[0, "sum_h2"] == 0.0
 
 
-def test_shapes_of_unequal_layers() -> None:
+def test_shapes_of_unequal_layers():
     """Each layer has its shape; what is handed out can be changed without harm."""
     stats = table((2, 3), (1, 4), (3, 1))
     assert stats.shapes() == {1: (2, 3), 3: (1, 4), 5: (3, 1)}
@@ -63,7 +62,7 @@ def test_shapes_of_unequal_layers() -> None:
         ImportanceTable.from_frame(table((2, 2)).frame.iloc[:3]).shapes()
 
 
-def test_experts_of_unequal_layers() -> None:
+def test_experts_of_unequal_layers():
     """Each expert has one row, even where its number is that of the one before."""
     stats = table((2, 2), (1, 2), (1, 2), N=5)
     assert stats.expert_tokens().to_dict("list") == {
@@ -80,7 +79,7 @@ def test_experts_of_unequal_layers() -> None:
     )
 
 
-def test_what_cannot_have_been_measured_is_no_table() -> None:
+def test_what_cannot_have_been_measured_is_no_table():
     """Neither values nor a specification that was edited."""
     with pytest.raises(SpecError, match="column sum_h2 has -1"):
         ImportanceTable.from_frame(table((1, 1)).frame.assign(sum_h2=-1.0))
@@ -88,7 +87,7 @@ def test_what_cannot_have_been_measured_is_no_table() -> None:
         table((1, 1), spec={"a": 1}, spec_hash="0" * 64)
 
 
-def test_estimators_that_the_columns_suffice_for() -> None:
+def test_estimators_that_the_columns_suffice_for():
     """Estimators that divide by N need it."""
     stats = table((1, 2))
     suffice = {
@@ -101,7 +100,7 @@ def test_estimators_that_the_columns_suffice_for() -> None:
     assert [n for n in ESTIMATORS if n in stats.estimators] == [*stats.estimators]
 
 
-def test_scores_are_remembered_by_their_options() -> None:
+def test_scores_are_remembered_by_their_options():
     """The order of options does not matter; other options give other scores."""
     stats = table((1, 50))
     assert stats.scores("random", seed=1) is stats.scores("random", seed=1)
@@ -113,7 +112,7 @@ def test_scores_are_remembered_by_their_options() -> None:
     )
 
 
-def test_the_latest_eight_values_are_remembered() -> None:
+def test_the_latest_eight_values_are_remembered():
     """The oldest goes for a ninth."""
     stats = table((1, 1))
     first = [stats.memo(key, object) for key in range(8)]
@@ -126,7 +125,7 @@ def test_the_latest_eight_values_are_remembered() -> None:
     assert stats.memo("nothing", object) is None
 
 
-def test_metadata_are_handed_out_as_copies() -> None:
+def test_metadata_are_handed_out_as_copies():
     """What lies within them is copied too; it is plain data, as in a file."""
     stats = table((1, 1), spec={"sizes": (1, 2)})
     assert stats.metadata == {"spec": {"sizes": [1, 2]}}
@@ -134,7 +133,7 @@ def test_metadata_are_handed_out_as_copies() -> None:
     assert stats.metadata == {"spec": {"sizes": [1, 2]}}
 
 
-def test_a_column_that_is_missing_is_named_with_those_that_are_not() -> None:
+def test_a_column_that_is_missing_is_named_with_those_that_are_not():
     """The message lists what there is."""
     text = "no column sum_p, it has layer, expert, atom, tokens, sum_h2, sum_g2; read"
     with pytest.raises(SpecError, match=text):
@@ -144,7 +143,7 @@ def test_a_column_that_is_missing_is_named_with_those_that_are_not() -> None:
 # --- files ------------------------------------------------------------------------
 
 
-def test_file_round_trip(tmp_path: Path) -> None:
+def test_file_round_trip(tmp_path):
     """What is written is read."""
     path = tmp_path / "table.parquet"
     written = table((2, 3), N=1, spec={"model": "toy", "n": [1]})
@@ -154,7 +153,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
     assert read.metadata == written.metadata
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path):
     """A truncated file, a foreign one, and another kind of table are errors."""
     path, stats = tmp_path / "table.parquet", table((1, 2))
     stats.write(path)
@@ -173,7 +172,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ImportanceTable.read(path)
 
 
-def test_columns_that_are_read(tmp_path: Path) -> None:
+def test_columns_that_are_read(tmp_path):
     """The keys come first, and once."""
     path = tmp_path / "t.parquet"
     table((1, 2)).write(path)
@@ -195,9 +194,7 @@ def test_columns_that_are_read(tmp_path: Path) -> None:
         ("provenance", 0, "has provenance=0, expected a dict"),
     ],
 )
-def test_metadata_of_other_kinds(
-    tmp_path: Path, name: str, value: object, expected: str
-) -> None:
+def test_metadata_of_other_kinds(tmp_path, name, value, expected):
     """A file that holds them is damaged, and what is wrong in it is told."""
     path = tmp_path / "t.parquet"
     metadata = {"kind": "ImportanceTable", name: value}
@@ -209,7 +206,7 @@ def test_metadata_of_other_kinds(
 # --- display ----------------------------------------------------------------------
 
 
-def test_the_card_has_quartiles_where_they_can_be_computed() -> None:
+def test_the_card_has_quartiles_where_they_can_be_computed():
     """Least, quartiles and largest heapr score to three digits."""
     html = table((2, 5))._repr_html_()
     assert ">Importance table<" in html

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from heapr_lab.inspection.budgets import ratio_for_loss
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Setting
-from heapr_lab.workbench.workbench import Workbench
 
 DENSE_NLL = 3.0
 
@@ -26,7 +24,7 @@ class Bench:
     delta: Callable[[float], float] = lambda ratio: ratio**3
     evaluated: list[float] = field(default_factory=list)
 
-    def test_windows(self, corpus: str) -> str:
+    def test_windows(self, corpus):
         """The name of the corpus stands for its windows."""
         return corpus
 
@@ -64,9 +62,7 @@ CURVES: dict[str, Callable[[float], float]] = {
 
 @pytest.mark.parametrize("rise", [0.005, 0.02, 0.1, 0.5])
 @pytest.mark.parametrize("curve", CURVES)
-def test_the_largest_ratio_below_a_rise_is_found_in_few_evaluations(
-    curve: str, rise: float
-) -> None:
+def test_the_largest_ratio_below_a_rise_is_found_in_few_evaluations(curve, rise):
     """At most six evaluations, and the limit holds at the ratio but not beyond."""
     bench = Bench(CURVES[curve])
     setting, history = ratio_for_loss(
@@ -84,7 +80,7 @@ def test_the_largest_ratio_below_a_rise_is_found_in_few_evaluations(
     assert history["achieved_ratio"].tolist() == [0.0, *bench.evaluated]
 
 
-def test_a_limit_that_no_ratio_meets_leaves_the_model_whole() -> None:
+def test_a_limit_that_no_ratio_meets_leaves_the_model_whole():
     """Where any pruning breaks the limit the ratio is 0."""
     setting, history = ratio_for_loss(
         Bench(lambda _: 5.0), Setting(0.3), "ptb", rise=0.02
@@ -93,7 +89,7 @@ def test_a_limit_that_no_ratio_meets_leaves_the_model_whole() -> None:
     assert history["rise"].iloc[0] == 0
 
 
-def test_a_limit_that_all_ratios_meet_gives_the_highest() -> None:
+def test_a_limit_that_all_ratios_meet_gives_the_highest():
     """One evaluation says that the highest ratio may be had."""
     bench = Bench(lambda _: 0.0)
     setting, _ = ratio_for_loss(bench, Setting(0.0), "ptb", highest=0.5)
@@ -101,7 +97,7 @@ def test_a_limit_that_all_ratios_meet_gives_the_highest() -> None:
     assert len(bench.evaluated) == 1
 
 
-def test_the_limit_holds_for_a_model(bench: Workbench, root: Path) -> None:
+def test_the_limit_holds_for_a_model(bench, root):
     """The ratio that is searched for keeps it, with unchanged weights."""
     text = str(root / "text.txt")
     calibrated = Setting(0.0, Calibration(text))
@@ -113,7 +109,7 @@ def test_the_limit_holds_for_a_model(bench: Workbench, root: Path) -> None:
 
 
 @pytest.mark.parametrize("rise", [0, -0.1, math.nan])
-def test_a_rise_is_above_zero(rise: float) -> None:
+def test_a_rise_is_above_zero(rise):
     """A limit at or below the dense model's perplexity is an error."""
     with pytest.raises(SpecError, match="rise must be above 0"):
         ratio_for_loss(Bench(), Setting(0.0), "ptb", rise=rise)

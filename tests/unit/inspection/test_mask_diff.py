@@ -62,7 +62,7 @@ def removed(keep: KeepMask) -> set[Atom]:
     return {(k, e, i) for k, e, i in atoms() if not keep.by_layer(k)[e, i]}
 
 
-def test_overlap_is_that_of_sets() -> None:
+def test_overlap_is_that_of_sets():
     """Every count; chance by counting masks."""
     a, b = scored("A", 1), scored("B", 2, share=0.7)
     frame = overlap(a.keep, b.keep)
@@ -82,7 +82,7 @@ def test_overlap_is_that_of_sets() -> None:
             assert row["z"] == pytest.approx((len(mine & other) - mean) / sd)
 
 
-def test_what_is_divided_by_nothing_is_missing() -> None:
+def test_what_is_divided_by_nothing_is_missing():
     """A layer of which one removes nothing, and one that both remove whole."""
     none, whole = np.ones((2, 3), bool), np.zeros((2, 3), bool)
     some = np.array([[True, False, True], [True, True, True]])
@@ -92,7 +92,7 @@ def test_what_is_divided_by_nothing_is_missing() -> None:
     assert frame["z"].isna().all()  # chance cannot vary
 
 
-def test_counts_of_large_layers_do_not_overflow() -> None:
+def test_counts_of_large_layers_do_not_overflow():
     """2²⁰ atoms of a layer: four such factors are beyond 64 bits."""
     half = np.ones((64, 16384), bool)
     half[:, ::2] = False
@@ -112,7 +112,7 @@ def rank_by_hand(mask: ScoredMask, row: int, among: list[int]) -> float:
 
 
 @pytest.mark.parametrize("within", [(False, False), (False, True), (True, True)])
-def test_ranks_count_what_goes_before(within: tuple[bool, bool]) -> None:
+def test_ranks_count_what_goes_before(within):
     """Atoms of the model count, or of the layer as soon as one mask ranks in layers."""
     a = scored("A", 1, within_layer=within[0])
     b = scored("B", 2, within_layer=within[1])
@@ -134,7 +134,7 @@ def average_ranks(values: list[float]) -> list[float]:
     ]
 
 
-def test_agreement_is_the_correlation_of_average_ranks() -> None:
+def test_agreement_is_the_correlation_of_average_ranks():
     """Spearman's correlation by its definition, by layer and in all, with ties."""
     a, b = scored("A", 1), scored("B", 2)
     frame = rank_agreement(a, b)
@@ -155,7 +155,7 @@ def test_agreement_is_the_correlation_of_average_ranks() -> None:
     assert rank_agreement_in_all(a, inside) == pytest.approx(mean)
 
 
-def test_constant_scores_have_no_agreement() -> None:
+def test_constant_scores_have_no_agreement():
     """It is missing, silently, in one layer (the mean is of the others) or in all."""
     a, b = scored("A", 1, within_layer=True), scored("B", 2)
     b.scores[:15] = 0.0
@@ -169,7 +169,7 @@ def test_constant_scores_have_no_agreement() -> None:
         assert math.isnan(spearman(np.ones(1), np.ones(1)))
 
 
-def test_a_cut_exists_only_where_ranks_decide() -> None:
+def test_a_cut_exists_only_where_ranks_decide():
     """The highest removed rank; none if an atom below it is kept, or all are."""
     a, b = scored("A", 1), scored("B", 2)
     rank, _ = ranks(a, b)
@@ -180,7 +180,7 @@ def test_a_cut_exists_only_where_ranks_decide() -> None:
     assert math.isnan(cut(gone, rank))
 
 
-def test_points_are_a_fixed_sample_of_all_atoms() -> None:
+def test_points_are_a_fixed_sample_of_all_atoms():
     """All atoms if they fit; else the same each time, with ranks and cuts of all."""
     a, b = scored("A", 1), scored("B", 2)
     every = rank_points(a, b)
@@ -203,7 +203,7 @@ def test_points_are_a_fixed_sample_of_all_atoms() -> None:
     pd.testing.assert_frame_equal(some.merge(every), some)
 
 
-def test_a_selection_brings_its_scores() -> None:
+def test_a_selection_brings_its_scores():
     """The estimator's options count, and the scope in which atoms are ranked."""
     table = random_table(2, 2, 4)
     choice = Selection(0.5, "random", scope="layer", estimator_options=(("seed", 3),))
@@ -218,7 +218,7 @@ def test_a_selection_brings_its_scores() -> None:
 # --- refusals ---------------------------------------------------------------------
 
 
-def test_masks_of_different_models_are_refused() -> None:
+def test_masks_of_different_models_are_refused():
     """Their shapes tell, and, where both are known, what was measured."""
     a = scored("A", 1, model={"weights": "1", "class": "x"})
     other = KeepMask({1: np.ones((3, 5), bool), 4: np.ones((2, 6), bool)})
@@ -231,7 +231,7 @@ def test_masks_of_different_models_are_refused() -> None:
     assert len(ranks(a, scored("B", 2))[0]) == 29  # of an unknown model
 
 
-def test_too_few_scores_are_named() -> None:
+def test_too_few_scores_are_named():
     """With their number, and that of the atoms."""
     a = scored("A", 1)
     short = ScoredMask("B", a.keep, a.scores[:-1])
@@ -239,7 +239,7 @@ def test_too_few_scores_are_named() -> None:
         rank_agreement(a, short)
 
 
-def test_the_model_is_that_of_the_table() -> None:
+def test_the_model_is_that_of_the_table():
     """Tables say what they were measured on."""
     table = random_table(2, 2, 4)
     assert ScoredMask.select("A", table, Selection(0.5)).model is None

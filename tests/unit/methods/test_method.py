@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from families import tiny_model, tiny_windows
 from keeps import full_keep, random_keep
-from torch import nn
 
 from heapr_lab import methods
 from heapr_lab.checkpoints.provenance import read_provenance
@@ -28,9 +26,7 @@ from heapr_lab.storage import files
 WINDOWS = tiny_windows()
 
 
-def test_each_measurement_takes_one_pass(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_measurement_takes_one_pass(model, monkeypatch):
     """All methods at two ratios: one table, and one pass through the layers."""
     measure = Mock(wraps=functools.partial(collect_statistics, model))
     collect = Mock(wraps=collectors.iter_expert_calls)
@@ -45,7 +41,7 @@ def test_each_measurement_takes_one_pass(
     collect.assert_called_once()
 
 
-def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
+def test_measurements_of_something_else_are_refused(model):
     """Other windows, another model, and the same model with other weights."""
     reap = methods.get("reap")
     other = tiny_windows(seed=2)
@@ -79,15 +75,13 @@ def test_measurements_of_something_else_are_refused(model: nn.Module) -> None:
         ("reap", {"ratio": 0.75}, "leave layer 0 1 of 4 .* possible ratio is 0.5"),
     ],
 )
-def test_invalid_requests_are_refused(
-    model: nn.Module, name: str, options: dict[str, Any], message: str
-) -> None:
+def test_invalid_requests_are_refused(model, name, options, message):
     """The message says what is wrong, and what is expected."""
     with pytest.raises(SpecError, match=message):
         methods.get(name).fit(model, WINDOWS, **options)
 
 
-def test_a_masked_model_is_refused(model: nn.Module) -> None:
+def test_a_masked_model_is_refused(model):
     """The method would be fitted to the masked model."""
     with (
         masking(model, random_keep(model)),
@@ -96,7 +90,7 @@ def test_a_masked_model_is_refused(model: nn.Module) -> None:
         methods.get("heapr").fit(model, WINDOWS, ratio=0.25)
 
 
-def test_dropping_inside_a_mask_is_refused(model: nn.Module) -> None:
+def test_dropping_inside_a_mask_is_refused(model):
     """A mask is of all experts."""
     compression = methods.get("reap").fit(model, WINDOWS, ratio=0.25)
     with (
@@ -114,9 +108,7 @@ def test_dropping_inside_a_mask_is_refused(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ["reap", "hc-smoe"])
-def test_other_threads_are_refused_while_it_is_applied(
-    model: nn.Module, name: str
-) -> None:
+def test_other_threads_are_refused_while_it_is_applied(model, name):
     """Modules change in all threads, so nothing of them passes for the model."""
     compression = methods.get(name).fit(model, WINDOWS, ratio=0.5)
     before, keep = identity_in_force(model), full_keep(model)
@@ -139,7 +131,7 @@ def test_other_threads_are_refused_while_it_is_applied(
     assert identity_in_force(model) == before
 
 
-def test_what_runs_while_a_method_is_applied_is_invalid(model: nn.Module) -> None:
+def test_what_runs_while_a_method_is_applied_is_invalid(model):
     """The second of two batches was that of other experts, which are gone again."""
     compression = methods.get("reap").fit(model, WINDOWS, ratio=0.5)
 
@@ -156,7 +148,7 @@ def test_what_runs_while_a_method_is_applied_is_invalid(model: nn.Module) -> Non
             evaluate_perplexity(model, WINDOWS.ids, progress=apply_there)
 
 
-def test_groups_of_experts_are_refused_before_text_is_read() -> None:
+def test_groups_of_experts_are_refused_before_text_is_read():
     """Methods that drop experts refuse them by name; the others take the model."""
     grouped = tiny_model("deepseek_v3", n_group=2, topk_group=1)
     for name in ("reap", "naee"):
@@ -169,7 +161,7 @@ def _never(_done: int, _total: int) -> None:
     raise AssertionError("text was read")
 
 
-def test_an_unknown_kind_is_refused() -> None:
+def test_an_unknown_kind_is_refused():
     """A method has to say what it removes."""
     with pytest.raises(SpecError, match=r"must be one of 'atoms', .*, got 'layers'"):
         Method("x", "x", "x", "layers", _never)  # type: ignore[arg-type]
@@ -178,7 +170,7 @@ def test_an_unknown_kind_is_refused() -> None:
 # --- checkpoints ------------------------------------------------------------------
 
 
-def test_the_manifest_says_how_it_was_made(model: nn.Module, tmp_path: Path) -> None:
+def test_the_manifest_says_how_it_was_made(model, tmp_path):
     """Method, ratio, seed, options and what was kept; a card names the method."""
     for name in ("reap", "camera-p"):
         compression = methods.get(name).fit(model, WINDOWS, ratio=0.25, seed=3)
@@ -200,7 +192,7 @@ def test_the_manifest_says_how_it_was_made(model: nn.Module, tmp_path: Path) -> 
     assert files.read_json(tmp_path / "reap" / "config.json")["num_experts"] == 3
 
 
-def test_savings_are_counted_where_they_are(model: nn.Module) -> None:
+def test_savings_are_counted_where_they_are(model):
     """Atoms save operations, experts save none: a token uses as many as before."""
     atoms = methods.get("intdim-e").fit(model, WINDOWS, ratio=0.5).savings(model)
     whole = methods.get("frequency").fit(model, WINDOWS, ratio=0.5).savings(model)
@@ -208,6 +200,6 @@ def test_savings_are_counted_where_they_are(model: nn.Module) -> None:
     assert whole.routed_flops[1] == pytest.approx(whole.routed_flops[0])
 
 
-def test_cached_results_of_compress_are_of_its_rule_of_today() -> None:
+def test_cached_results_of_compress_are_of_its_rule_of_today():
     """Up to version 3, HEAPr's mask was of the windows that are fitted to."""
     assert methods.get("compress").version == 4

@@ -3,7 +3,6 @@
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def with_rule(rule: str) -> str:
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+def install(tmp_path, monkeypatch) -> Iterator[Install]:
     """Makes a distribution with one module and one entry point importable."""
 
     def installed(code: str, *, name: str) -> None:
@@ -57,7 +56,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         del sys.modules[module]
 
 
-def test_the_example_of_the_page_is_a_method_like_ours(install: Install) -> None:
+def test_the_example_of_the_page_is_a_method_like_ours(install):
     """It is listed, found, fitted, and drops what it says, by a loop over experts."""
     assert methods.names() == tuple(methods.DESCRIBED)
     options = {name: dict(methods.get(name).options) for name in methods.DESCRIBED}
@@ -92,12 +91,12 @@ def test_the_example_of_the_page_is_a_method_like_ours(install: Install) -> None
         ("camera-p", "in their code it is 1 by default"),
     ],
 )
-def test_what_differs_from_the_authors_is_stated(name: str, words: str) -> None:
+def test_what_differs_from_the_authors_is_stated(name, words):
     """What was seen by running their code beside ours, or why that was not possible."""
     assert words in " ".join(methods.get(name).deviations)
 
 
-def test_the_entry_point_of_the_page_is_the_one_that_is_read() -> None:
+def test_the_entry_point_of_the_page_is_the_one_that_is_read():
     """It stands as in the pyproject.toml of a plug-in."""
     text = fence(PAGE, "toml")
     assert tomllib.loads(text)["project"]["entry-points"] == {
@@ -105,9 +104,7 @@ def test_the_entry_point_of_the_page_is_the_one_that_is_read() -> None:
     }
 
 
-def test_the_python_of_the_page_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_of_the_page_runs(tmp_path, monkeypatch, capsys):
     """On a tiny model: both methods are fitted, applied and saved."""
     folder, text = write_model(tmp_path / "moe"), write_text(tmp_path / "text.txt")
     code = fence(PAGE, "python use")
@@ -119,14 +116,14 @@ def test_the_python_of_the_page_runs(
         assert (tmp_path / f"smaller-{name}" / "model.safetensors").exists()
 
 
-def test_a_taken_name_is_refused(install: Install) -> None:
+def test_a_taken_name_is_refused(install):
     """Both distributions are named."""
     install(called("reap"), name="other_reap")
     with pytest.raises(SpecError, match=r"other_reap \(mine = .*'reap', which heapr-l"):
         methods.names()
 
 
-def test_two_plugins_of_one_name_are_refused(install: Install) -> None:
+def test_two_plugins_of_one_name_are_refused(install):
     """The message names both."""
     install(called("first"), name="one")
     install(called("first"), name="two")
@@ -146,7 +143,7 @@ def test_two_plugins_of_one_name_are_refused(install: Install) -> None:
         (with_rule(TAKEN), "has an option ratio, which is an"),
     ],
 )
-def test_a_broken_plugin_is_named(install: Install, code: str, message: str) -> None:
+def test_a_broken_plugin_is_named(install, code, message):
     """The message names the distribution, and says what to do."""
     install(code, name="broken")
     with pytest.raises(SpecError, match=rf"broken \(mine = .*{message}.*uninstall"):
@@ -157,9 +154,7 @@ def test_a_broken_plugin_is_named(install: Install, code: str, message: str) -> 
     ("rule", "said"),
     [("lambda _: None", "returned NoneType, expected"), ("sys.exit", "end Python")],
 )
-def test_a_rule_that_finds_nothing_is_named(
-    install: Install, rule: str, said: str
-) -> None:
+def test_a_rule_that_finds_nothing_is_named(install, rule, said):
     """The method of a plug-in returned nothing, or wanted to leave."""
     install(with_rule(rule), name="empty")
     windows = tiny_windows()
@@ -167,7 +162,7 @@ def test_a_rule_that_finds_nothing_is_named(
         methods.get("smallest").fit(tiny_model("qwen2_moe"), windows, ratio=0.25)
 
 
-def test_an_unknown_name_lists_the_names() -> None:
+def test_an_unknown_name_lists_the_names():
     """The message lists all methods."""
     with pytest.raises(SpecError, match=r"unknown method 'naeee'; .*heapr, .*naee"):
         methods.get("naeee")

@@ -31,7 +31,7 @@ TOKENS = pd.DataFrame(
 )
 
 
-def test_dense_flops() -> None:
+def test_dense_flops():
     """Before pruning each layer costs top_k experts, however the tokens spread."""
     # Layer 1: 1 · 3 · 24 = 72; layer 3: 2 · 2 · 20 = 80.
     assert MODEL.routed_flops_per_token() == pytest.approx(152)
@@ -40,7 +40,7 @@ def test_dense_flops() -> None:
     assert MODEL.flops_per_token(seq_len=8) == pytest.approx(200 + 160 + 152)
 
 
-def test_pruned_flops_follow_the_routing() -> None:
+def test_pruned_flops_follow_the_routing():
     """An expert's atoms count as often as tokens were routed to it."""
     # Layer 1: (9 · 2 + 3 · 0) / 12 · 24 = 36.
     # Layer 3: (12 · 2 + 12 · 1) / 12 · 20 = 60.
@@ -52,7 +52,7 @@ def test_pruned_flops_follow_the_routing() -> None:
     assert MODEL.routed_flops_per_token(KEEP, nowhere) == pytest.approx(24 + 60)
 
 
-def test_dict_round_trip() -> None:
+def test_dict_round_trip():
     """An architecture comes back from its plain data; other data is refused."""
     plain = MODEL.to_dict()
     assert list(plain["layers"]) == ["1", "3"]
@@ -62,7 +62,7 @@ def test_dict_round_trip() -> None:
         Architecture.from_dict(plain)
 
 
-def test_mask_of_another_model_is_refused() -> None:
+def test_mask_of_another_model_is_refused():
     """A mask with another shape or layer is named."""
     other = KeepMask.from_arrays({1: np.ones((2, 4), bool), 3: np.ones((2, 2), bool)})
     with pytest.raises(
@@ -73,7 +73,7 @@ def test_mask_of_another_model_is_refused() -> None:
         MODEL.parameters(KeepMask.from_arrays({1: np.ones((2, 3), bool)}))
 
 
-def test_tokens_of_another_model_are_refused() -> None:
+def test_tokens_of_another_model_are_refused():
     """Tokens that lack an expert are an error."""
     with pytest.raises(SpecError, match="1 rows for layer 3, expected one for each"):
         MODEL.flops_per_token(KEEP, TOKENS.iloc[:3], seq_len=8)

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -105,13 +104,13 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def test_every_module_has_a_model_type() -> None:
+def test_every_module_has_a_model_type():
     """None is left out of the list because of its name."""
     assert [name for name in modules() if not types_of(name)] == []
     assert len(modules()) >= 64
 
 
-def test_every_family_is_proven_or_refused() -> None:
+def test_every_family_is_proven_or_refused():
     """A family that transformers gains is in neither list, and fails here."""
     proven = FAMILIES.keys() | WRAPPERS.keys()
     assert sorted(classes().keys() - proven - REFUSED.keys()) == []
@@ -120,14 +119,14 @@ def test_every_family_is_proven_or_refused() -> None:
 
 
 @of_the_pinned
-def test_every_family_listed_is_there() -> None:
+def test_every_family_listed_is_there():
     """None is listed that transformers does not have, or no longer has."""
     listed = FAMILIES.keys() | WRAPPERS.keys() | REFUSED.keys()
     assert sorted(listed - classes().keys()) == []
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_the_refused_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_the_refused_are_refused_by_name(name, tmp_path):
     """config.json alone is enough, before any weight is read; the reason is given."""
     config = config_of(name)
     config.save_pretrained(tmp_path)
@@ -138,7 +137,7 @@ def test_the_refused_are_refused_by_name(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("dbrx", DBRX), ("llama4_text", LLAMA4)])
-def test_own_experts_are_refused(family: str, sizes: dict[str, Any]) -> None:
+def test_own_experts_are_refused(family, sizes):
     """A model that was loaded elsewhere is refused with the same sentence."""
     model = tiny_model(family, dtype=torch.float32, **sizes)
     assert model(tiny_ids()).logits.isfinite().all()
@@ -149,7 +148,7 @@ def test_own_experts_are_refused(family: str, sizes: dict[str, Any]) -> None:
 
 
 @of_the_pinned
-def test_the_page_has_every_family() -> None:
+def test_the_page_has_every_family():
     """HEAPR_UPDATE_README=1 writes the table anew."""
     listed = {"table": f"\n{table()}\n"}
     if os.environ.get("HEAPR_UPDATE_README") == "1":
@@ -157,7 +156,7 @@ def test_the_page_has_every_family() -> None:
     assert f"<!-- table -->{listed['table']}<!-- end -->" in PAGE.read_text("utf-8")
 
 
-def test_a_second_table_of_embeddings_is_not_streamed(tmp_path: Path) -> None:
+def test_a_second_table_of_embeddings_is_not_streamed(tmp_path):
     """Its tensors belong to no part, and were written with other values."""
     sizes = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": D_VOCAB}
     write_folder(tmp_path, tiny_model("gemma4_text", **sizes))

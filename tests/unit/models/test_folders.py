@@ -34,7 +34,7 @@ READERS = {"from_pretrained", "from_config"}
 
 
 @pytest.fixture
-def folder(source: Path, tmp_path: Path) -> Path:
+def folder(source, tmp_path) -> Path:
     """A copy of the model, to be damaged."""
     return Path(shutil.copytree(source, tmp_path / "moe"))
 
@@ -52,7 +52,7 @@ def change(path: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float64])
-def test_the_type_can_be_chosen(source: Path, dtype: str | torch.dtype) -> None:
+def test_the_type_can_be_chosen(source, dtype):
     """It is given by name or as a type of torch's."""
     model, _ = load_model(str(source), device="cpu", dtype=dtype)
     expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -60,7 +60,7 @@ def test_the_type_can_be_chosen(source: Path, dtype: str | torch.dtype) -> None:
     assert not model.training
 
 
-def test_a_wrong_name_is_an_error_that_says_what_is_expected(tmp_path: Path) -> None:
+def test_a_wrong_name_is_an_error_that_says_what_is_expected(tmp_path):
     """A missing folder, a name that is not on the hub, a folder without a model."""
     absent = {"./absent", str(tmp_path / "absent")}
     for name in ("nobody/no-such-model", *absent, str(tmp_path)):
@@ -83,7 +83,7 @@ def calls(path: Path) -> Iterator[ast.Call]:
             yield node
 
 
-def test_every_call_says_that_code_is_not_trusted() -> None:
+def test_every_call_says_that_code_is_not_trusted():
     """`trust_remote_code=False` stands in each call, and there are such calls."""
     by_file = {path.name: list(calls(path)) for path in PACKAGE.rglob("*.py")}
     assert {name for name, nodes in by_file.items() if nodes} == {"folders.py"}
@@ -105,7 +105,7 @@ class Model(Qwen2MoeForCausalLM):
 
 
 @pytest.fixture
-def foreign(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def foreign(folder, tmp_path, monkeypatch) -> Path:
     """A folder with code of its own; whoever is asked says yes."""
     (folder / "evil.py").write_text(CODE.format(mark=str(tmp_path / "ran")))
     classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
@@ -121,7 +121,7 @@ def foreign(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return folder
 
 
-def test_code_in_a_folder_is_never_run(foreign: Path, tmp_path: Path) -> None:
+def test_code_in_a_folder_is_never_run(foreign, tmp_path):
     """Nobody is asked whether to: an unknown model type is an error."""
     table = tmp_path / "table.parquet"
     for attempt in (
@@ -140,7 +140,7 @@ def test_code_in_a_folder_is_never_run(foreign: Path, tmp_path: Path) -> None:
         load_model(foreign)
 
 
-def test_code_beside_a_known_type_is_not_run(foreign: Path, tmp_path: Path) -> None:
+def test_code_beside_a_known_type_is_not_run(foreign, tmp_path):
     """The class of transformers is taken, as it is for our own checkpoints."""
     change(foreign / "config.json", model_type="qwen2_moe")
     change(foreign / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
@@ -152,9 +152,7 @@ def test_code_beside_a_known_type_is_not_run(foreign: Path, tmp_path: Path) -> N
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_pruned_checkpoint_loads_without_its_code(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pruned_checkpoint_loads_without_its_code(source, tmp_path, monkeypatch):
     """It names code for those without heapr_lab, which is not looked at here."""
     model, _ = load_model(source, device="cpu")
     save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
@@ -181,7 +179,7 @@ def one_line(error: pytest.ExceptionInfo[SpecError]) -> str:
 @pytest.mark.parametrize(
     "stem", ["config", "tokenizer", "tokenizer_config", "generation_config"]
 )
-def test_a_damaged_file_is_named(stem: str, text: str, folder: Path) -> None:
+def test_a_damaged_file_is_named(stem, text, folder):
     """Anything may stand in it instead of an object."""
     path = folder / f"{stem}.json"
     path.write_text(text)
@@ -209,9 +207,7 @@ ABSURD = [
 
 
 @pytest.mark.parametrize(("changes", "message"), ABSURD)
-def test_absurd_settings_are_named(
-    changes: dict[str, Any], message: str, folder: Path
-) -> None:
+def test_absurd_settings_are_named(changes, message, folder):
     """They are named before they are built, where that would take for ever."""
     change(folder, layer_types=None, **changes)
     with pytest.raises(SpecError, match=message) as error:
@@ -219,7 +215,7 @@ def test_absurd_settings_are_named(
     assert "config.json" in one_line(error)
 
 
-def test_a_folder_without_a_vocabulary_is_refused(folder: Path) -> None:
+def test_a_folder_without_a_vocabulary_is_refused(folder):
     """Transformers would make a tokenizer that knows no word, and say nothing."""
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -228,9 +224,7 @@ def test_a_folder_without_a_vocabulary_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_damage_is_found_before_a_file_is_written(
-    name: str, folder: Path, tmp_path: Path
-) -> None:
+def test_damage_is_found_before_a_file_is_written(name, folder, tmp_path):
     """Slicing finds it, too."""
     model, _ = load_model(folder, device="cpu")
     keep = widths_keep(model, 4, structure="uniform")
@@ -249,7 +243,7 @@ INDEXES = [
 
 
 @pytest.mark.parametrize("text", INDEXES, ids=range(len(INDEXES)))
-def test_a_damaged_index_is_named(text: str, folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_index_is_named(text, folder, tmp_path):
     """An index that names files elsewhere is damaged, too."""
     (folder / "model.safetensors").rename(tmp_path / "moe.safetensors")
     (folder / "model.safetensors.index.json").write_text(text)
@@ -261,7 +255,7 @@ def test_a_damaged_index_is_named(text: str, folder: Path, tmp_path: Path) -> No
         one_line(error)
 
 
-def test_a_model_that_cannot_be_built_is_one_line() -> None:
+def test_a_model_that_cannot_be_built_is_one_line():
     """A configuration without a model for language."""
     config = AutoConfig.for_model("vit")
     with pytest.raises(SpecError, match="ViTConfig"):
@@ -271,9 +265,7 @@ def test_a_model_that_cannot_be_built_is_one_line() -> None:
 # --- tokenizer --------------------------------------------------------------------
 
 
-def test_the_manifest_says_why_there_is_no_tokenizer(
-    source: Path, tmp_path: Path
-) -> None:
+def test_the_manifest_says_why_there_is_no_tokenizer(source, tmp_path):
     """There is none at hand, or none in the base model; or there is one."""
     pruned, _ = load_model(source, device="cpu")
     keep = random_keep(pruned)

@@ -28,7 +28,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, dtype=dtype).requires_grad_()
 
 
-def test_a_token_without_rows_is_zero() -> None:
+def test_a_token_without_rows_is_zero():
     """Routers that drop tokens have such tokens."""
     rows, tokens = torch.tensor([0, 2]), torch.tensor([1, 1])
     h, weight, p = leaf(2, WIDTH), leaf(2, D, WIDTH), leaf(2)
@@ -47,7 +47,7 @@ def test_a_token_without_rows_is_zero() -> None:
     assert (grad[1] == 0).all()
 
 
-def test_bfloat16_is_summed_in_single_precision() -> None:
+def test_bfloat16_is_summed_in_single_precision():
     """Weights in bfloat16 and routing weights in float32, as under most routers."""
     rows, experts, tokens = routed()
     x = leaf(T, D, dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     """A dense model, one of its prunings, and the same two in several files."""
     root = tmp_path_factory.mktemp("holes")
     write_model(root / "dense")
@@ -97,9 +97,7 @@ WIDTHS = [
 
 
 @pytest.mark.parametrize(("kind", "damage", "message"), HOLES)
-def test_holes_are_neither_filled_nor_copied(
-    kind: str, damage: Any, message: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_holes_are_neither_filled_nor_copied(kind, damage, message, folders, tmp_path):
     """The missing weight is named, by loading and by slicing, which writes nothing."""
     folder = damaged(folders[f"dense{kind}"], tmp_path / "x", damage)
     with pytest.raises(SpecError, match=message):
@@ -113,9 +111,7 @@ def test_holes_are_neither_filled_nor_copied(
 
 
 @pytest.mark.parametrize(("kind", "damage", "message"), HOLES)
-def test_pruned_checkpoints_have_no_holes(
-    kind: str, damage: Any, message: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_pruned_checkpoints_have_no_holes(kind, damage, message, folders, tmp_path):
     """Transformers alone, the checkpoint's code, and ours all refuse them."""
     folder = damaged(folders[f"ragged{kind}"], tmp_path / "x", damage)
     alike = f"{message}|has no experts there|no widths of"
@@ -127,9 +123,7 @@ def test_pruned_checkpoints_have_no_holes(
 
 
 @pytest.mark.parametrize(("new", "message"), WIDTHS)
-def test_widths_are_those_of_every_expert(
-    new: Any, message: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_widths_are_those_of_every_expert(new, message, folders, tmp_path):
     """Widths are empty, of one layer, of another number of experts, or no numbers."""
     folder = Path(shutil.copytree(folders["ragged"], tmp_path / "x"))
     with changed_json(folder) as config:
@@ -139,9 +133,7 @@ def test_widths_are_those_of_every_expert(
         AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_a_run_begins_from_a_whole_model(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_begins_from_a_whole_model(folders, tmp_path):
     """Training goes on from no model with holes."""
     folder = damaged(folders["dense"], tmp_path / "x", without(NORM))
     with pytest.raises(SpecError, match=NORM):
@@ -151,7 +143,7 @@ def test_a_run_begins_from_a_whole_model(
 # --- what is whole ----------------------------------------------------------------
 
 
-def test_a_tied_head_is_no_hole(tmp_path: Path) -> None:
+def test_a_tied_head_is_no_hole(tmp_path):
     """Embedding and head are one tensor, of which the files have either name."""
     model: Any = tiny_model("qwen3_moe", dtype=torch.float32, tie_word_embeddings=True)
     keep = random_keep(model)
@@ -168,7 +160,7 @@ def test_a_tied_head_is_no_hole(tmp_path: Path) -> None:
         read_weights(tmp_path / "x")
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     """Transformers leaves them out as well: they are no part of the model."""
     model: Any = tiny_model("glm4_moe", dtype=torch.float32)
     model.save_pretrained(tmp_path / "x")
@@ -181,7 +173,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     read_weights(tmp_path / "x")
 
 
-def test_a_new_head_is_no_hole(folders: dict[str, Path]) -> None:
+def test_a_new_head_is_no_hole(folders):
     """A classifier is made of a pruned model as of any other."""
     model = AutoModelForSequenceClassification.from_pretrained(folders["ragged"])
     assert model.score.weight.shape == (2, 16)

@@ -41,7 +41,7 @@ def implementation(model: nn.Module) -> str | None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_dense_and_masked_forwards_at_once(family: str) -> None:
+def test_dense_and_masked_forwards_at_once(family):
     """A dense and two differently masked threads on one model are all right."""
     model = tiny_model(family)
     keeps = [None, random_keep(model, seed=1), random_keep(model, seed=2)]
@@ -85,7 +85,7 @@ class Recorded(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_entering_a_mask_leaves_autograd_alone(family: str) -> None:
+def test_entering_a_mask_leaves_autograd_alone(family):
     """Views that autograd records, made by two threads at once, can deadlock torch."""
     model = tiny_model(family)
     keep = random_keep(model)
@@ -97,7 +97,7 @@ def test_entering_a_mask_leaves_autograd_alone(family: str) -> None:
     assert recorded.names == []
 
 
-def test_a_dense_forward_while_another_thread_masks() -> None:
+def test_a_dense_forward_while_another_thread_masks():
     """A forward begun and ended inside another thread's mask is dense."""
     model = tiny_model("mixtral")
     keep = random_keep(model)
@@ -122,7 +122,7 @@ def test_a_dense_forward_while_another_thread_masks() -> None:
     assert implementation(model) == "eager"
 
 
-def test_nested_masks_keep_what_both_keep() -> None:
+def test_nested_masks_keep_what_both_keep():
     """Inside two masks an atom stays where both keep it; outside, the outer rules."""
     model = tiny_model("qwen2_moe")
     first, second = random_keep(model, seed=1), random_keep(model, seed=2)
@@ -138,7 +138,7 @@ def test_nested_masks_keep_what_both_keep() -> None:
     assert not torch.allclose(outer, expected)
 
 
-def test_models_that_share_a_config_are_masked_apart() -> None:
+def test_models_that_share_a_config_are_masked_apart():
     """One config object behind two models neither breaks nor switches off a mask."""
     one = tiny_model("qwen2_moe")
     two = Qwen2MoeForCausalLM(one.config).to(torch.float64).eval()
@@ -155,7 +155,7 @@ def test_models_that_share_a_config_are_masked_apart() -> None:
     assert implementation(one) == "eager"
 
 
-def test_the_implementation_comes_back_after_an_exception() -> None:
+def test_the_implementation_comes_back_after_an_exception():
     """Whatever happens inside, the model runs through what it ran through before."""
     model = tiny_model("qwen2_moe", dtype=torch.float32)
     keep = random_keep(model)
@@ -191,7 +191,7 @@ def sums(model: nn.Module) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "gpt_oss"])
-def test_checkpointing_counts_once(family: str) -> None:
+def test_checkpointing_counts_once(family):
     """A forward that runs twice under activation checkpointing is counted once."""
     model = tiny_model(family)
     expected, layers, forwards = sums(model), model.model.layers, []
@@ -212,7 +212,7 @@ def test_checkpointing_counts_once(family: str) -> None:
         np.testing.assert_allclose(got[name], values, rtol=1e-10, atol=atol)
 
 
-def test_only_passes_with_gradients_are_probed() -> None:
+def test_only_passes_with_gradients_are_probed():
     """Forwards without gradients leave no trace, and neither do other models."""
     model, other = tiny_model("qwen2_moe"), tiny_model("qwen2_moe", seed=3)
     with probed(find_experts(model)) as probes:
@@ -221,7 +221,7 @@ def test_only_passes_with_gradients_are_probed() -> None:
     assert all(probe.tokens.sum() == 0 for probe in probes.values())
 
 
-def test_a_probe_inside_a_mask_sees_the_masked_model() -> None:
+def test_a_probe_inside_a_mask_sees_the_masked_model():
     """Measured inside a mask, dropped atoms have activation 0 and the others do not."""
     model = tiny_model("qwen2_moe")
     keep = random_keep(model)

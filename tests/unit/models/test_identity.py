@@ -47,7 +47,7 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def bench(cache: Path, tmp_path: Path) -> Workbench:
+def bench(cache, tmp_path) -> Workbench:
     """A workbench with a cache of its own."""
     return open_workbench(str(write_model(tmp_path / "moe")), profile="small")
 
@@ -60,7 +60,7 @@ def spec_of(model: nn.Module) -> dict[str, Any]:
 # --- tables -----------------------------------------------------------------------
 
 
-def test_a_table_of_a_masked_model_says_so(model: nn.Module) -> None:
+def test_a_table_of_a_masked_model_says_so(model):
     """Its identity is that in force; a mask that keeps all leaves the dense one.
 
     A mask within itself is itself; within another it is both.
@@ -78,7 +78,7 @@ def test_a_table_of_a_masked_model_says_so(model: nn.Module) -> None:
     assert identity_in_force(model) == dense["model"] != masked
 
 
-def test_the_command_line_takes_no_masked_table(bench: Workbench) -> None:
+def test_the_command_line_takes_no_masked_table(bench):
     """`--importance` means the model as it is."""
     folder = Path(bench.model.name_or_path)
     windows = tiny_windows()
@@ -119,7 +119,7 @@ def numbers(bench: Workbench) -> dict[str, Any]:
     }
 
 
-def test_a_workbench_refuses_inside_a_mask(bench: Workbench) -> None:
+def test_a_workbench_refuses_inside_a_mask(bench):
     """Every call, whether its result is in the cache or not; nothing is stored."""
     for when in ("before", "after"):
         with masking(bench.model, random_keep(bench.model)):
@@ -133,7 +133,7 @@ def test_a_workbench_refuses_inside_a_mask(bench: Workbench) -> None:
     assert first["perplexity"] == dense
 
 
-def test_weights_changed_in_place_are_another_model(bench: Workbench) -> None:
+def test_weights_changed_in_place_are_another_model(bench):
     """Every number is that of the weights as they are; back again, as before."""
     first = numbers(bench)
     layer = find_experts(bench.model)[0]
@@ -150,7 +150,7 @@ def test_weights_changed_in_place_are_another_model(bench: Workbench) -> None:
     assert numbers(bench) == first
 
 
-def test_routing_is_of_the_model(bench: Workbench) -> None:
+def test_routing_is_of_the_model(bench):
     """Tokens routed to one expert are another model's; back again, as before."""
     model, first = bench.model, numbers(bench)
     identity = model_identity(model)
@@ -172,7 +172,7 @@ def test_routing_is_of_the_model(bench: Workbench) -> None:
 # --- autocast and hooks -----------------------------------------------------------
 
 
-def test_autocast_is_refused(bench: Workbench) -> None:
+def test_autocast_is_refused(bench):
     """All that keeps its results refuses it; the message names dtype and remedy."""
     model, windows = bench.model, WINDOWS
     table = collect_statistics(model, windows)
@@ -191,7 +191,7 @@ def test_autocast_is_refused(bench: Workbench) -> None:
         collect_statistics(model, windows)
 
 
-def test_hooks_of_transformers_are_known(bench: Workbench) -> None:
+def test_hooks_of_transformers_are_known(bench):
     """Those that a model is given when it is asked for its states only watch."""
     bench.model(tiny_ids(), output_hidden_states=True, output_attentions=True)
     bench.model.enable_input_require_grads()
@@ -202,9 +202,7 @@ def test_hooks_of_transformers_are_known(bench: Workbench) -> None:
 # --- while it runs ----------------------------------------------------------------
 
 
-def test_weights_that_change_during_a_pass(
-    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_change_during_a_pass(bench, tmp_path, monkeypatch):
     """The result is of no one model: an error, and nothing is kept."""
     model, first = bench.model, bench.perplexity(None, WINDOWS)
     monkeypatch.setattr("heapr_lab.importance.resuming._SAVE_SECONDS", 0.0)
@@ -251,7 +249,7 @@ def active(model: nn.Module, **masks: Any) -> str | None:
 # --- masks ------------------------------------------------------------------------
 
 
-def test_what_an_active_mask_is_known_by(model: nn.Module) -> None:
+def test_what_an_active_mask_is_known_by(model):
     """Layer, atoms and replaced weights; a layer that keeps all is as without."""
     down = find_experts(model)[0].down.detach()
     some, all_of_it = (keep(3), None), (keep(), None)
@@ -272,7 +270,7 @@ def test_what_an_active_mask_is_known_by(model: nn.Module) -> None:
     assert len(set(different)) == len(different)
 
 
-def test_a_disturbed_model_is_refused(model: nn.Module) -> None:
+def test_a_disturbed_model_is_refused(model):
     """The layers that a mask edits are named, and what to do."""
     layers = find_experts(model)
     refuse_disturbed(model, remedy="ask")
@@ -307,9 +305,7 @@ def watch(*_: object) -> None:
 @pytest.mark.parametrize(
     "kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"]
 )
-def test_hooks_are_named(
-    model: nn.Module, hook: Callable[..., None], name: str, kind: str
-) -> None:
+def test_hooks_are_named(model, hook, name, kind):
     """Their module is named, also where it is the model itself."""
     for module, called in ((model, "model"), (model.lm_head, "lm_head")):
         message = f"module '{called}' has a hook, {name}, which"
@@ -324,9 +320,7 @@ def test_hooks_are_named(
 @pytest.mark.parametrize(
     "package", ["accelerate", "heapr_lab", "torch", "transformers"]
 )
-def test_hooks_of_these_packages_are_known(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_hooks_of_these_packages_are_known(model, monkeypatch, package):
     """They watch, or belong to how the model runs."""
     monkeypatch.setattr(watch, "__module__", f"{package}.somewhere")
     model.lm_head.register_forward_hook(watch)
@@ -336,7 +330,7 @@ def test_hooks_of_these_packages_are_known(
         refuse_disturbed(model, remedy="ask")
 
 
-def test_autocast_of_another_device_does_not_matter() -> None:
+def test_autocast_of_another_device_does_not_matter():
     """Only autocast of the devices that the weights are on matters."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         refuse_autocast(nn.Linear(1, 1, device="meta"))
@@ -367,7 +361,7 @@ def weights() -> Weights:
     return Weights(tiny_model("mixtral").config)
 
 
-def test_writing_by_data_is_seen_in_rows_and_columns(weights: Weights) -> None:
+def test_writing_by_data_is_seen_in_rows_and_columns(weights):
     """The first value of each is seen, and all values of what is no matrix."""
     state = weights_state(weights)
     assert state == weights_state(weights)
@@ -389,7 +383,7 @@ def test_writing_by_data_is_seen_in_rows_and_columns(weights: Weights) -> None:
     check_unchanged(weights, state)
 
 
-def test_what_torch_counts_is_seen_wherever_it_is(weights: Weights) -> None:
+def test_what_torch_counts_is_seen_wherever_it_is(weights):
     """The same values may be written again, or lie elsewhere."""
     states = [weights_state(weights)]
     with torch.no_grad():
@@ -402,7 +396,7 @@ def test_what_torch_counts_is_seen_wherever_it_is(weights: Weights) -> None:
     assert len(set(states)) == 4
 
 
-def test_weights_without_values_or_versions(weights: Weights) -> None:
+def test_weights_without_values_or_versions(weights):
     """Weights on the meta device, which are named, and those of inference mode."""
     state = weights_state(weights)
     assert weights_state(weights.to("meta")) != state
@@ -416,7 +410,7 @@ def test_weights_without_values_or_versions(weights: Weights) -> None:
 # --- identity ---------------------------------------------------------------------
 
 
-def test_the_parts_of_an_identity(model: nn.Module) -> None:
+def test_the_parts_of_an_identity(model):
     """Class, configuration, type, and a hash of every tensor with name and shape."""
     identity = model_identity(model)
     assert identity.keys() == {"class", "config", "weights", "dtype"}
@@ -433,9 +427,7 @@ def test_the_parts_of_an_identity(model: nn.Module) -> None:
     assert {name for name in identity if identity[name] != other[name]} == {"weights"}
 
 
-def test_what_of_a_configuration_is_the_models(
-    weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_of_a_configuration_is_the_models(weights, monkeypatch):
     """Not where it was read from, with what, in which type, or its entries' order."""
     weights.config.own = {"a": 1, "b": Path("x")}
     before = architecture_identity(weights)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from families import tiny_model, tiny_windows
 from room import FULL, room_for
-from torch import nn
 
 from heapr_lab import HeaprLabError, collect_statistics
 from heapr_lab.models.memory import (
@@ -22,7 +21,7 @@ from heapr_lab.models.memory import (
 N_WINDOWS = 7
 
 
-def test_what_is_computed_is_the_same(model: nn.Module) -> None:
+def test_what_is_computed_is_the_same(model):
     """One result is summed anew, and one goes on where it was."""
     windows = np.arange(20.0)
 
@@ -47,9 +46,7 @@ def test_what_is_computed_is_the_same(model: nn.Module) -> None:
     assert sums == [windows[:8].sum(), *(windows[8:].reshape(-1, 2).sum(1))]
 
 
-def test_sizes_are_halved_and_said(
-    model: nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sizes_are_halved_and_said(model, caplog):
     """10, 5, 2, 1: a line for each, and then an error that says what to do."""
     never = Mock(side_effect=FULL)
     with pytest.raises(HeaprLabError, match="one window needs more") as info:
@@ -60,7 +57,7 @@ def test_sizes_are_halved_and_said(
     assert caplog.messages[0] == "out of memory on cpu: batch size now 5"
 
 
-def test_tensors_of_a_failed_try_are_gone_before_the_next(model: nn.Module) -> None:
+def test_tensors_of_a_failed_try_are_gone_before_the_next(model):
     """Tensors in circles are gone, too: what they hold would be missing then."""
     held: list[weakref.ref[torch.Tensor]] = []
 
@@ -81,7 +78,7 @@ def test_tensors_of_a_failed_try_are_gone_before_the_next(model: nn.Module) -> N
         gc.enable()
 
 
-def test_other_errors_are_not_tried_again(model: nn.Module) -> None:
+def test_other_errors_are_not_tried_again(model):
     """They are raised as they are, at once."""
     wrong = Mock(side_effect=RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
@@ -89,7 +86,7 @@ def test_other_errors_are_not_tried_again(model: nn.Module) -> None:
     wrong.assert_called_once_with(8)
 
 
-def test_a_real_shortage_is_recognised() -> None:
+def test_a_real_shortage_is_recognised():
     """The allocators of this machine report it."""
     for ask in (lambda: torch.empty(2**58), lambda: np.empty(2**50)):
         with pytest.raises((RuntimeError, MemoryError)) as info:
@@ -107,12 +104,12 @@ def test_a_real_shortage_is_recognised() -> None:
         (HeaprLabError("non-finite gradients"), False),
     ],
 )
-def test_shortages_elsewhere(error: Exception, expected: bool) -> None:
+def test_shortages_elsewhere(error, expected):
     """Errors of other devices and systems, and what only sounds like a shortage."""
     assert is_out_of_memory(error) == expected
 
 
-def test_the_first_batch_is_that_of_the_device(model: nn.Module) -> None:
+def test_the_first_batch_is_that_of_the_device(model):
     """It is that of the model's device, whatever else there is; at least one window."""
     sizes: list[int] = []
     for shape in ((50, 9), (5, 9), (5, 101)):
@@ -123,7 +120,7 @@ def test_the_first_batch_is_that_of_the_device(model: nn.Module) -> None:
     assert sizes[-1] == 11
 
 
-def test_statistics_are_measured_with_smaller_batches(model: nn.Module) -> None:
+def test_statistics_are_measured_with_smaller_batches(model):
     """The whole pass anew, in each of its sums; the table says with which batches."""
     windows = tiny_windows(n_sequences=N_WINDOWS)
     expected = collect_statistics(model, windows, batch_size=2)

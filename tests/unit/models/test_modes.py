@@ -10,7 +10,6 @@ import pytest
 import torch
 from families import tiny_model, tiny_windows
 from keeps import random_keep
-from torch import nn
 
 from heapr_lab import collect_statistics, evaluate_perplexity, prune
 from heapr_lab.errors import LayoutError, SpecError
@@ -24,7 +23,7 @@ PATIENCE = 30
 # --- threads ----------------------------------------------------------------------
 
 
-def test_two_threads_evaluate_a_model_in_training_mode() -> None:
+def test_two_threads_evaluate_a_model_in_training_mode():
     """With dropout of a half, both get the perplexity of evaluation mode."""
     model = tiny_model("qwen2_moe", attention_dropout=0.5)
     expected = evaluate_perplexity(model, WINDOWS.ids, batch_size=1)
@@ -54,9 +53,7 @@ def test_two_threads_evaluate_a_model_in_training_mode() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_two_passes_on_one_model_take_turns(
-    model: nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_passes_on_one_model_take_turns(model, caplog):
     """Two threads that collect at the same time get the table of one; one waits."""
     caplog.set_level(logging.INFO, logger="heapr_lab.models.modes")
     alone = collect_statistics(model, WINDOWS, batch_size=1)
@@ -78,7 +75,7 @@ def test_two_passes_on_one_model_take_turns(
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_perplexity_beside_a_pass(model: nn.Module) -> None:
+def test_perplexity_beside_a_pass(model):
     """A thread evaluates in the middle of another's pass; both numbers are right."""
     table = collect_statistics(model, WINDOWS, batch_size=1)
     nll = evaluate_perplexity(model, WINDOWS.ids).nll
@@ -95,7 +92,7 @@ def test_perplexity_beside_a_pass(model: nn.Module) -> None:
     pd.testing.assert_frame_equal(beside.frame, table.frame)
 
 
-def test_a_pass_within_a_pass_is_refused(model: nn.Module) -> None:
+def test_a_pass_within_a_pass_is_refused(model):
     """In one thread it could only wait for itself."""
 
     def again(_done: int, _total: int) -> None:
@@ -106,7 +103,7 @@ def test_a_pass_within_a_pass_is_refused(model: nn.Module) -> None:
     collect_statistics(model, WINDOWS)  # and the model is free again
 
 
-def test_a_copy_made_beside_a_pass() -> None:
+def test_a_copy_made_beside_a_pass():
     """It waits, and has the modes and flags of the model, and no hook of the pass."""
     model = tiny_model("qwen2_moe").train()
     model.lm_head.weight.requires_grad_(False)
@@ -130,7 +127,7 @@ def test_a_copy_made_beside_a_pass() -> None:
 # --- inference mode ---------------------------------------------------------------
 
 
-def test_it_measures_in_inference_mode(model: nn.Module) -> None:
+def test_it_measures_in_inference_mode(model):
     """It does so under no_grad as well, and with windows made in the block."""
     expected = collect_statistics(model, WINDOWS, batch_size=2)
     with torch.inference_mode():
@@ -145,7 +142,7 @@ def test_it_measures_in_inference_mode(model: nn.Module) -> None:
     assert nll == evaluate_perplexity(model, WINDOWS.ids).nll
 
 
-def test_weights_of_inference_mode_are_refused() -> None:
+def test_weights_of_inference_mode_are_refused():
     """No gradient passes them: one line, with what to do."""
     with torch.inference_mode():
         model = tiny_model("qwen2_moe")

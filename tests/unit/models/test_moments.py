@@ -83,7 +83,7 @@ of_rows = pytest.mark.parametrize("tokens", ROUTINGS.values(), ids=list(ROUTINGS
 
 @of_rows
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_expert_by_expert(tokens: list[int], dtype: torch.dtype) -> None:
+def test_expert_by_expert(tokens, dtype):
     """Also with experts without tokens."""
     check(one_by_one, "cpu", dtype, tokens)
 
@@ -92,13 +92,13 @@ def test_expert_by_expert(tokens: list[int], dtype: torch.dtype) -> None:
 @needs_cuda
 @of_rows
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel(tokens: list[int], dtype: torch.dtype) -> None:
+def test_the_kernel(tokens, dtype):
     """All experts at once, compiled for the GPU."""
     kernel = pytest.importorskip("heapr_lab.models.moments_kernel")
     check(kernel.at_once, GPU, dtype, tokens)
 
 
-def test_the_kernel_interpreted() -> None:
+def test_the_kernel_interpreted():
     """The same kernel on the CPU, where Triton is installed."""
     pytest.importorskip("triton", minversion="3.7")
     code = (
@@ -115,7 +115,7 @@ def test_the_kernel_interpreted() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_broken_gradient_shows_in_its_own_expert(value: float) -> None:
+def test_a_broken_gradient_shows_in_its_own_expert(value):
     """The check of a pass reads `sum_hg2`: it must not be lost, nor spread."""
     h, g, p, tokens = rows([2, 0, 3])
     g[3, 1] = value
@@ -124,7 +124,7 @@ def test_a_broken_gradient_shows_in_its_own_expert(value: float) -> None:
     assert broken.nonzero().tolist() == [[2, 1]]
 
 
-def test_the_host_is_not_asked() -> None:
+def test_the_host_is_not_asked():
     """Tensors without values are enough to count the rows of each expert."""
     counts = torch.tensor([0, 4, 0, 2, 7, 0])
     experts = torch.arange(6).repeat_interleave(counts)
@@ -136,7 +136,7 @@ def test_the_host_is_not_asked() -> None:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_gpu_is_not_waited_for() -> None:
+def test_a_gpu_is_not_waited_for():
     """Forward and backward through measured experts, with waiting made an error."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16).cuda()
     (layer, *_) = find_experts(model)

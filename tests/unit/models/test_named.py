@@ -35,7 +35,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
-def test_sizes_are_the_published_ones(name: str) -> None:
+def test_sizes_are_the_published_ones(name):
     """Counted on a model without weights, which transformers builds by itself."""
     config = read_config(CONFIGS / name)
     with torch.device("meta"):
@@ -50,23 +50,21 @@ def test_sizes_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
-def test_names_are_hub_ids(name: str) -> None:
+def test_names_are_hub_ids(name):
     """Upper and lower case do not matter; hub ids and other names stay as they are."""
     for given in (name, name.lower(), name.upper(), PAPER_MODELS[name]):
         assert hub_id(given) == PAPER_MODELS[name]
     assert hub_id(name + "-other") == name + "-other"
 
 
-def test_a_folder_of_that_name_is_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_that_name_is_a_folder(tmp_path, monkeypatch):
     """What is on this machine comes before the hub."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen3-30B-A3B").mkdir()
     assert hub_id("Qwen3-30B-A3B") == "Qwen3-30B-A3B"
 
 
-def test_every_entrance_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_entrance_takes_them(monkeypatch):
     """What is asked of the hub is the hub id."""
     download = Mock(side_effect=OSError("the hub cannot be reached"))
     monkeypatch.setattr(loading, "snapshot_download", download)

@@ -21,7 +21,7 @@ from heapr_lab.pruning.masks import KeepMask
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory) -> Path:
     """A tiny model in several files."""
     folder = write_model(tmp_path_factory.mktemp("sources") / "moe")
     read_weights(folder).save_pretrained(folder, max_shard_size="12KB")
@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def keep(source: Path) -> KeepMask:
+def keep(source) -> KeepMask:
     """The atoms that stay."""
     return random_keep(read_weights(source))
 
@@ -111,9 +111,7 @@ SAID = {"swapped": "their versions differ", "outside": r"\.\./model-00002"}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_files_are_named(
-    name: str, source: Path, keep: KeepMask, tmp_path: Path
-) -> None:
+def test_damaged_files_are_named(name, source, keep, tmp_path):
     """Loading and pruning name them in one line, and pruning writes nothing."""
     message = SAID.get(name, "model-00002")
     folder = Path(shutil.copytree(source, tmp_path / "moe"))
@@ -129,7 +127,7 @@ def test_damaged_files_are_named(
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_links_to_files_are_files(source: Path, keep: KeepMask, tmp_path: Path) -> None:
+def test_links_to_files_are_files(source, keep, tmp_path):
     """Every file of the hub's cache is a link; what is written is none."""
     folder = tmp_path / "linked"
     folder.mkdir()
@@ -150,9 +148,7 @@ def test_links_to_files_are_files(source: Path, keep: KeepMask, tmp_path: Path) 
     assert {path: path.read_bytes() for path in source.iterdir()} == before
 
 
-def test_a_folder_is_not_pruned_into_itself(
-    source: Path, keep: KeepMask, tmp_path: Path
-) -> None:
+def test_a_folder_is_not_pruned_into_itself(source, keep, tmp_path):
     """Links to it and its files are refused, too; a folder below it is not."""
     folder = Path(shutil.copytree(source, tmp_path / "moe"))
     (tmp_path / "link").symlink_to(folder)
@@ -165,9 +161,7 @@ def test_a_folder_is_not_pruned_into_itself(
     assert read_weights(folder)
 
 
-def test_the_single_file_counts_where_there_are_both(
-    source: Path, keep: KeepMask, tmp_path: Path
-) -> None:
+def test_the_single_file_counts_where_there_are_both(source, keep, tmp_path):
     """Loading and pruning read the same one of two sets of weights."""
     folder = Path(shutil.copytree(source, tmp_path / "moe"))
     doubled = {name: tensor * 2 for name, tensor in tensors_in(folder).items()}

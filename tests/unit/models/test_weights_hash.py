@@ -25,7 +25,7 @@ def sums_one_by_one(words: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize("n", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
-def test_sums_are_those_of_exact_integers(n: int) -> None:
+def test_sums_are_those_of_exact_integers(n):
     """Sums of whole blocks, of a last one that is not whole, and of none."""
     values = torch.randn(n)
     words = values.view(torch.int32).tolist()
@@ -33,7 +33,7 @@ def test_sums_are_those_of_exact_integers(n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "uint8", "int64", "bool"])
-def test_every_type_is_read_as_its_bytes(dtype: str) -> None:
+def test_every_type_is_read_as_its_bytes(dtype):
     """The number of bytes may be odd, or a view may begin at an odd one."""
     values = (torch.randn(1003) * 9).to(getattr(torch, dtype))
     for tensor in (values, values[1:]):
@@ -43,7 +43,7 @@ def test_every_type_is_read_as_its_bytes(dtype: str) -> None:
         assert block_sums(tensor) == sums_one_by_one(words)
 
 
-def test_bfloat16_is_the_float32_of_the_same_values() -> None:
+def test_bfloat16_is_the_float32_of_the_same_values():
     """A checkpoint in bfloat16 has one hash in both; rounding changes it."""
     values = torch.randn(3, 5, 700)
     half = values.bfloat16()
@@ -51,7 +51,7 @@ def test_bfloat16_is_the_float32_of_the_same_values() -> None:
     assert block_sums(half) != block_sums(values)
 
 
-def test_devices_add_up_the_same() -> None:
+def test_devices_add_up_the_same():
     """What a GPU computes, computed here: the two ways agree to the bit."""
     for dtype in (torch.float32, torch.bfloat16):
         words, _ = weights_hash._words(torch.randn(70 * BLOCK).to(dtype))
@@ -64,7 +64,7 @@ def test_devices_add_up_the_same() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_same_hash() -> None:
+def test_a_gpu_gives_the_same_hash():
     """For a model that lies there, and for a tensor larger than what is widened."""
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     here = model_identity(model)
@@ -73,7 +73,7 @@ def test_a_gpu_gives_the_same_hash() -> None:
     assert block_sums(values.to(GPU)) == block_sums(values)
 
 
-def test_no_two_places_can_be_swapped_unseen() -> None:
+def test_no_two_places_can_be_swapped_unseen():
     """Two words differ by less than 2^33, so that the numbers of places may not agree.
 
     (o_i - o_j)(w_i - w_j) is 0 modulo 2^64 only if 2^33 divides o_i - o_j.
@@ -111,7 +111,7 @@ def changes(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_change_is_seen(dtype: torch.dtype) -> None:
+def test_every_change_is_seen(dtype):
     """Zeroed atoms, swapped experts, rows and columns, one bit."""
     weight = torch.randn(N_EXPERTS, D_MODEL, D_INTER).to(dtype)
     assert weight.numel() > 2 * BLOCK

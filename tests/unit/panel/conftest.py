@@ -1,7 +1,5 @@
 """What several tests start from: a session that was measured, and a passage."""
 
-from pathlib import Path
-
 import pytest
 
 from heapr_lab.inspection.passages import Passage, read_passage
@@ -9,11 +7,10 @@ from heapr_lab.panel.inspect_tab import InspectTab
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench
 
 
 @pytest.fixture
-def session(bench: Workbench, root: Path) -> PruningSession:
+def session(bench, root) -> PruningSession:
     """The tiny model, whose weights are masked, measured on its text."""
     calibration = Calibration(str(root / "text.txt"))
     table = bench.importance(calibration)
@@ -21,7 +18,7 @@ def session(bench: Workbench, root: Path) -> PruningSession:
 
 
 @pytest.fixture
-def tab(session: PruningSession) -> InspectTab:
+def tab(session) -> InspectTab:
     """The tab that inspects, with a short text, half of the model pruned."""
     session.choose(Selection(ratio=0.5))
     tab = InspectTab(session)
@@ -31,6 +28,6 @@ def tab(session: PruningSession) -> InspectTab:
 
 
 @pytest.fixture
-def passage(tab: InspectTab, bench: Workbench) -> Passage:
+def passage(tab, bench) -> Passage:
     """The text of the tab."""
     return read_passage(bench.model, bench.tokenizer, text=tab.text.value)

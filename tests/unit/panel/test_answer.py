@@ -11,7 +11,6 @@ from random_tables import small_table
 from heapr_lab.panel.answer import Answer, answers, answers_html, compact
 from heapr_lab.panel.looks import STALE
 from heapr_lab.panel.opening import explore
-from heapr_lab.panel.panel import Explorer
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.weights import DEFAULT, METHODS
 
@@ -24,13 +23,13 @@ from heapr_lab.recipes.weights import DEFAULT, METHODS
         (134_515_008, "135 M"), (999_600_000, "1.00 G"), (4.5e14, "450 T"),
     ],
 )  # fmt: skip
-def test_numbers_are_short(number: float, text: str) -> None:
+def test_numbers_are_short(number, text):
     """Three digits, whatever their size."""
     assert compact(number) == text
     assert compact(number, "B").endswith("B")
 
 
-def test_sizes_are_known_of_a_table_alone() -> None:
+def test_sizes_are_known_of_a_table_alone():
     """They say what they are of; losses need a model, and are not numbers."""
     panel = explore(small_table(), selection=Selection(0.5))
     parameters, size, perplexity, accuracy = answers(panel.session)
@@ -43,7 +42,7 @@ def test_sizes_are_known_of_a_table_alone() -> None:
     }
 
 
-def test_losses_say_what_they_are_of(panel: Explorer) -> None:
+def test_losses_say_what_they_are_of(panel):
     """Measured, with an interval; grey and named where it is of another ratio.
 
     A task is no text that loss is judged on: the caution stands.
@@ -92,7 +91,7 @@ def test_losses_say_what_they_are_of(panel: Explorer) -> None:
     assert answers_html(answers(session)) == panel.answers.value
 
 
-def test_the_masked_model_is_the_first_answer(panel: Explorer) -> None:
+def test_the_masked_model_is_the_first_answer(panel):
     """It stands, grey and named, while other weights are made; then they replace it."""
     shown: list[str] = []
     panel.answers.observe(lambda change: shown.append(change["new"]), names="value")
@@ -113,7 +112,7 @@ def test_the_masked_model_is_the_first_answer(panel: Explorer) -> None:
     assert bars[-1] == 1.0
 
 
-def test_another_estimator_is_named() -> None:
+def test_another_estimator_is_named():
     """Also while its list is folded; the one by default is not."""
     panel = explore(small_table())
     assert "Estimator" not in panel.status.value
@@ -121,7 +120,7 @@ def test_another_estimator_is_named() -> None:
     assert "Estimator: frequency." in panel.status.value
 
 
-def test_what_is_advanced_is_open_where_it_is_used() -> None:
+def test_what_is_advanced_is_open_where_it_is_used():
     """Otherwise it is one line, as are the sections of Inspect."""
     by_layer = Selection(0.5, scope="layer")
     for selection, index in ((None, None), (Selection(0.5), None), (by_layer, 0)):
@@ -133,7 +132,7 @@ def test_what_is_advanced_is_open_where_it_is_used() -> None:
     assert panel.advanced.selected_index == 0
 
 
-def test_pictures_are_as_wide_as_the_panel() -> None:
+def test_pictures_are_as_wide_as_the_panel():
     """In steps of a hundred pixels, and not while it is narrow or hidden."""
     panel = explore(small_table())
     panel.comparison.pin_button.click()

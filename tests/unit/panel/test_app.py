@@ -21,9 +21,7 @@ def source(name: str, folder: Path) -> str:
     )
 
 
-def test_the_kernel_opens_the_model_that_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_opens_the_model_that_was_asked_for(tmp_path, monkeypatch):
     """A folder is named in full, for the kernel starts elsewhere, with the options."""
     write_model(tmp_path / "moe")
     monkeypatch.chdir(tmp_path)
@@ -35,9 +33,7 @@ def test_the_kernel_opens_the_model_that_was_asked_for(
     compile(code, "cell", "exec")
 
 
-def test_the_kernel_opens_the_table_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_opens_the_table_by_its_name(tmp_path, monkeypatch):
     """The panel can then name the file in the code that it offers."""
     monkeypatch.chdir(tmp_path)
     small_table().write("table.parquet")
@@ -60,21 +56,21 @@ print(*sorted({slow} & sys.modules.keys()))
 """
 
 
-def test_a_page_waits_for_nothing_that_its_kernel_imports() -> None:
+def test_a_page_waits_for_nothing_that_its_kernel_imports():
     """The server goes without numbers and widgets until its first kernel starts."""
     slow = {"IPython", "ipywidgets", "numpy", "pandas", "pyarrow", "torch"}
     code = SERVE.replace("{slow}", repr(slow))
     assert says("-c", code).strip() == ""
 
 
-def test_without_voila_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_voila_it_says_what_to_install(monkeypatch):
     """One line and exit status 2, as for every error that was foreseen."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(app, "panel_source", lambda *_, **__: "")
     assert "pip install -e '.[app]'" in one_line("app", "lab", "--no-browser")
 
 
-def test_kernels_without_a_page_are_ended(tmp_path: Path) -> None:
+def test_kernels_without_a_page_are_ended(tmp_path):
     """The server culls those that are idle and that no browser is connected to."""
     pytest.importorskip("voila")
     notebook = tmp_path / "page.ipynb"
@@ -88,13 +84,13 @@ def test_kernels_without_a_page_are_ended(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such sockets")
 @pytest.mark.parametrize(("length", "expected"), [(30, "ipc"), (60, "tcp")])
-def test_kernels_wait_for_no_port(length: int, expected: str) -> None:
+def test_kernels_wait_for_no_port(length, expected):
     """They have sockets in the app's folder, if its path is not too long for them."""
     folder = Path("/" + "x" * (length - 1))
     assert kernel_transport(folder, n_added=app._SOCKET) == expected
 
 
-def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_is_said(monkeypatch):
     """The port that was asked for is used, or none."""
     monkeypatch.setattr(app, "panel_source", lambda *_, **__: "")
     with socket.socket() as other:

@@ -2,20 +2,17 @@
 
 import numpy as np
 import pandas as pd
-import pytest
 from html_text import cells, marked
 from pressing import press
 
 from heapr_lab.inspection.attribution import attribute_loss, attribute_token
-from heapr_lab.inspection.passages import Passage, token_losses
+from heapr_lab.inspection.passages import token_losses
 from heapr_lab.panel import passage_html as views
-from heapr_lab.panel.inspect_tab import InspectTab
-from heapr_lab.workbench.workbench import Workbench
 
 PRUNED = "half of <it>"
 
 
-def test_attribute(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
+def test_attribute(tab, bench, passage):
     """The layers add up to what is said, beside the measured change; then the map."""
     press(tab.attribute)
     expected = attribute_loss(bench.model, tab.session.keep, passage.ids)
@@ -35,7 +32,7 @@ def test_attribute(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
     assert rows[n_layers + 3][3] == f"{1000 * expected.tokens[3, 0]:+.2f}"
 
 
-def test_explain(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
+def test_explain(tab, bench, passage):
     """The pruned atoms of the token below, and what its experts have together."""
     tab.layer.value, tab.position.value = 1, 4
     press(tab.explain)
@@ -63,7 +60,7 @@ def layers_of(*values: float) -> pd.DataFrame:
     return pd.DataFrame({"layer": numbers, "n_removed": 5, "first_order": values})
 
 
-def test_map_shows_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_map_shows_the_most(monkeypatch):
     """Rows are in the order of the text; the rest is one row, so columns add up."""
     monkeypatch.setattr(views, "_N_TOKENS", 2)
     tokens = np.array([[0.001, 0.0], [-0.008, 0.001], [0.0, 0.0005], [0.0, 0.002]])
@@ -82,7 +79,7 @@ def test_map_shows_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 tokens of 4" in page
 
 
-def test_map_differs_by_more_than_colour() -> None:
+def test_map_differs_by_more_than_colour():
     """Each step of a share of the largest has a thicker line, dotted where better."""
     tokens = np.array([[1.0, -0.5, 0.3, -0.2, 0.1]])
     page = views._map([0, 1, 2, 3, 4], tokens, ["a"])

@@ -1,20 +1,18 @@
 """The tab that evaluates: in a thread, until it is cancelled or fails."""
 
 import re
-from pathlib import Path
 
 import pytest
 from html_text import cells
 from pressing import failed, held, panel_on, press
 
 from heapr_lab.panel.answer import answers
-from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.pictures import figure_points
 
 SAME_TEXT = "Perplexity was only measured on what was calibrated on"
 
 
-def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
+def test_tasks_are_evaluated_and_remembered(panel):
     """Accuracy of both models, in the table and in words."""
     panel.controls.ratio.value = "0.4"
     panel.evaluation.corpora.value = ()
@@ -28,9 +26,7 @@ def test_tasks_are_evaluated_and_remembered(panel: Explorer) -> None:
 
 
 @pytest.mark.parametrize("weights", ["unchanged", "compress"])
-def test_at_ratio_0_the_dense_model_is_what_is_asked_for(
-    panel: Explorer, weights: str
-) -> None:
+def test_at_ratio_0_the_dense_model_is_what_is_asked_for(panel, weights):
     """Nothing is left to evaluate, and the numbers are those of the dense model."""
     tab = panel.evaluation
     panel.controls.ratio.value, panel.weights.weights.value = "0", weights
@@ -43,9 +39,7 @@ def test_at_ratio_0_the_dense_model_is_what_is_asked_for(
     assert perplexity.change.startswith("+0.000")
 
 
-def test_another_corpus_can_be_typed(
-    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_corpus_can_be_typed(panel, tmp_path, monkeypatch):
     """It is listed, chosen and measured; what is no corpus is an alert, and stays."""
     monkeypatch.setenv("HOME", str(tmp_path))
     tab, file = panel.evaluation, tmp_path / "other.txt"
@@ -63,7 +57,7 @@ def test_another_corpus_can_be_typed(
     assert tab.cautions.value == ""
 
 
-def test_panel_evaluates(panel: Explorer) -> None:
+def test_panel_evaluates(panel):
     """The button measures in a thread; chart and table then hold all points.
 
     The order is by ratio; the name has all that made it, also while it runs.
@@ -101,7 +95,7 @@ def test_panel_evaluates(panel: Explorer) -> None:
     assert [bar.has_yerr for bar in ax.containers] == [True]
 
 
-def test_panel_cancels(panel: Explorer) -> None:
+def test_panel_cancels(panel):
     """Cancel ends the run between two batches; no point is added, and all is ready."""
     panel.controls.ratio.value = "0.85"
     job = panel.evaluation.job
@@ -119,16 +113,14 @@ def test_panel_cancels(panel: Explorer) -> None:
     assert not job.button.disabled
 
 
-def test_panel_shows_errors(panel: Explorer) -> None:
+def test_panel_shows_errors(panel):
     """A corpus that does not exist: the message stands in the panel."""
     job = panel_on(panel.session, ("no <such> corpus",)).evaluation.job
     assert "no &lt;such&gt; corpus" in failed(job)
     assert not job.button.disabled
 
 
-def test_panel_shows_what_was_not_foreseen(
-    panel: Explorer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_panel_shows_what_was_not_foreseen(panel, caplog):
     """An error that nobody foresaw is shown with its type, and logged whole."""
     panel.session.workbench = object()  # type: ignore[assignment]
     assert "AttributeError" in failed(panel.evaluation.job)

@@ -16,7 +16,7 @@ from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench, open_workbench
+from heapr_lab.workbench.workbench import open_workbench
 
 
 def code_of(panel: Explorer) -> str:
@@ -28,7 +28,7 @@ def code_of(panel: Explorer) -> str:
 
 
 @pytest.fixture
-def shown(session: PruningSession, tmp_path: Path, monkeypatch: Any) -> Explorer:
+def shown(session, tmp_path, monkeypatch) -> Explorer:
     """A panel of the model and the text, whose code is shown."""
     monkeypatch.chdir(tmp_path)
     panel = panel_on(session, (session.calibration.corpus,))
@@ -36,7 +36,7 @@ def shown(session: PruningSession, tmp_path: Path, monkeypatch: Any) -> Explorer
     return panel
 
 
-def test_both_prune_the_same(shown: Explorer) -> None:
+def test_both_prune_the_same(shown):
     """The panel and the Python: one mask, of the settings shown."""
     before = code_of(shown)
     controls, tab = shown.controls, shown.export
@@ -50,7 +50,7 @@ def test_both_prune_the_same(shown: Explorer) -> None:
     assert KeepMask.read("my model/heapr_keep.parquet") == shown.session.keep
 
 
-def test_each_control_of_the_tab_is_followed(shown: Explorer) -> None:
+def test_each_control_of_the_tab_is_followed(shown):
     """Options appear in the code when they are set, and only then."""
     tab, bar = shown.export, shown.weights
     bar.weights.value = "compress"
@@ -64,7 +64,7 @@ def test_each_control_of_the_tab_is_followed(shown: Explorer) -> None:
     assert "hl.compensate" in code_of(shown)
 
 
-def test_nothing_is_written_while_it_is_hidden(shown: Explorer) -> None:
+def test_nothing_is_written_while_it_is_hidden(shown):
     """A closed box costs nothing, and is right when it is opened again."""
     tab = shown.export
     tab.code.selected_index = None
@@ -75,9 +75,7 @@ def test_nothing_is_written_while_it_is_hidden(shown: Explorer) -> None:
     assert "ratio=0.125" in code_of(shown)
 
 
-def test_what_code_cannot_do_is_said(
-    shown: Explorer, panel: Explorer, root: Path
-) -> None:
+def test_what_code_cannot_do_is_said(shown, panel, root):
     """Infeasible settings, another calibration, no name."""
     shown.controls.ratio.value = "half"
     assert "infeasible" in shown.export.code.text.value
@@ -91,7 +89,7 @@ def test_what_code_cannot_do_is_said(
     assert "a model in memory" in other.export.code.text.value
 
 
-def test_a_table_is_named_if_it_has_a_file(folder: Path) -> None:
+def test_a_table_is_named_if_it_has_a_file(folder):
     """The panel of a path names it; a table in memory cannot be named."""
     panel = explore(folder / "table.parquet")
     panel.export.code.selected_index = 0
@@ -102,7 +100,7 @@ def test_a_table_is_named_if_it_has_a_file(folder: Path) -> None:
     assert "not in a file" in alone.export.code.text.value
 
 
-def test_own_text_is_counted_in_windows(bench: Workbench, root: Path) -> None:
+def test_own_text_is_counted_in_windows(bench, root):
     """A share that is recorded as windows is the same calibration."""
     text = str(root / "text.txt")
     calibration = Calibration(text, own_text=0.3)  # 2 of 8 windows, recorded as 0.25
@@ -112,7 +110,7 @@ def test_own_text_is_counted_in_windows(bench: Workbench, root: Path) -> None:
     assert "own_text=0.3" in code_of(panel)
 
 
-def test_an_edited_table_is_not_said_to_be_measured(session: PruningSession) -> None:
+def test_an_edited_table_is_not_said_to_be_measured(session):
     """Python would measure the numbers of before."""
     table = session.table
     edited = ImportanceTable(table.frame.assign(sum_h2=1.0), table.metadata)
@@ -123,9 +121,7 @@ def test_an_edited_table_is_not_said_to_be_measured(session: PruningSession) -> 
     assert "Python would measure others" in panel.export.code.text.value
 
 
-def test_a_text_that_was_moved_is_the_same(
-    session: PruningSession, bench: Workbench, root: Path
-) -> None:
+def test_a_text_that_was_moved_is_the_same(session, bench, root):
     """The table in the cache names the old file, whose windows were the same."""
     moved = root / "moved.txt"
     moved.write_bytes((root / "text.txt").read_bytes())

@@ -29,7 +29,7 @@ def those_of(panel: Explorer, *kinds: type) -> list[Any]:
     return [widget for widget in widgets_in(panel) if isinstance(widget, kinds)]
 
 
-def test_every_control_has_a_sentence_of_help(panel: Explorer) -> None:
+def test_every_control_has_a_sentence_of_help(panel):
     """It is that of the term on it; a button's sentence says more than its name."""
     controls = those_of(panel, *OF_VALUES)
     assert len(controls) > 30
@@ -45,7 +45,7 @@ def test_every_control_has_a_sentence_of_help(panel: Explorer) -> None:
         assert button.description not in ("", button.tooltip)
 
 
-def test_no_control_is_of_another_kind(panel: Explorer) -> None:
+def test_no_control_is_of_another_kind(panel):
     """All that has a name and a value is among those that the test above looks at."""
     shown = (ipw.HTML, ipw.Image, ipw.FloatProgress)
     valued = [w for w in widgets_in(panel) if w.has_trait("value")]
@@ -53,7 +53,7 @@ def test_no_control_is_of_another_kind(panel: Explorer) -> None:
     assert others == []
 
 
-def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
+def test_every_option_of_every_list_is_a_term(panel):
     """It stands in the list's tooltip; only atoms are data."""
     lists = those_of(panel, ipw.Dropdown)
     assert {"estimator", "scope", "granularity", "structure", "budget"} <= {
@@ -68,7 +68,7 @@ def test_every_option_of_every_list_is_a_term(panel: Explorer) -> None:
             assert f"{value}: {TERMS[value].text}" in box.tooltip
 
 
-def test_the_help_is_written_when_it_is_opened() -> None:
+def test_the_help_is_written_when_it_is_opened():
     """It has every term."""
     panel = explore(small_table())
     assert panel.help.text.value == ""

@@ -9,17 +9,16 @@ from pressing import cancel, failed, press
 
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.activations import routing
-from heapr_lab.inspection.passages import Passage, token_losses
+from heapr_lab.inspection.passages import token_losses
 from heapr_lab.panel import inspect_tab
 from heapr_lab.panel.glossary import widgets_in
 from heapr_lab.panel.inspect_tab import InspectTab, nearest_the_cut
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
-from heapr_lab.workbench.workbench import Workbench
 
 
-def test_nearest_the_cut() -> None:
+def test_nearest_the_cut():
     """The removed atoms of the highest scores, as sorting them all finds them."""
     rng = np.random.default_rng(0)
     keys = pd.MultiIndex.from_product([[1, 4], range(3), range(5)]).to_frame(
@@ -41,7 +40,7 @@ def test_nearest_the_cut() -> None:
     assert nearest_the_cut(table, KeepMask.full(table), estimator="heapr").empty
 
 
-def test_tab_of_a_table_alone(session: PruningSession) -> None:
+def test_tab_of_a_table_alone(session):
     """Without a model text says that one is needed."""
     tab = InspectTab(PruningSession(session.table))
     tab.refresh()
@@ -51,12 +50,12 @@ def test_tab_of_a_table_alone(session: PruningSession) -> None:
     assert 'role="status"' in said.value
 
 
-def test_tab_can_be_printed(tab: InspectTab) -> None:
+def test_tab_can_be_printed(tab):
     """No name of the tab stands in the way of one of ipywidgets'."""
     assert "InspectTab" in repr(tab)
 
 
-def test_tab_generates(tab: InspectTab) -> None:
+def test_tab_generates(tab):
     """Dense and pruned side by side, from the text as it was read."""
     press(tab.generate)
     dense, pruned = tab.continuations
@@ -68,7 +67,7 @@ def test_tab_generates(tab: InspectTab) -> None:
     assert len(marked(page)) == 2
 
 
-def test_tab_compares(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
+def test_tab_compares(tab, bench, passage):
     """The numbers are those of the traces, for the choice at the time of pressing."""
     for ratio in (0.5, 0.25):
         tab.session.choose(Selection(ratio=ratio))
@@ -80,7 +79,7 @@ def test_tab_compares(tab: InspectTab, bench: Workbench, passage: Passage) -> No
         assert cells(tab.compare.value)[0][1] == f"{worst:+.3f}"
 
 
-def test_tab_shows_routing(tab: InspectTab, bench: Workbench, passage: Passage) -> None:
+def test_tab_shows_routing(tab, bench, passage):
     """The routing is that of the token and the layer that were asked for."""
     tab.layer.value, tab.position.value = 1, 6
     press(tab.route)
@@ -92,7 +91,7 @@ def test_tab_shows_routing(tab: InspectTab, bench: Workbench, passage: Passage) 
     assert marked(tab.route.value) == [passage.tokens[6].replace("<", "&lt;")]
 
 
-def test_positions_are_those_of_the_text(tab: InspectTab) -> None:
+def test_positions_are_those_of_the_text(tab):
     """One beyond the end stays as typed, and is refused; a longer text has more."""
     tab.text.value = "abcdef"
     tab.position.value = 17
@@ -102,7 +101,7 @@ def test_positions_are_those_of_the_text(tab: InspectTab) -> None:
     tab.position.value = 1
 
 
-def test_tab_shows_contexts(tab: InspectTab, bench: Workbench) -> None:
+def test_tab_shows_contexts(tab, bench):
     """The atom is the one nearest the cut, the windows are those of calibration."""
     keep = tab.session.keep
     assert tab.nearest.value == ()
@@ -123,7 +122,7 @@ def test_tab_shows_contexts(tab: InspectTab, bench: Workbench) -> None:
     assert "8 windows" in tab.show_contexts.value
 
 
-def test_atoms_follow_the_choice(tab: InspectTab) -> None:
+def test_atoms_follow_the_choice(tab):
     """Another choice has other atoms near its cut; none, and one that fails, say so."""
     before = tab.nearest.options
     assert len(before) == 1 + 20
@@ -143,9 +142,7 @@ def test_atoms_follow_the_choice(tab: InspectTab) -> None:
     assert tab.nearest.options == before
 
 
-def test_long_texts_are_clipped(
-    tab: InspectTab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_are_clipped(tab, monkeypatch):
     """What is not read is told: the end of a text, the beginning of a prompt."""
     monkeypatch.setattr(inspect_tab, "_LONGEST", 10)
     tab.text.value = "abcdefghijklmnop"
@@ -159,7 +156,7 @@ def test_long_texts_are_clipped(
 @pytest.mark.parametrize(
     "name", ["generate", "compare", "route", "attribute", "explain"]
 )
-def test_errors_stand_in_the_tab(tab: InspectTab, name: str) -> None:
+def test_errors_stand_in_the_tab(tab, name):
     """No text: the message is an alert below the button, which works again."""
     job = getattr(tab, name)
     press(job)
@@ -169,7 +166,7 @@ def test_errors_stand_in_the_tab(tab: InspectTab, name: str) -> None:
     assert not job.button.disabled
 
 
-def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
+def test_an_atom_that_is_not_there(tab):
     """An infeasible selection is an alert as well."""
     tab.session.choose(Selection(0.5, exclude_layers=(99,)))
     assert "no routed experts in layers 99" in failed(tab.show_contexts)
@@ -182,13 +179,13 @@ def test_an_atom_that_is_not_there(tab: InspectTab) -> None:
         *("attribute", "explain"),
     ],
 )
-def test_cancel(tab: InspectTab, name: str) -> None:
+def test_cancel(tab, name):
     """Each ends at its next report; nothing is shown, and all is ready again."""
     cancel(getattr(tab, name))
     assert getattr(tab, name).value == ""
 
 
-def test_two_at_once(tab: InspectTab) -> None:
+def test_two_at_once(tab):
     """Comparing while generating gives what each gives alone."""
     press(tab.generate)
     press(tab.compare)

@@ -17,13 +17,12 @@ from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session_file import VERSION
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench
 
 WAIT_SECONDS = 30
 
 
 @pytest.fixture(autouse=True)
-def folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(cache, monkeypatch) -> Path:
     """Where sessions are kept, in a cache of its own; nothing is displayed."""
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(jobs, "SECONDS", 0.01)
@@ -63,7 +62,7 @@ def offers(panel: Explorer) -> bool:
     return offered
 
 
-def test_it_is_offered_when_the_panel_opens_again(folder: Path) -> None:
+def test_it_is_offered_when_the_panel_opens_again(folder):
     """Selection and pins, once asked for; *Undo* goes back. Each has its own file."""
     first = displayed(small_table())
     assert not offers(first)
@@ -85,7 +84,7 @@ def test_it_is_offered_when_the_panel_opens_again(folder: Path) -> None:
     assert explore(small_table()).session.selection == Selection(0.25)
 
 
-def test_each_can_be_chosen() -> None:
+def test_each_can_be_chosen():
     """The last one is offered first; one that was barely used hides none."""
     use(displayed(small_table()))
     nudged = displayed(small_table())
@@ -102,7 +101,7 @@ def test_each_can_be_chosen() -> None:
     assert len(again.comparison.pins) == 1
 
 
-def test_the_oldest_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_are_removed(folder, monkeypatch):
     """One table has many panels."""
     monkeypatch.setattr(keeping, "MOST_KEPT", 2)
     for _ in range(3):
@@ -110,9 +109,7 @@ def test_the_oldest_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(list(folder.glob("*/[!.]*.json"))) == 2
 
 
-def test_one_may_go_while_the_panel_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_may_go_while_the_panel_opens(tmp_path, monkeypatch):
     """Another panel removes the oldest; the time of its last change is known still."""
     gone = tmp_path / "gone.json"
     monkeypatch.setattr(keeping, "_sessions_in", lambda _: [(0.0, gone)])
@@ -121,7 +118,7 @@ def test_one_may_go_while_the_panel_opens(
     assert label == f"{datetime.fromtimestamp(0):%F %T}"
 
 
-def test_another_text_is_noticed(bench: Workbench, root: Path, tmp_path: Path) -> None:
+def test_another_text_is_noticed(bench, root, tmp_path):
     """Evaluations on what a file was before do not stand beside those on what it is."""
     file = tmp_path / "mine.txt"
     file.write_text((root / "text.txt").read_text())
@@ -145,7 +142,7 @@ def test_another_text_is_noticed(bench: Workbench, root: Path, tmp_path: Path) -
     assert again.numbers.value == first.numbers.value
 
 
-def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder: Path) -> None:
+def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder):
     """Nothing is kept of one that was only opened either."""
     explore(small_table()).controls.ratio.value = "0.5"
     displayed(small_table())
@@ -153,7 +150,7 @@ def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_file_that_is_being_written_is_no_session(folder: Path) -> None:
+def test_a_file_that_is_being_written_is_no_session(folder):
     """Another panel writes it under a name that begins with a dot, and renames it."""
     use(first := displayed(small_table()))
     partial = first.last.path.with_name(".partial-1-x.json")
@@ -162,9 +159,7 @@ def test_a_file_that_is_being_written_is_no_session(folder: Path) -> None:
     assert again.last.earlier.value == first.last.path
 
 
-def test_who_asks_for_something_else_gets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_for_something_else_gets_it(tmp_path, monkeypatch):
     """The file of a session, below `~` as well; other tables are not offered it."""
     use(first := displayed(small_table()))
     first.comparison.clear()
@@ -177,7 +172,7 @@ def test_who_asks_for_something_else_gets_it(
     assert not offers(explore(random_table(2, 4, 2)))
 
 
-def test_a_file_that_is_written_over_can_be_had_back(tmp_path: Path) -> None:
+def test_a_file_that_is_written_over_can_be_had_back(tmp_path):
     """What was shown before another session was opened comes back, too."""
     panel = explore(small_table())
     files = panel.files
@@ -196,7 +191,7 @@ def test_a_file_that_is_written_over_can_be_had_back(tmp_path: Path) -> None:
     assert panel.session.selection == Selection(0.5)
 
 
-def test_weights_that_choose_are_opened_too(panel: Explorer, tmp_path: Path) -> None:
+def test_weights_that_choose_are_opened_too(panel, tmp_path):
     """Although they were not made here; *Undo* goes back to them as well."""
     files, weights = panel.files, panel.weights.weights
     weights.value, panel.weights.own.value = "compress", 40
@@ -215,7 +210,7 @@ def test_weights_that_choose_are_opened_too(panel: Explorer, tmp_path: Path) -> 
     assert panel.session.recipe == panel.comparison.pins[0].recipe == recipe
 
 
-def test_the_home_of_nobody_is_said(panel: Explorer) -> None:
+def test_the_home_of_nobody_is_said(panel):
     """A path that the system cannot expand is not passed over in silence."""
     panel.files.file.value = panel.comparison.folder.value = "~nosuch/s.json"
     panel.files.save_button.click()
@@ -226,7 +221,7 @@ def test_the_home_of_nobody_is_said(panel: Explorer) -> None:
 
 
 @pytest.mark.parametrize("wrong", ['"version": 3', "}"])
-def test_a_file_that_cannot_be_shown_is_said(wrong: str) -> None:
+def test_a_file_that_cannot_be_shown_is_said(wrong):
     """The panel stays as it is, and the file as well."""
     first = displayed(small_table())
     use(first)
@@ -243,7 +238,7 @@ def test_a_file_that_cannot_be_shown_is_said(wrong: str) -> None:
     assert wrong in path.read_text()
 
 
-def test_an_infeasible_state_is_not_kept() -> None:
+def test_an_infeasible_state_is_not_kept():
     """The last feasible one stays."""
     panel = displayed(small_table())
     use(panel)
@@ -253,7 +248,7 @@ def test_an_infeasible_state_is_not_kept() -> None:
     assert '"ratio": 0.5' in kept(panel, bool)
 
 
-def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said(monkeypatch):
     """It takes nothing of the panel."""
     panel = displayed(small_table())
 
@@ -266,7 +261,7 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert panel.last.layout.display is None
 
 
-def test_it_can_be_turned_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_turned_off(folder, monkeypatch):
     """Notebooks that are run to be published see nothing of it, and leave nothing."""
     use(displayed(small_table()))
     (file,) = folder.glob("*/[!.]*.json")

@@ -39,7 +39,7 @@ print(*sorted({slow!r} & sys.modules.keys()))
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> dict[str, Any]:
+def asked(tmp_path) -> dict[str, Any]:
     """What is asked for of a tiny model and a text."""
     write_text(tmp_path / "text.txt")
     text = str(tmp_path / "text.txt")
@@ -58,9 +58,7 @@ def opened(asked: dict[str, Any]) -> tuple[Explorer, LoadingWorkbench]:
     return panel, bench
 
 
-def test_nor_does_that_of_a_model_with_a_name(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nor_does_that_of_a_model_with_a_name(asked, monkeypatch):
     """Its folder is in the cache, made at first use."""
 
     def made() -> Path:
@@ -72,7 +70,7 @@ def test_nor_does_that_of_a_model_with_a_name(
         assert bench.is_loaded == is_loaded
 
 
-def test_the_first_picture_needs_no_model(asked: dict[str, Any]) -> None:
+def test_the_first_picture_needs_no_model(asked):
     """Neither torch nor transformers is imported before it, nor much else."""
     first, bench = opened(asked)
     assert bench.is_loaded  # there was no table
@@ -88,7 +86,7 @@ def test_the_first_picture_needs_no_model(asked: dict[str, Any]) -> None:
     assert "the model is not loaded yet" in again.header.value
 
 
-def test_the_model_comes_behind(asked: dict[str, Any]) -> None:
+def test_the_model_comes_behind(asked):
     """Then all is as with a model that was there at once, and times are known."""
     first, _ = opened(asked)
     again, bench = opened(asked)
@@ -102,7 +100,7 @@ def test_the_model_comes_behind(asked: dict[str, Any]) -> None:
     assert again.session.measured()["dataset"].tolist() == list(asked["corpora"])
 
 
-def test_the_length_that_was_asked_for_is_used(asked: dict[str, Any]) -> None:
+def test_the_length_that_was_asked_for_is_used(asked):
     """In windows, in Python and in sessions, before and after the model is there."""
     panel, bench = opened(asked | {"seq_len": 32})
     assert panel.files._tests().seq_len == bench.profile.seq_len == 32
@@ -111,9 +109,7 @@ def test_the_length_that_was_asked_for_is_used(asked: dict[str, Any]) -> None:
     assert bench.load().profile == bench.profile
 
 
-def test_the_model_waits_until_the_panel_is_seen(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_waits_until_the_panel_is_seen(asked, monkeypatch):
     """To import torch holds up what the browser asks of the kernel."""
     opened(asked)
     panel, bench = opened(asked)
@@ -133,7 +129,7 @@ class Shown(ipw.Label):
     begin = print
 
 
-def test_a_page_says_how_far_the_scores_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_says_how_far_the_scores_are(monkeypatch):
     """Those that are not in the cache are measured before its panel is shown."""
     there, told = threading.Event(), list[str]()
 
@@ -173,9 +169,7 @@ def waiting(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert job.error.value == ""
 
 
-def test_settings_are_those_of_the_press(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_are_those_of_the_press(asked, monkeypatch):
     """What moves while a job waits for the model is not what it measures or reads."""
     opened(asked)
     panel, _ = opened(asked)
@@ -190,7 +184,7 @@ def test_settings_are_those_of_the_press(
     assert "".join(tab.losses["token"]) == "aaab bbba"
 
 
-def test_only_jobs_wait_for_the_model(asked: dict[str, Any]) -> None:
+def test_only_jobs_wait_for_the_model(asked):
     """Python and evaluations of before, which need it, come once it is there."""
     first, _ = opened(asked)
     press(first.evaluation.job)
@@ -206,7 +200,7 @@ def test_only_jobs_wait_for_the_model(asked: dict[str, Any]) -> None:
     assert len(panel.session.points) == 2
 
 
-def test_a_corpus_that_is_gone_is_said(asked: dict[str, Any]) -> None:
+def test_a_corpus_that_is_gone_is_said(asked):
     """By Evaluate, if it was there at first; the model is there all the same."""
     opened(asked)
     gone = write_text(Path(asked["source"]).with_name("gone.txt"))
@@ -218,7 +212,7 @@ def test_a_corpus_that_is_gone_is_said(asked: dict[str, Any]) -> None:
     assert "gone.txt" in error_of(panel.evaluation.job)
 
 
-def test_another_model_of_the_same_name_is_noticed(asked: dict[str, Any]) -> None:
+def test_another_model_of_the_same_name_is_noticed(asked):
     """Its files have changed, so that nothing is known; or its state has not."""
     opened(asked)
     folder = Path(asked["source"])
@@ -235,7 +229,7 @@ def test_another_model_of_the_same_name_is_noticed(asked: dict[str, Any]) -> Non
     assert before.st_size == weights.stat().st_size
 
 
-def test_a_damaged_memory_is_none(asked: dict[str, Any], session_cache: Path) -> None:
+def test_a_damaged_memory_is_none(asked, session_cache):
     """The model is loaded, as without it."""
     opened(asked)
     for path in (session_cache / "openings").glob("*.json"):

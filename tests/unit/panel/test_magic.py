@@ -1,7 +1,6 @@
 """`%load_ext heapr_lab`: a kernel shows figures, and `%heapr` opens the panel."""
 
 import os
-from pathlib import Path
 
 import matplotlib as mpl
 import pandas as pd
@@ -35,15 +34,13 @@ print("torch" in sys.modules, "image/png" in data)
     ("backend", "shown"),
     [("", True), ("module://matplotlib_inline.backend_inline", True), ("Agg", False)],
 )
-def test_a_kernel_shows_figures_unless_told_otherwise(
-    backend: str, shown: bool, tmp_path: Path
-) -> None:
+def test_a_kernel_shows_figures_unless_told_otherwise(backend, shown, tmp_path):
     """Where nothing or inline was chosen a figure is a PNG; torch is not imported."""
     env = os.environ | {"IPYTHONDIR": str(tmp_path), "MPLBACKEND": backend}
     assert says("-c", _KERNEL, env=env).split() == ["False", str(shown)]
 
 
-def test_the_extension_adds_a_magic_and_takes_it_away() -> None:
+def test_the_extension_adds_a_magic_and_takes_it_away():
     """`%load_ext`, `%unload_ext`; in a terminal the backend stays undecided."""
     shell = InteractiveShell()
     before = mpl.get_backend(auto_select=False)
@@ -54,7 +51,7 @@ def test_the_extension_adds_a_magic_and_takes_it_away() -> None:
     assert shell.find_line_magic("heapr") is None
 
 
-def test_the_magic_takes_a_variable_or_a_name() -> None:
+def test_the_magic_takes_a_variable_or_a_name():
     """A variable of the notebook is meant where there is one, else a model or file."""
     frame = pd.DataFrame()
     variables = {"table": frame}

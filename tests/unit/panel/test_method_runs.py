@@ -1,7 +1,6 @@
 """The Compare tab runs methods: beside saved selections, in turn, until cancelled."""
 
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,7 +14,6 @@ from heapr_lab.errors import SpecError
 from heapr_lab.methods.comparison import compare_methods, entries
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.opening import explore
-from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.storage.files import read_frame
 
@@ -27,7 +25,7 @@ def run(tab: CompareTab, *names: str, ratio: str = "50%") -> str:
     return error_of(tab.runs.job)
 
 
-def test_methods_stand_next_to_saved_settings(panel: Explorer, tmp_path: Path) -> None:
+def test_methods_stand_next_to_saved_settings(panel, tmp_path):
     """One table, one picture, one export; numbers are those of `compare_methods`."""
     tab, bench = panel.comparison, panel.session.workbench
     assert tab.runs.methods.options == methods.names()
@@ -68,7 +66,7 @@ def test_methods_stand_next_to_saved_settings(panel: Explorer, tmp_path: Path) -
     assert metadata["methods"] == ["heapr 50%", "reap 50%"]
 
 
-def test_losses_are_drawn_against_what_is_saved(panel: Explorer) -> None:
+def test_losses_are_drawn_against_what_is_saved(panel):
     """A dot for each method and ratio, at the parameters that it saves."""
     tab = panel.comparison
     assert run(tab, "heapr", "random", ratio="25%, 50%") == ""
@@ -86,7 +84,7 @@ def test_losses_are_drawn_against_what_is_saved(panel: Explorer) -> None:
     assert ax.get_xlabel() == "atomic experts removed"
 
 
-def test_many_rows_look_different(panel: Explorer) -> None:
+def test_many_rows_look_different(panel):
     """No two of twelve have the same colour and strength."""
     tab = panel.comparison
     rows = [f"method {number}" for number in range(12)]
@@ -98,7 +96,7 @@ def test_many_rows_look_different(panel: Explorer) -> None:
     assert len(dots) == len(looks) == 12
 
 
-def test_looks_stay_while_rows_come_and_go() -> None:
+def test_looks_stay_while_rows_come_and_go():
     """A row keeps its colour, a new one takes what is free; twins are both named."""
     session = PruningSession(random_table(2, 4, 16))
     tab = CompareTab(session)
@@ -126,7 +124,7 @@ def test_looks_stay_while_rows_come_and_go() -> None:
     assert colors() == {"B": before["B"], "C": before["C"], "D": before["A"]}
 
 
-def test_methods_need_no_pin(panel: Explorer) -> None:
+def test_methods_need_no_pin(panel):
     """A second run adds to the first, the same again replaces it; Clear removes all."""
     tab = panel.comparison
     run(tab, "heapr")
@@ -143,9 +141,7 @@ def test_methods_need_no_pin(panel: Explorer) -> None:
     assert tab.export_button.disabled
 
 
-def test_rows_are_of_the_text_that_they_were_measured_on(
-    session: PruningSession, root: Path, tmp_path: Path
-) -> None:
+def test_rows_are_of_the_text_that_they_were_measured_on(session, root, tmp_path):
     """They go once the corpus has another; a session of them alone is refused."""
     file, text = tmp_path / "mine.txt", (root / "text.txt").read_text()
     file.write_text(text)
@@ -178,9 +174,7 @@ def test_rows_are_of_the_text_that_they_were_measured_on(
         ((), "25%", "select methods and corpora"),
     ],
 )
-def test_an_error_leaves_what_is_shown(
-    panel: Explorer, names: tuple[str, ...], ratio: str, message: str
-) -> None:
+def test_an_error_leaves_what_is_shown(panel, names, ratio, message):
     """It stands below the button; what was made stays, and more can be."""
     tab = panel.comparison
     run(tab, "heapr")
@@ -196,7 +190,7 @@ def test_an_error_leaves_what_is_shown(
     assert not tab.export_button.disabled
 
 
-def test_a_run_is_cancelled_and_others_wait(panel: Explorer) -> None:
+def test_a_run_is_cancelled_and_others_wait(panel):
     """Progress names the method; Cancel ends it within a fit, and nothing is added."""
     tab, job = panel.comparison, panel.evaluation.job
     tab.runs.methods.value, tab.runs.ratio.value = ("ean",), "0.5"
@@ -211,7 +205,7 @@ def test_a_run_is_cancelled_and_others_wait(panel: Explorer) -> None:
     assert tab.frame()["label"].tolist() == ["ean 50%"]
 
 
-def test_methods_wait_for_other_work(panel: Explorer) -> None:
+def test_methods_wait_for_other_work(panel):
     """A method that drops experts would change what is being evaluated."""
     panel.controls.ratio.value = "0.65"
     with held(panel.evaluation.job, " of "):
@@ -219,7 +213,7 @@ def test_methods_wait_for_other_work(panel: Explorer) -> None:
     assert panel.evaluation.job.error.value == ""
 
 
-def test_a_table_alone_cannot_be_run() -> None:
+def test_a_table_alone_cannot_be_run():
     """Buttons are off, and text says why; pins work as before."""
     panel = explore(random_table(2, 4, 16))
     tab, evaluation = panel.comparison, panel.evaluation

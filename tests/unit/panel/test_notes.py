@@ -19,12 +19,10 @@ from heapr_lab.panel.answer import (
     rounded,
 )
 from heapr_lab.panel.opening import explore
-from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench
 
 DRAWN = {"corpus": "ptb", "seed": 3, "n_sequences": 128, "seq_len": 2048}
 
@@ -37,7 +35,7 @@ def made(calibration: dict[str, object], **provenance: object) -> ImportanceTabl
     return ImportanceTable.from_frame(table.frame, **facts)
 
 
-def test_a_table_alone_says_so() -> None:
+def test_a_table_alone_says_so():
     """It has the name of its model, not the folder, and neither dtype nor device."""
     table = made(DRAWN, model="/a/folder/moe")
     n_parameters = table.architecture.n_parameters
@@ -49,7 +47,7 @@ def test_a_table_alone_says_so() -> None:
     }
 
 
-def test_what_was_not_recorded_is_not_made_up() -> None:
+def test_what_was_not_recorded_is_not_made_up():
     """The table was made from a frame."""
     facts = header_facts(PruningSession(random_table(2, 2, 4)))
     assert facts["model"].startswith("not recorded, ")
@@ -57,7 +55,7 @@ def test_what_was_not_recorded_is_not_made_up() -> None:
     assert facts["calibration"] == "not recorded"
 
 
-def test_own_text_and_merged_runs_are_named() -> None:
+def test_own_text_and_merged_runs_are_named():
     """Windows that the model wrote, of all windows; each run of a merged table."""
     windows = {"corpus": "own text", "n_sequences": 32}
     facts = header_facts(PruningSession(made(DRAWN | {"joined": [windows]})))
@@ -70,7 +68,7 @@ def test_own_text_and_merged_runs_are_named() -> None:
     )
 
 
-def test_a_model_has_a_dtype_and_a_device(panel: Explorer, bench: Workbench) -> None:
+def test_a_model_has_a_dtype_and_a_device(panel, bench):
     """Its size is the number of its weights."""
     facts = header_facts(panel.session)
     assert (facts["dtype"], facts["device"]) == ("float32", "cpu")
@@ -79,7 +77,7 @@ def test_a_model_has_a_dtype_and_a_device(panel: Explorer, bench: Workbench) -> 
     assert all(text in panel.header.value for text in facts.values())
 
 
-def test_the_header_follows_what_is_opened(bench: Workbench, root: Path) -> None:
+def test_the_header_follows_what_is_opened(bench, root):
     """The calibration is that of the table now, whatever it was at the start."""
     calibration = Calibration(str(root / "text.txt"), n_sequences=4, seq_len=32)
     panel = explore(bench, calibration=calibration, corpora=(), tasks=())
@@ -90,7 +88,7 @@ def test_the_header_follows_what_is_opened(bench: Workbench, root: Path) -> None
     assert "text.txt, seed 5, 4 windows × 32 tokens" in panel.header.value
 
 
-def test_the_header_shows_names_as_text() -> None:
+def test_the_header_shows_names_as_text():
     """A corpus may be a file of any name."""
     panel = explore(made(DRAWN | {"corpus": "<b>ptb</b>"}))
     assert "&lt;b&gt;ptb" in panel.header.value
@@ -105,7 +103,7 @@ def mask(*layers: list[list[int]]) -> KeepMask:
     return KeepMask.from_arrays(arrays)
 
 
-def test_layers_that_lose_everything_are_named() -> None:
+def test_layers_that_lose_everything_are_named():
     """Their index in the model is given, for one or several."""
     half, none = [[1, 0], [0, 0]], [[0, 0], [0, 0]]
     assert emptied_layers(mask(half, half)) == ""
@@ -113,7 +111,7 @@ def test_layers_that_lose_everything_are_named() -> None:
     assert emptied_layers(mask(none, half, none)).startswith("Layers 0, 4 lose all")
 
 
-def test_experts_that_lose_everything_are_counted() -> None:
+def test_experts_that_lose_everything_are_counted():
     """The layers may have different sizes."""
     assert emptied_experts(mask([[1, 0], [0, 1]])) == ""
     keep = mask([[1, 0], [0, 0]], [[1, 1], [1, 0]])
@@ -147,14 +145,12 @@ def test_experts_that_lose_everything_are_counted() -> None:
         ),
     ],
 )
-def test_asked_and_removed_are_both_said(
-    selection: Selection, removed: float | None, said: str
-) -> None:
+def test_asked_and_removed_are_both_said(selection, removed, said):
     """They are if they differ by more than a point, with the reason."""
     assert rounded(selection, removed) == said
 
 
-def test_removed_is_counted_as_the_ratio_is() -> None:
+def test_removed_is_counted_as_the_ratio_is():
     """Both count atoms or parameters."""
     keep = mask([[1, 0, 0, 0]])
     row = {"parameter_reduction": 0.5}
@@ -177,16 +173,14 @@ def test_removed_is_counted_as_the_ratio_is() -> None:
         (["ptb", "wikitext2"], "0.5*ptb + 0.5*pydocs", False),
     ],
 )
-def test_judging_on_the_calibration_s_text_is_said(
-    corpora: list[str], corpus: str, said: bool
-) -> None:
+def test_judging_on_the_calibration_s_text_is_said(corpora, corpus, said):
     """It is said only if nothing else was evaluated; a mixture is all of its parts."""
     text = judged_on_own(corpora, Calibration(corpus))
     assert bool(text) is said
     assert not said or corpus in text
 
 
-def test_cautions_follow_the_controls() -> None:
+def test_cautions_follow_the_controls():
     """They come with a selection and go with it, and when it is infeasible."""
     panel = explore(random_table(2, 4, 3), selection=Selection(0.25))
     assert panel.cautions.value == ""

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 from pressing import failed, press
 
 from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.errors import CorpusError
 from heapr_lab.panel.compare_tab import CompareTab
-from heapr_lab.panel.panel import Explorer
 from heapr_lab.storage.files import read_frame
 
 
@@ -17,9 +15,7 @@ def labels_of(tab: CompareTab) -> list[str]:
     return [pin.label for pin in tab.pins]
 
 
-def test_pins_are_compared_and_exported(
-    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pins_are_compared_and_exported(panel, tmp_path, monkeypatch):
     """Two choices, one evaluated: chart, table, and files that say where from."""
     monkeypatch.chdir(tmp_path)
     tab = panel.comparison
@@ -65,7 +61,7 @@ def check_files(folder: Path, importance: str) -> None:
         assert [pin["label"] for pin in origin["pins"]] == ["A", "B"]
 
 
-def test_pins_are_cleared_chosen_and_removed(panel: Explorer) -> None:
+def test_pins_are_cleared_chosen_and_removed(panel):
     """One or all, which *Undo* brings back; the first is chosen without being asked."""
     tab = panel.comparison
     tab.pin()
@@ -85,7 +81,7 @@ def test_pins_are_cleared_chosen_and_removed(panel: Explorer) -> None:
     assert labels_of(tab) == ["A", "B"]
 
 
-def test_undo_brings_back_what_was_cleared(panel: Explorer) -> None:
+def test_undo_brings_back_what_was_cleared(panel):
     """It takes nothing that came since; what has the same label changes places."""
     tab = panel.comparison
     tab.pin()
@@ -105,9 +101,7 @@ def test_undo_brings_back_what_was_cleared(panel: Explorer) -> None:
         assert ratios == {"A": ratio, "B": 0.25, "C": 0.5}
 
 
-def test_a_label_that_is_no_formula(
-    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_label_that_is_no_formula(panel, tmp_path, monkeypatch):
     """Matplotlib would fail at it; the chart and the files have it as it is."""
     monkeypatch.chdir(tmp_path)
     tab, label = panel.comparison, "$x^^2$"
@@ -121,9 +115,7 @@ def test_a_label_that_is_no_formula(
     assert "Written to comparison" in tab.exported.value
 
 
-def test_unchanged_weights_need_no_text(
-    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_weights_need_no_text(panel, tmp_path, monkeypatch):
     """A table from elsewhere can be exported where its corpus is not."""
 
     def missing(*_args: object, **_named: object) -> None:

@@ -2,7 +2,6 @@
 
 import io
 from fractions import Fraction
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -15,7 +14,7 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 
 
-def test_panel_follows_the_slider() -> None:
+def test_panel_follows_the_slider():
     """Moving the slider moves the box, selects anew, and changes text and picture."""
     panel = explore(small_table())
     before = (panel.status.value, bytes(panel.picture.value))
@@ -31,7 +30,7 @@ def test_panel_follows_the_slider() -> None:
     assert (panel.status.value, bytes(panel.picture.value)) == before
 
 
-def test_controls_of_structure_budget_and_constraints() -> None:
+def test_controls_of_structure_budget_and_constraints():
     """Widths, what the ratio counts, minimum atoms and layers that are not pruned."""
     panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.3))
     controls = panel.controls
@@ -62,14 +61,14 @@ def test_controls_of_structure_budget_and_constraints() -> None:
     assert 0.2 <= saved["parameter_reduction"] < 0.22
 
 
-def test_panel_offers_the_estimators_of_the_table() -> None:
+def test_panel_offers_the_estimators_of_the_table():
     """Estimators whose columns, or whose N, are missing are not offered."""
     offered = explore(small_table()).controls.estimator.options
     names = {"heapr", "camera", "frequency", "random"}
     assert set(offered) == names
 
 
-def test_numbers_stand_in_a_table() -> None:
+def test_numbers_stand_in_a_table():
     """What is left and saved of atoms, parameters, bytes and FLOPs."""
     panel = explore(small_table(), selection=Selection(ratio=0.5))
     (table,) = pd.read_html(io.StringIO(panel.numbers.value), index_col=0)
@@ -82,7 +81,7 @@ def test_numbers_stand_in_a_table() -> None:
     assert {size, flops, "FLOPs of the routed experts"} <= set(table.index)
 
 
-def test_the_numbers_of_the_picture_are_one_click_away() -> None:
+def test_the_numbers_of_the_picture_are_one_click_away():
     """A row for each layer, made while it is open, and following the slider then."""
     panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.5))
     assert panel.behind.text.value == ""
@@ -98,7 +97,7 @@ def test_the_numbers_of_the_picture_are_one_click_away() -> None:
     assert panel.behind.text.value != before
 
 
-def test_anything_else_cannot_be_explored(tmp_path: Path) -> None:
+def test_anything_else_cannot_be_explored(tmp_path):
     """A table's file can; a list cannot."""
     small_table().write(tmp_path / "table.parquet")
     assert explore(tmp_path / "table.parquet").session.keep.n_atoms == 16
@@ -114,7 +113,7 @@ def test_anything_else_cannot_be_explored(tmp_path: Path) -> None:
         Selection(0.5, "elimination"),
     ],
 )  # fmt: skip
-def test_no_other_selection_is_shown_than_was_given(selection: Selection) -> None:
+def test_no_other_selection_is_shown_than_was_given(selection):
     """What has no control, or no columns in the table, is refused."""
     with pytest.raises(SpecError, match="the panel would show"):
         explore(small_table(), selection=selection)
@@ -124,7 +123,7 @@ def test_no_other_selection_is_shown_than_was_given(selection: Selection) -> Non
     "selection",
     [Selection(1 / 3), Selection(1e-5), Selection(0.5, structure="per_layer")],
 )
-def test_a_selection_with_controls_is_shown(selection: Selection) -> None:
+def test_a_selection_with_controls_is_shown(selection):
     """To the last digit; widths that need not be multiples are multiples of 1."""
     table = random_table(2, 4, 16)
     panel = explore(table, selection=selection)
@@ -132,7 +131,7 @@ def test_a_selection_with_controls_is_shown(selection: Selection) -> None:
     assert panel.session.selection.ratio == selection.ratio
 
 
-def test_panel_with_camera() -> None:
+def test_panel_with_camera():
     """Camera locks the scope and says why; leaving it restores the scope."""
     panel = explore(small_table())
     scope = panel.controls.scope
@@ -143,7 +142,7 @@ def test_panel_with_camera() -> None:
     assert (scope.value, scope.disabled) == ("global", False)
 
 
-def test_panel_text_is_the_same_each_time() -> None:
+def test_panel_text_is_the_same_each_time():
     """What a notebook keeps of the panel names its choice and no object's number."""
     panel = explore(small_table(), selection=Selection(ratio=0.4))
     assert repr(panel).startswith("Explorer(heapr, 0.4 of the atoms, global scope")

@@ -39,7 +39,7 @@ def span_of(page: str, position: int) -> str:
 # --- the loss of each token ---------------------------------------------------------
 
 
-def test_losses_are_told_in_text() -> None:
+def test_losses_are_told_in_text():
     """Totals are those of the predicted tokens, and each token says its own numbers."""
     page = losses_html(losses(0.6, 2.5, -0.7, 0.0), pruned=PRUNED)
     # (0.6 + 2.5 - 0.7 + 0) / 4 = 0.6; e = 2.7, e^1.6 = 5.0
@@ -52,7 +52,7 @@ def test_losses_are_told_in_text() -> None:
     assert "no loss: it is the first token" in page
 
 
-def test_changes_differ_by_more_than_colour() -> None:
+def test_changes_differ_by_more_than_colour():
     """Worse has a solid line, better a dotted one, thicker with every step."""
     page = losses_html(losses(0.05, 0.2, 0.7, 3.0, -0.2, -0.7, -3.0), pruned=PRUNED)
     styles = [re.search('style="(.*?)"', span_of(page, n))[1] for n in range(1, 8)]
@@ -65,7 +65,7 @@ def test_changes_differ_by_more_than_colour() -> None:
     assert len(set(styles)) == 7
 
 
-def test_the_ten_hurt_most() -> None:
+def test_the_ten_hurt_most():
     """The largest rises, largest first, with the text before; no falls among them."""
     page = losses_html(losses(*np.linspace(-0.3, 1.1, 15)), pruned=PRUNED)
     rows = cells(page)
@@ -76,7 +76,7 @@ def test_the_ten_hurt_most() -> None:
     assert "No token has a higher loss" in better
 
 
-def test_text_is_escaped_and_seen() -> None:
+def test_text_is_escaped_and_seen():
     """Markup is shown as it is; breaks and parts of characters have a sign."""
     page = losses_html(losses(9, 9, 9, tokens="<&\n>"), pruned=PRUNED)
     for shown in ("&lt;", "&amp;", "↵\n", "&gt;"):
@@ -98,7 +98,7 @@ def contrast(color: np.ndarray, other: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("paper", "ink"), [(255, 33), (17, 255)])
 @pytest.mark.parametrize("color", [passage_html._WORSE, passage_html._BETTER])
-def test_contrast_in_both_themes(paper: int, ink: int, color: str) -> None:
+def test_contrast_in_both_themes(paper, ink, color):
     """On light and on dark the text can be read on every step, and lines be seen."""
     pure = np.array([int(part) for part in color.split(",")], float)
     white = np.full(3, float(paper))
@@ -117,7 +117,7 @@ def written(*ids: int) -> pd.DataFrame:
     return pd.DataFrame({"step": range(len(ids)), "token_id": ids, "token": texts})
 
 
-def test_the_first_difference_is_marked() -> None:
+def test_the_first_difference_is_marked():
     """Both columns have the mark; what follows has none; text says how many agree."""
     page = continuations_html(
         "a & b", written(0, 1, 2, 3), written(0, 1, 4, 3), pruned=PRUNED
@@ -128,7 +128,7 @@ def test_the_first_difference_is_marked() -> None:
     assert "Pruned model: half of &lt;it&gt;" in page
 
 
-def test_continuations_that_agree_or_end() -> None:
+def test_continuations_that_agree_or_end():
     """No mark where they are the same; where one ends before the other it says so."""
     same = continuations_html("a", written(0, 1), written(0, 1), pruned=PRUNED)
     assert marked(same) == []
@@ -138,7 +138,7 @@ def test_continuations_that_agree_or_end() -> None:
     assert shorter.count("(ends here)") == 1
 
 
-def test_routing_is_told_in_text() -> None:
+def test_routing_is_told_in_text():
     """The experts of the token with what is left of them; each atom kept or pruned."""
     keep = KeepMask.from_arrays({3: [[True, True], [True, False], [False, False]]})
     columns = ["layer", "position", "token", "expert", "p"]
@@ -169,7 +169,7 @@ def test_routing_is_told_in_text() -> None:
     assert 'title="position 0">&lt;</span>' in page
 
 
-def test_contexts_are_told_in_text() -> None:
+def test_contexts_are_told_in_text():
     """Each has numbers, a place and a marked token; if there is none, text says so."""
     columns = ["window", "position", "h", "p", "before", "token", "after"]
     frame = pd.DataFrame([(2, 7, -1.5, 0.25, "a\n", "<b>", "")], columns=columns)

@@ -17,7 +17,7 @@ from heapr_lab.pruning.options import Selection
 DRAW_SECONDS = 0.15
 
 
-def test_picture_shows_the_mask() -> None:
+def test_picture_shows_the_mask():
     """Bars, line, cells and bins hold the mask's numbers; one mask, the same bytes.
 
     A cell is white where nothing stays, and has its expert's colour where all does.
@@ -46,7 +46,7 @@ def test_picture_shows_the_mask() -> None:
     assert picture.draw(keep, estimator="heapr") == first
 
 
-def test_cells_have_the_colour_of_their_load() -> None:
+def test_cells_have_the_colour_of_their_load():
     """The busiest is the reddest; where no token went it is as for an even share.
 
     Experts that a layer does not have are grey.
@@ -64,7 +64,7 @@ def test_cells_have_the_colour_of_their_load() -> None:
     assert (cells[:2, 2] == cells[0, 2, 0]).all()
 
 
-def test_the_cut_is_the_highest_score_removed() -> None:
+def test_the_cut_is_the_highest_score_removed():
     """Every score below it goes, in a global choice; it is there for all scales."""
     table = small_table()
     picture = ChoicePicture(table)
@@ -79,7 +79,7 @@ def test_the_cut_is_the_highest_score_removed() -> None:
         assert scores[gone].max() <= cut <= scores[gone].max() * step**1.01
 
 
-def test_picture_is_quick() -> None:
+def test_picture_is_quick():
     """A change takes well under 150 ms of the processor, at 48 × 128 experts too."""
     table = random_table(48, 128, 4)
     session = PruningSession(table)

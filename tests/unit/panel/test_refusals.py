@@ -1,7 +1,6 @@
 """What the panel refuses: in one line, before a model is loaded."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from processes import says
@@ -50,7 +49,7 @@ for source, asked, part in json.loads(sys.argv[1]):
 """
 
 
-def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
     """All in one process, which has neither torch nor transformers after the last."""
     (tmp_path / "bad.parquet").write_text("no parquet")
     (tmp_path / "bad").mkdir()

@@ -20,7 +20,7 @@ from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.session_file import VERSION, fingerprint_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.workbench import Workbench, open_workbench
+from heapr_lab.workbench.workbench import open_workbench
 
 Fresh = Callable[..., Explorer]
 
@@ -69,7 +69,7 @@ _CONTROLS = (
 
 
 @pytest.fixture(scope="module")
-def fresh(bench: Workbench, root: Path) -> Fresh:
+def fresh(bench, root) -> Fresh:
     """Makes a panel of the tiny model and its text."""
     text = str(root / "text.txt")
     here = {"corpora": (text,), "tasks": (f"continuation:{text}",)}
@@ -89,18 +89,14 @@ def save(panel: Explorer, path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def saved(
-    fresh: Fresh, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Explorer, Path]:
+def saved(fresh, tmp_path_factory) -> tuple[Explorer, Path]:
     """A panel that was used, and its session in a file; no test changes them."""
     panel, file = used(fresh()), tmp_path_factory.mktemp("session") / "s.json"
     save(panel, file)
     return panel, file
 
 
-def test_a_session_is_opened_as_it_was(
-    saved: tuple[Explorer, Path], fresh: Fresh, tmp_path: Path
-) -> None:
+def test_a_session_is_opened_as_it_was(saved, fresh, tmp_path):
     """It is opened with the button, by name, and again after a second round."""
     panel, file = saved[0], tmp_path / "my session.json"
     plain = save(panel, file)
@@ -123,9 +119,7 @@ def test_a_session_is_opened_as_it_was(
     assert len(again.session.points) == 5  # on the corpus alone, by default
 
 
-def test_a_table_of_an_extra_pass_is_measured_again(
-    fresh: Fresh, tmp_path: Path
-) -> None:
+def test_a_table_of_an_extra_pass_is_measured_again(fresh, tmp_path):
     """Although the selection that was saved last does not need that pass."""
     panel = fresh(selection=Selection(0.25, "elimination"))
     panel.comparison.pin()
@@ -137,9 +131,7 @@ def test_a_table_of_an_extra_pass_is_measured_again(
     assert fingerprint_of(reopened.session.table) == fingerprint_of(panel.session.table)
 
 
-def test_a_table_alone(
-    saved: tuple[Explorer, Path], fresh: Fresh, tmp_path: Path, folder: Path
-) -> None:
+def test_a_table_alone(saved, fresh, tmp_path, folder):
     """It shows a session of the model, and passes on what only a model can use."""
     (panel, file), table = saved, tmp_path / "table.parquet"
     plain = json.loads(file.read_text())
@@ -155,9 +147,7 @@ def test_a_table_alone(
     assert "of another model, calibration or table" in told(other, file, "open")
 
 
-def test_another_model_calibration_or_profile(
-    saved: tuple[Explorer, Path], fresh: Fresh, root: Path
-) -> None:
+def test_another_model_calibration_or_profile(saved, fresh, root):
     """Refused, with both fingerprints or both amounts of test data."""
     panel, file = saved
     other = fresh(calibration=Calibration(str(root / "text.txt"), seed=4))
@@ -175,9 +165,7 @@ def test_another_model_calibration_or_profile(
         fresh(session=file, selection=Selection(0.5))
 
 
-def test_a_session_of_before_is_opened(
-    saved: tuple[Explorer, Path], fresh: Fresh, tmp_path: Path
-) -> None:
+def test_a_session_of_before_is_opened(saved, fresh, tmp_path):
     """With a map of experts, numbers of Inspect, and recipes that could not heal.
 
     It is saved anew without them.
@@ -247,9 +235,7 @@ SAID: list[tuple[tuple[Any, ...], Any, str]] = [
 ]
 
 
-def test_a_wrong_file_changes_nothing(
-    saved: tuple[Explorer, Path], fresh: Fresh, tmp_path: Path
-) -> None:
+def test_a_wrong_file_changes_nothing(saved, fresh, tmp_path):
     """Whichever part is missing or wrong, the panel stays and says so."""
     file, bad = saved[1], tmp_path / "bad.json"
     plain, panel = json.loads(file.read_text()), fresh()
@@ -269,7 +255,7 @@ def test_a_wrong_file_changes_nothing(
     assert state(panel) != before
 
 
-def test_only_a_session_is_replaced(tmp_path: Path) -> None:
+def test_only_a_session_is_replaced(tmp_path):
     """A notebook of the same name is not; and nothing is left beside it."""
     panel, file = explore(small_table()), tmp_path / "s.json"
     file.write_text('{"cells": []}')
@@ -289,7 +275,7 @@ def test_only_a_session_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["s.json"]
 
 
-def test_a_fraction_is_not_rounded_in_silence(tmp_path: Path) -> None:
+def test_a_fraction_is_not_rounded_in_silence(tmp_path):
     """1/3 has no decimal, so it is not saved as another ratio."""
     panel = explore(small_table())
     panel.session.choose(Selection(Fraction(1, 3)))
@@ -297,7 +283,7 @@ def test_a_fraction_is_not_rounded_in_silence(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tables_without_a_record_differ_by_their_numbers() -> None:
+def test_tables_without_a_record_differ_by_their_numbers():
     """One changed number is another table; the same numbers are the same."""
     table = random_table(2, 2, 4)
     frame = table.frame
@@ -310,7 +296,7 @@ def test_tables_without_a_record_differ_by_their_numbers() -> None:
     assert fingerprint_of(renamed) != fingerprint_of(table)
 
 
-def test_an_edited_table_is_another(fresh: Fresh, tmp_path: Path) -> None:
+def test_an_edited_table_is_another(fresh, tmp_path):
     """Though it says that it was measured; a file of before had only what it says."""
     panel, file = fresh(), tmp_path / "s.json"
     plain, table = save(panel, file), panel.session.table
@@ -325,7 +311,7 @@ def test_an_edited_table_is_another(fresh: Fresh, tmp_path: Path) -> None:
 # --- a session alone --------------------------------------------------------------
 
 
-def test_session_without_architecture() -> None:
+def test_session_without_architecture():
     """A bare table still selects; of parameters nothing is known."""
     table = ImportanceTable.from_frame(small_table().frame)
     session = PruningSession(table)
@@ -335,7 +321,7 @@ def test_session_without_architecture() -> None:
     assert [answer.of for answer in answers(session)[:2]] == ["not in the table"] * 2
 
 
-def test_session_without_a_model_cannot_evaluate() -> None:
+def test_session_without_a_model_cannot_evaluate():
     """Evaluating a table alone is an error that says what to do."""
     with pytest.raises(SpecError, match="open_workbench"):
         PruningSession(small_table()).evaluate(("pydocs",))

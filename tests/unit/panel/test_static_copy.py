@@ -22,7 +22,6 @@ from heapr_lab.panel import jobs, keeping
 from heapr_lab.panel.jobs import SECONDS
 from heapr_lab.panel.keeping import CLASS
 from heapr_lab.panel.opening import explore
-from heapr_lab.panel.panel import Explorer
 from heapr_lab.pruning.options import Selection
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -32,7 +31,7 @@ Shown = list[tuple[dict[str, str], dict[str, Any]]]
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+def shown(monkeypatch) -> Shown:
     """What is displayed from now on: media types, and options."""
     displays: Shown = []
 
@@ -56,7 +55,7 @@ def next_of(shown: Shown, n_before: int) -> tuple[dict[str, str], dict[str, Any]
     return shown[n_before]
 
 
-def test_the_copy_is_an_output_below_the_widget(shown: Shown) -> None:
+def test_the_copy_is_an_output_below_the_widget(shown):
     """JupyterLab would show nothing else of an output that holds a widget."""
     panel = explore(small_table(), selection=Selection(0.5))
     panel._ipython_display_()
@@ -73,7 +72,7 @@ def test_the_copy_is_an_output_below_the_widget(shown: Shown) -> None:
     assert "parameters: dense 10,384, pruned 10,192" in copy["text/plain"]
 
 
-def test_the_panel_hides_its_own_copy_only(shown: Shown) -> None:
+def test_the_panel_hides_its_own_copy_only(shown):
     """The style that hides it is in the widget, and names no other panel's."""
     styles = set()
     for place in (1, 3):
@@ -86,9 +85,7 @@ def test_the_panel_hides_its_own_copy_only(shown: Shown) -> None:
     assert len(styles) == 2
 
 
-def test_moves_are_followed_by_one_update(
-    shown: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moves_are_followed_by_one_update(shown, monkeypatch):
     """Only the last of many moves is copied, into the same output."""
     monkeypatch.setattr(jobs, "SECONDS", SECONDS / 4)
     panel = explore(small_table(), selection=Selection(0.5))
@@ -107,7 +104,7 @@ def test_moves_are_followed_by_one_update(
     assert len(shown) == 3
 
 
-def test_an_infeasible_selection_has_no_numbers(shown: Shown) -> None:
+def test_an_infeasible_selection_has_no_numbers(shown):
     """The alert is copied as well: the picture is that of the selection before."""
     panel = explore(small_table(), selection=Selection(0.5))
     panel.controls.min_atoms.value = 4
@@ -117,7 +114,7 @@ def test_an_infeasible_selection_has_no_numbers(shown: Shown) -> None:
     assert "atomic experts" not in "".join(copy.values())
 
 
-def test_points_are_copied(panel: Explorer, shown: Shown) -> None:
+def test_points_are_copied(panel, shown):
     """The measured losses of all ratios, and of the selection."""
     panel.controls.ratio.value = "0.25"
     panel._ipython_display_()
@@ -139,7 +136,7 @@ CELLS = (
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory) -> Path:
     """A notebook that was run, changed in a later cell, saved; its kernel is gone."""
     folder = tmp_path_factory.mktemp("saved")
     small_table().write(folder / "table.parquet")
@@ -151,7 +148,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "saved.ipynb"
 
 
-def test_a_saved_notebook_becomes_a_page_without_a_kernel(saved: Path) -> None:
+def test_a_saved_notebook_becomes_a_page_without_a_kernel(saved):
     """nbconvert, as nbviewer, shows the last selection, which a later cell made."""
     notebook = nbformat.read(saved, as_version=4)
     page, _ = HTMLExporter().from_notebook_node(notebook)
@@ -164,7 +161,7 @@ def test_a_saved_notebook_becomes_a_page_without_a_kernel(saved: Path) -> None:
     assert "0.25 of the atoms" not in page
 
 
-def test_a_committed_notebook_keeps_the_copy(saved: Path) -> None:
+def test_a_committed_notebook_keeps_the_copy(saved):
     """The normal form has the copy, but no widget and no made-up name."""
     notebook = nbformat.read(saved, as_version=4)
     normalise(notebook)

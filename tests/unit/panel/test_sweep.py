@@ -25,21 +25,20 @@ from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.tasks.harness import continuation_items
 from heapr_lab.text.corpora import load_corpus
-from heapr_lab.workbench.workbench import Workbench
 
 RATIOS = (0.25, 0.5)
 plain_sweep = partial(sweep_of, Selection(0.1), WeightRecipe())
 
 
 @pytest.fixture
-def corpora(root: Path) -> tuple[str, str]:
+def corpora(root) -> tuple[str, str]:
     """Two texts."""
     write_text(root / "second.txt", n_texts=50)
     return str(root / "text.txt"), str(root / "second.txt")
 
 
 @pytest.fixture
-def swept(panel: Explorer) -> Explorer:
+def swept(panel) -> Explorer:
     """A panel whose button was pressed, for two ratios and two estimators."""
     panel.weights.weights.value = "unchanged"
     tab = panel.evaluation.sweep
@@ -53,15 +52,13 @@ def quiet(*_args: Any, **_options: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " , ", "0", "0.2, 0", "1.5", "0.2 0.4", "half"])
-def test_ratios_that_are_none(text: str) -> None:
+def test_ratios_that_are_none(text):
     """What is no ratio above 0 is refused."""
     with pytest.raises(SpecError, match="expected"):
         read_ratios(text)
 
 
-def test_windows_are_paired_as_a_loop_does(
-    bench: Workbench, session: PruningSession, corpora: tuple[str, str]
-) -> None:
+def test_windows_are_paired_as_a_loop_does(bench, session, corpora):
     """Mean and standard error of single windows, each measured alone."""
     chosen = Selection(0.5)
     session.evaluate(corpora[:1], selection=chosen)
@@ -79,8 +76,8 @@ def test_windows_are_paired_as_a_loop_does(
 
 
 def test_without_windows_of_the_dense_model_there_is_no_error(
-    bench: Workbench, session: PruningSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bench, session, monkeypatch
+):
     """Such results were cached by earlier versions: not 0, which would be certain."""
     measured = bench.perplexity
 
@@ -94,7 +91,7 @@ def test_without_windows_of_the_dense_model_there_is_no_error(
     assert session.points["delta_nll"].notna().all()
 
 
-def test_what_cannot_be_paired_is_refused() -> None:
+def test_what_cannot_be_paired_is_refused():
     """Other windows, or none; one window has no error."""
     with pytest.raises(SpecError, match="of 2 and of 3 windows"):
         paired_difference([1.0, 2.0], [1.0, 2.0, 3.0])
@@ -105,9 +102,7 @@ def test_what_cannot_be_paired_is_refused() -> None:
     assert math.isnan(error)
 
 
-def test_only_what_is_missing_is_measured(
-    session: PruningSession, corpora: tuple[str, str]
-) -> None:
+def test_only_what_is_missing_is_measured(session, corpora):
     """A second sweep with a further ratio and corpus measures only these."""
     first = plain_sweep(ratios=RATIOS, datasets=corpora[:1], estimators=("heapr",))
     first.run(session, report=quiet)
@@ -122,7 +117,7 @@ def test_only_what_is_missing_is_measured(
     assert len(replace(more, recipe=WeightRecipe("compensated")).missing(session)) == 2
 
 
-def test_a_cancelled_sweep_goes_on_where_it_was(session: PruningSession) -> None:
+def test_a_cancelled_sweep_goes_on_where_it_was(session):
     """What is finished stays."""
     corpora = (session.calibration.corpus,)
     sweep = Sweep((Selection(0.25), Selection(0.5), Selection(0.75)), corpora)
@@ -141,9 +136,7 @@ def test_a_cancelled_sweep_goes_on_where_it_was(session: PruningSession) -> None
     assert sweep.missing(session) == {}
 
 
-def test_the_time_is_that_of_evaluations_so_far(
-    bench: Workbench, session: PruningSession, corpora: tuple[str, str]
-) -> None:
+def test_the_time_is_that_of_evaluations_so_far(bench, session, corpora):
     """It counts all windows of the models that are left, and making their weights."""
     sweep = Sweep((Selection(0.25), Selection(0.5)), corpora)
     session.evaluate(corpora[:1], selection=Selection(0.25))
@@ -157,7 +150,7 @@ def test_the_time_is_that_of_evaluations_so_far(
     assert compensated.seconds(session) == 2.0 * (dense + 4 * n_test + making)
 
 
-def test_the_first_estimate_is_that_of_the_scores(session: PruningSession) -> None:
+def test_the_first_estimate_is_that_of_the_scores(session):
     """A window takes a third of what it took with gradients, by its tokens."""
     table = session.table
     origin = dict(table.metadata["provenance"], seconds=96.0, resumed_at=0)
@@ -174,7 +167,7 @@ def test_the_first_estimate_is_that_of_the_scores(session: PruningSession) -> No
     assert alone.seconds_a_window is None
 
 
-def test_a_task_is_as_long_as_its_text(bench: Workbench, root: Path) -> None:
+def test_a_task_is_as_long_as_its_text(bench, root):
     """Until it was measured, tokens of its items count, as windows of a corpus do."""
     task = f"continuation:{root / 'text.txt'}"
     corpus = load_corpus(str(root / "text.txt"), split="test")
@@ -186,9 +179,7 @@ def test_a_task_is_as_long_as_its_text(bench: Workbench, root: Path) -> None:
     assert windows_of_task("another", bench) == 32
 
 
-def test_tasks_and_weights_count_as_the_time_they_took(
-    session: PruningSession, corpora: tuple[str, str]
-) -> None:
+def test_tasks_and_weights_count_as_the_time_they_took(session, corpora):
     """In windows, once they were measured."""
     task, recipe = f"continuation:{corpora[0]}", WeightRecipe("compensated")
     session.tasks = (task,)
@@ -201,7 +192,7 @@ def test_tasks_and_weights_count_as_the_time_they_took(
     assert session.n_windows(*work) == 50 + 15 != guess
 
 
-def test_estimators_that_compare_within_layers_have_that_scope() -> None:
+def test_estimators_that_compare_within_layers_have_that_scope():
     """`compress` has no estimators of its own."""
     options: Any = {"ratios": RATIOS, "datasets": ("a",)}
     options["estimators"] = ("heapr", "camera")
@@ -217,7 +208,7 @@ def test_estimators_that_compare_within_layers_have_that_scope() -> None:
             plain_sweep(**(options | {missing: ()}))
 
 
-def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:
+def test_the_button_measures_and_the_note_says_what(swept):
     """Four points of one corpus; then there is nothing left, and it says so."""
     points, tab = swept.session.points, swept.evaluation.sweep
     pruned = points[points["estimator"].ne("dense")]
@@ -235,7 +226,7 @@ def test_the_button_measures_and_the_note_says_what(swept: Explorer) -> None:
     assert "expected a fraction" in error_of(tab.job)
 
 
-def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
+def test_a_sweep_keeps_the_weights_that_it_began_with(swept):
     """The switch may move meanwhile; the running job names what it measures."""
     tab, told = swept.evaluation.sweep, []
 
@@ -252,7 +243,7 @@ def test_a_sweep_keeps_the_weights_that_it_began_with(swept: Explorer) -> None:
     assert any("0.75 of the atoms" in text and ", masked: " in text for text in told)
 
 
-def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
+def test_differences_are_of_the_same_windows(swept):
     """The second estimator against the first one, at both ratios, in the table."""
     session = swept.session
     frame = differences(session)
@@ -273,9 +264,7 @@ def test_differences_are_of_the_same_windows(swept: Explorer) -> None:
         assert f">{text}<" in swept.evaluation.differences.value
 
 
-def test_windows_of_two_texts_are_not_paired(
-    session: PruningSession, root: Path, tmp_path: Path
-) -> None:
+def test_windows_of_two_texts_are_not_paired(session, root, tmp_path):
     """Once a file has another text, all is measured on that, as in a new session."""
     file = tmp_path / "eval.txt"
     file.write_text((root / "text.txt").read_text())

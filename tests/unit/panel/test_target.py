@@ -17,7 +17,6 @@ from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import SEARCH
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.recipes import making
-from heapr_lab.workbench.workbench import Workbench
 
 DENSE_NLL = 3.0
 RISE = 0.16
@@ -25,7 +24,7 @@ RISE = 0.16
 
 
 @pytest.fixture
-def panel(bench: Workbench, root: Any, monkeypatch: pytest.MonkeyPatch) -> Explorer:
+def panel(bench, root, monkeypatch) -> Explorer:
     """A panel of a model whose Δloss is the square of the achieved ratio."""
     session = PruningSession(random_table(2, 4, 100), workbench=bench)
 
@@ -50,7 +49,7 @@ def ratios(panel: Explorer) -> list[float]:
     return list(points.loc[points["estimator"].ne("dense"), "ratio"])
 
 
-def test_a_target_is_searched_for_by_measuring(panel: Explorer) -> None:
+def test_a_target_is_searched_for_by_measuring(panel):
     """The largest within it, of whole per cent; all points are said and drawn."""
     assert f"press {SEARCH}" in panel.error.value
     assert "infeasible" in panel.status.value
@@ -70,7 +69,7 @@ def test_a_target_is_searched_for_by_measuring(panel: Explorer) -> None:
     assert len(curve.get_xdata()) == 1 + len(ratios(panel))
 
 
-def test_a_search_goes_on_from_what_was_measured(panel: Explorer) -> None:
+def test_a_search_goes_on_from_what_was_measured(panel):
     """Again nothing is run; for another target only what is missing."""
     press(panel.search)
     first = ratios(panel)
@@ -85,7 +84,7 @@ def test_a_search_goes_on_from_what_was_measured(panel: Explorer) -> None:
 
 
 @pytest.mark.parametrize("change", ["corpus", "weights", "scope"])
-def test_a_ratio_is_of_what_it_was_measured_for(panel: Explorer, change: str) -> None:
+def test_a_ratio_is_of_what_it_was_measured_for(panel, change):
     """Another corpus, other weights or another scope have no ratio yet."""
     press(panel.search)
     assert panel.error.value == ""
@@ -99,7 +98,7 @@ def test_a_ratio_is_of_what_it_was_measured_for(panel: Explorer, change: str) ->
     assert f"press {SEARCH}" in panel.error.value
 
 
-def test_the_search_is_offered_where_it_can_be_used(panel: Explorer) -> None:
+def test_the_search_is_offered_where_it_can_be_used(panel):
     """It needs a target and a model; a table alone says why there is none."""
     assert panel.search.layout.display is None
     panel.controls.budget.value = "atoms"
@@ -111,7 +110,7 @@ def test_the_search_is_offered_where_it_can_be_used(panel: Explorer) -> None:
     assert table.search.layout.display == "none"
 
 
-def test_ratios_that_cannot_be_selected_are_not_tried(panel: Explorer) -> None:
+def test_ratios_that_cannot_be_selected_are_not_tried(panel):
     """With at least half of the atoms in each expert, half is the most."""
     panel.controls.min_atoms.value = 50
     panel.controls.rise.value = 1.0
@@ -121,7 +120,7 @@ def test_ratios_that_cannot_be_selected_are_not_tried(panel: Explorer) -> None:
 
 
 @pytest.mark.parametrize("typed", [20.0, -3.0])
-def test_a_target_out_of_range_stays_and_is_an_error(typed: float) -> None:
+def test_a_target_out_of_range_stays_and_is_an_error(typed):
     """Neither moved to what is allowed, nor searched for."""
     panel = explore(small_table())
     panel.controls.rise.value = typed
@@ -130,7 +129,7 @@ def test_a_target_out_of_range_stays_and_is_an_error(typed: float) -> None:
     assert f"must be a number in [0, 10], got {typed}" in panel.error.value
 
 
-def test_a_target_that_nothing_meets_prunes_nothing(panel: Explorer) -> None:
+def test_a_target_that_nothing_meets_prunes_nothing(panel):
     """The ratio is 0, and what was measured is said."""
     panel.controls.rise.value = 0.0
     press(panel.search)

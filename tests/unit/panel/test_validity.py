@@ -1,6 +1,5 @@
 """What the panel shows is of what is chosen, or says that it is not."""
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +15,6 @@ from heapr_lab.errors import SpecError
 from heapr_lab.panel.compare_tab import CompareTab
 from heapr_lab.panel.jobs import jobs_in
 from heapr_lab.panel.opening import explore
-from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.pictures import ChoicePicture, drawn_png, figure_points
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
 from heapr_lab.pruning.options import Selection, read_ratio
@@ -32,7 +30,7 @@ from heapr_lab.pruning.options import Selection, read_ratio
         ("0.995", 0.995), ("1%", 0.01),
     ],
 )  # fmt: skip
-def test_ratios_are_read_exactly(text: str, ratio: float) -> None:
+def test_ratios_are_read_exactly(text, ratio):
     """Fractions and per cent, with a point or a comma, to the last digit."""
     assert read_ratio(text) == ratio
 
@@ -40,13 +38,13 @@ def test_ratios_are_read_exactly(text: str, ratio: float) -> None:
 @pytest.mark.parametrize(
     "text", ["40", "1", "100%", "-0.1", "", "half", "nan", "inf", "1,000.5", "0.4.1"]
 )
-def test_ratios_that_are_none_are_refused(text: str) -> None:
+def test_ratios_that_are_none_are_refused(text):
     """Never another number in their place."""
     with pytest.raises(SpecError, match="expected a fraction from 0 to below 1"):
         read_ratio(text)
 
 
-def test_the_box_says_what_is_chosen() -> None:
+def test_the_box_says_what_is_chosen():
     """The slider shows the nearest step; the choice is what stands in the box.
 
     What a 40 was meant to be is suggested.
@@ -67,7 +65,7 @@ def test_the_box_says_what_is_chosen() -> None:
     assert panel.error.value == ""
 
 
-def test_a_move_of_the_slider_selects_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_move_of_the_slider_selects_once(monkeypatch):
     """One selection and one picture, as the box and the slider follow each other."""
     panel = explore(random_table(2, 4, 16))
     draw = Mock(wraps=panel._picture.draw)
@@ -83,7 +81,7 @@ def test_a_move_of_the_slider_selects_once(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("name", "value"), [("min_atoms", 16), ("ratio", "40"), ("excluded", "1-0")]
 )
-def test_an_infeasible_choice_greys_the_old_picture(name: str, value: Any) -> None:
+def test_an_infeasible_choice_greys_the_old_picture(name, value):
     """Picture and table are said to be old, until the choice is feasible again."""
     panel = explore(random_table(2, 4, 16), selection=Selection(ratio=0.5))
     box = getattr(panel.controls, name)
@@ -101,9 +99,7 @@ def test_an_infeasible_choice_greys_the_old_picture(name: str, value: Any) -> No
     assert "Out of date" not in panel.status.value
 
 
-def test_nothing_goes_on_with_the_choice_of_before(
-    panel: Explorer, tmp_path: Path
-) -> None:
+def test_nothing_goes_on_with_the_choice_of_before(panel, tmp_path):
     """Evaluate, Export, Pin and Inspect refuse while the settings are infeasible."""
     panel.controls.ratio.value = "40"
     panel.export.folder.value = str(tmp_path / "pruned")
@@ -120,7 +116,7 @@ def test_nothing_goes_on_with_the_choice_of_before(
     assert len(panel.session.points) == 2
 
 
-def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> None:
+def test_inspections_are_marked_when_choice_or_text_change(panel):
     """They are not when both are again what the result was made of."""
     tab = panel.inspection
     panel.tabs.selected_index = 2
@@ -146,16 +142,14 @@ def test_inspections_are_marked_when_choice_or_text_change(panel: Explorer) -> N
     assert is_stale(tab.compare._view)
 
 
-def test_every_job_names_what_it_is_of(panel: Explorer) -> None:
+def test_every_job_names_what_it_is_of(panel):
     """Its progress says it, whatever the settings are by then."""
     labels = {job.button.description: job._of() for job in jobs_in(panel)}
     assert [name for name, text in labels.items() if not text] == []
     assert labels["Show contexts"] == "layer of the atom 0, expert 0, atom 0"
 
 
-def test_an_evaluation_is_marked_when_settings_or_corpora_change(
-    panel: Explorer,
-) -> None:
+def test_an_evaluation_is_marked_when_settings_or_corpora_change(panel):
     """It is marked until exactly what is chosen is evaluated, tasks included."""
     tab = panel.evaluation
     panel.tabs.selected_index = 1
@@ -180,7 +174,7 @@ def test_an_evaluation_is_marked_when_settings_or_corpora_change(
     assert not is_stale(tab.message)
 
 
-def test_points_of_an_opened_session_replace_those_before(panel: Explorer) -> None:
+def test_points_of_an_opened_session_replace_those_before(panel):
     """They do so with the same settings as well, and if the session has none."""
     tab = panel.evaluation
     panel.tabs.selected_index = 1
@@ -197,9 +191,7 @@ def test_points_of_an_opened_session_replace_those_before(panel: Explorer) -> No
     assert tab.chart.layout.display is None
 
 
-def test_what_was_written_is_marked_when_settings_change(
-    panel: Explorer, tmp_path: Path
-) -> None:
+def test_what_was_written_is_marked_when_settings_change(panel, tmp_path):
     """The code that loads it stays readable; the same settings are not marked."""
     tab = panel.export
     panel.controls.ratio.value = "0.4"
@@ -236,7 +228,7 @@ def points_of(*rows: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(points, columns=list(POINT_COLUMNS))
 
 
-def test_each_choice_has_its_own_colour_and_marker() -> None:
+def test_each_choice_has_its_own_colour_and_marker():
     """Corpus and estimator are the same; the legend says what tells them apart."""
     (ax,) = figure_points(
         points_of(
@@ -266,7 +258,7 @@ def test_each_choice_has_its_own_colour_and_marker() -> None:
     assert len(set(colors)) == len(set(markers)) == 5
 
 
-def test_accuracy_is_drawn_in_a_chart_of_its_own() -> None:
+def test_accuracy_is_drawn_in_a_chart_of_its_own():
     """It is in per cent, with standard errors and a dense line, below the loss."""
     task = {"dataset": "continuation", "stderr": 0.05}
     alone = figure_points(points_of({}))
@@ -287,7 +279,7 @@ def test_accuracy_is_drawn_in_a_chart_of_its_own() -> None:
     assert accuracy.get_ylabel() == "accuracy [%] ↑"
 
 
-def test_pins_have_one_colour_and_marker_and_corpora_one_filling() -> None:
+def test_pins_have_one_colour_and_marker_and_corpora_one_filling():
     """Both charts of the comparison agree, with a legend for each."""
     session = PruningSession(random_table(2, 4, 16))
     tab = CompareTab(session)
@@ -311,7 +303,7 @@ def test_pins_have_one_colour_and_marker_and_corpora_one_filling() -> None:
     assert corpora == ["pydocs", "ptb"]
 
 
-def test_whole_experts_stand_in_the_histogram_of_whole_experts() -> None:
+def test_whole_experts_stand_in_the_histogram_of_whole_experts():
     """Scores are summed; all that go are below the cut where all sizes agree."""
     table = random_table(2, 4, 16)
     session = PruningSession(table)

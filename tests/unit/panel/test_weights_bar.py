@@ -31,9 +31,7 @@ def last_point(panel: Explorer) -> dict[str, Any]:
     return dict(panel.session.points.iloc[-1])
 
 
-def test_what_waits_for_weights_can_be_cancelled(
-    session: PruningSession, tmp_path: Path
-) -> None:
+def test_what_waits_for_weights_can_be_cancelled(session, tmp_path):
     """Export does not wait to the end of Evaluate, which makes the same."""
     panel = panel_on(session, (session.calibration.corpus,))
     panel.controls.ratio.value, panel.weights.weights.value = "0.43", "compress"
@@ -44,7 +42,7 @@ def test_what_waits_for_weights_can_be_cancelled(
     assert panel.evaluation.job.error.value == ""
 
 
-def test_the_mask_of_the_first_weights_is_known(session: PruningSession) -> None:
+def test_the_mask_of_the_first_weights_is_known(session):
     """Others have a share of self-generated text; a table alone has no switch."""
     panel = panel_on(session, ())
     assert session.recipe == MASKED
@@ -57,9 +55,7 @@ def test_the_mask_of_the_first_weights_is_known(session: PruningSession) -> None
 
 
 @pytest.mark.parametrize("weights", ["compress", "compensated", "unchanged"])
-def test_what_is_evaluated_is_what_is_exported(
-    panel: Explorer, tmp_path: Path, weights: str
-) -> None:
+def test_what_is_evaluated_is_what_is_exported(panel, tmp_path, weights):
     """The loss of the files, loaded again, is that of the point and of the card."""
     panel.weights.weights.value = weights
     panel.weights.own.value = 0
@@ -81,9 +77,7 @@ def test_what_is_evaluated_is_what_is_exported(
     assert abs(point["nll"] - dense) > 1e-5
 
 
-def test_weights_are_made_once(
-    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_made_once(panel, tmp_path, monkeypatch):
     """All corpora and Export share them; another ratio or recipe makes them again."""
     fit = Mock(wraps=making.fit_compensation)
     monkeypatch.setattr(making, "fit_compensation", fit)
@@ -103,9 +97,7 @@ def test_weights_are_made_once(
     assert last_point(panel)["weights"] == "masked"
 
 
-def test_a_switch_that_moves_does_not_change_running_work(
-    panel: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_that_moves_does_not_change_running_work(panel, tmp_path, monkeypatch):
     """Files have the weights that were shown when the button was pressed."""
     panel.controls.ratio.value = "0.5"
     switch, check_new = panel.weights.weights, folders.check_new
@@ -121,7 +113,7 @@ def test_a_switch_that_moves_does_not_change_running_work(
     assert manifest["weights"].startswith("W_down compensated")
 
 
-def test_a_cancelled_evaluation_leaves_the_model_dense(panel: Explorer) -> None:
+def test_a_cancelled_evaluation_leaves_the_model_dense(panel):
     """Neither the mask nor the new W_down stay in the model, whatever ends the work."""
     session = panel.session
     bench: Any = session.workbench
@@ -141,7 +133,7 @@ def test_a_cancelled_evaluation_leaves_the_model_dense(panel: Explorer) -> None:
     assert session.points.empty
 
 
-def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
+def test_compress_is_not_shown_as_the_estimator_above(panel):
     """It chooses its own; until then no mask is shown, and no number of one."""
     panel.controls.estimator.value = "frequency"
     panel.comparison.pin()
@@ -180,7 +172,7 @@ def test_compress_is_not_shown_as_the_estimator_above(panel: Explorer) -> None:
     assert "frequency" not in label
 
 
-def test_points_of_compress_are_of_their_ratio(session: PruningSession) -> None:
+def test_points_of_compress_are_of_their_ratio(session):
     """Two ratios that remove only atoms without a score are not taken for one."""
     session.recipe = WeightRecipe("compress")
     session.choose(Selection(0.5))
@@ -192,7 +184,7 @@ def test_points_of_compress_are_of_their_ratio(session: PruningSession) -> None:
         assert len(session.measured()) == n_known
 
 
-def test_a_point_has_the_sum_of_the_scores_that_ranked(panel: Explorer) -> None:
+def test_a_point_has_the_sum_of_the_scores_that_ranked(panel):
     """With the options of the estimator, not with its own defaults."""
     session = panel.session
     by_energy: Any = {"alpha": 0.0}
@@ -206,7 +198,7 @@ def test_a_point_has_the_sum_of_the_scores_that_ranked(panel: Explorer) -> None:
     assert point["summed_score"] == scores[~session.keep.rows].sum()
 
 
-def test_points_of_each_way_stay_apart(panel: Explorer) -> None:
+def test_points_of_each_way_stay_apart(panel):
     """Curves stand beside each other; numbers are of the recipe that is shown.
 
     A pin's loss is of its own weights.
@@ -233,7 +225,7 @@ def test_points_of_each_way_stay_apart(panel: Explorer) -> None:
     assert pins[name].to_dict() == losses.to_dict()
 
 
-def test_inspect_follows_the_switch(panel: Explorer) -> None:
+def test_inspect_follows_the_switch(panel):
     """Losses of tokens are of the same weights; another recipe outdates them."""
     tab, session = panel.inspection, panel.session
     tab.text.value = "the sum of the elements"

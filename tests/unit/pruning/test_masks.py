@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +22,7 @@ def keep() -> KeepMask:
     return KeepMask.from_arrays(arrays, estimator="fisher")
 
 
-def test_the_layers_of_a_mask_stay(keep: KeepMask) -> None:
+def test_the_layers_of_a_mask_stay(keep):
     """None is replaced, added or taken away."""
     print_before = keep.fingerprint
     with pytest.raises(TypeError, match="does not support item assignment"):
@@ -34,7 +33,7 @@ def test_the_layers_of_a_mask_stay(keep: KeepMask) -> None:
 
 
 @pytest.mark.parametrize("name", ["by_layer", "arrays", "rows"])
-def test_the_atoms_of_a_mask_stay(keep: KeepMask, name: str) -> None:
+def test_the_atoms_of_a_mask_stay(keep, name):
     """No array can be written to, nor made so that it could."""
     array = {"by_layer": keep.by_layer(3), "arrays": keep.arrays[3], "rows": keep.rows}
     with pytest.raises(ValueError, match="read-only"):
@@ -45,7 +44,7 @@ def test_the_atoms_of_a_mask_stay(keep: KeepMask, name: str) -> None:
     assert not isinstance(base, np.ndarray) or not base.flags.writeable
 
 
-def test_what_it_was_made_of_may_change() -> None:
+def test_what_it_was_made_of_may_change():
     """Arrays and settings are copied."""
     array, settings = np.array([[True, False]]), {"ratio": 0.5}
     keep = KeepMask({0: array}, settings)
@@ -56,7 +55,7 @@ def test_what_it_was_made_of_may_change() -> None:
     assert KeepMask(keep.arrays).settings == {}
 
 
-def test_copies_are_equal_and_as_fixed(keep: KeepMask) -> None:
+def test_copies_are_equal_and_as_fixed(keep):
     """Copies by pickle, copy, deepcopy and replace, with their settings."""
     assert keep.fingerprint
     for other in (
@@ -72,7 +71,7 @@ def test_copies_are_equal_and_as_fixed(keep: KeepMask) -> None:
             other.by_layer(0).setflags(write=True)
 
 
-def test_rows_are_those_of_a_table() -> None:
+def test_rows_are_those_of_a_table():
     """Layers of other shapes: row after row is where the table's keys say it is."""
     shapes = {1: (2, 3), 4: (3, 2), 5: (1, 5)}
     keys = [
@@ -101,15 +100,13 @@ def test_rows_are_those_of_a_table() -> None:
         (np.ones(8), r"mask of layer 0 is float64 \(2, 2\), expected bool"),
     ],
 )
-def test_rows_of_something_else_are_refused(
-    keep: KeepMask, rows: np.ndarray, message: str
-) -> None:
+def test_rows_of_something_else_are_refused(keep, rows, message):
     """Another number of them, or no truth values."""
     with pytest.raises(SpecError, match=message):
         KeepMask.from_rows(keep, rows)
 
 
-def test_a_mask_is_no_other_thing(keep: KeepMask) -> None:
+def test_a_mask_is_no_other_thing(keep):
     """Nor does it compare with one; equal masks are one key."""
     assert keep != keep.fingerprint
     assert keep.__eq__("x") is NotImplemented
@@ -123,14 +120,14 @@ RAGGED = {7: [[True, False, True], [False, True, True]], 2: [[True], [False], [F
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path) -> Path:
     """The file of a mask of `RAGGED`."""
     path = tmp_path / "mask.parquet"
     KeepMask.from_arrays(RAGGED, estimator="heapr", ratio=0.25).write(path)
     return path
 
 
-def test_a_mask_comes_back_from_its_file(path: Path) -> None:
+def test_a_mask_comes_back_from_its_file(path):
     """It has its settings, and every atom where it was."""
     keep = KeepMask.read(path)
     assert keep == KeepMask.from_arrays(RAGGED)
@@ -138,7 +135,7 @@ def test_a_mask_comes_back_from_its_file(path: Path) -> None:
     assert {k: kept.tolist() for k, kept in keep.arrays.items()} == RAGGED
 
 
-def test_the_file_of_a_mask_has_a_row_for_each_atom(path: Path) -> None:
+def test_the_file_of_a_mask_has_a_row_for_each_atom(path):
     """Anyone can read it without this package."""
     frame = pd.read_parquet(path)
     rows = [[2, e, 0, kept] for e, (kept,) in enumerate(RAGGED[2])]
@@ -153,7 +150,7 @@ def test_the_file_of_a_mask_has_a_row_for_each_atom(path: Path) -> None:
     assert metadata["fingerprint"] == KeepMask.from_arrays(RAGGED).fingerprint
 
 
-def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_named(tmp_path):
     """A table of scores is no mask."""
     path = tmp_path / "table.parquet"
     frame = pd.DataFrame({"layer": [0], "expert": [0], "atom": [0], "sum_h2": [1.0]})
@@ -165,7 +162,7 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer", "expert", "keep"])
-def test_a_mask_with_another_value_was_changed(path: Path, name: str) -> None:
+def test_a_mask_with_another_value_was_changed(path, name):
     """Its atoms are not those that it has the fingerprint of."""
     frame, metadata = files.read_frame(path)
     frame.loc[3:, name] = ~frame.loc[3:, name] if name == "keep" else 3
@@ -178,7 +175,7 @@ def test_a_mask_with_another_value_was_changed(path: Path, name: str) -> None:
 # --- what is shown ----------------------------------------------------------------
 
 
-def test_widths_and_ratios_are_named() -> None:
+def test_widths_and_ratios_are_named():
     """Numbers where every layer has as many experts, else missing ones too."""
     keep = KeepMask.from_arrays(RAGGED)
     widths = keep.widths()
@@ -197,7 +194,7 @@ def test_widths_and_ratios_are_named() -> None:
 # --- counts and arrays ---
 
 
-def test_fingerprint_tells_masks_apart() -> None:
+def test_fingerprint_tells_masks_apart():
     """Masks are equal by what they keep: bits, shapes and layers, not settings."""
     keep = KeepMask.from_arrays({0: [[True, False]]})
     assert keep == KeepMask.from_arrays({0: [[True, False]]}, ratio=0.5)
@@ -206,7 +203,7 @@ def test_fingerprint_tells_masks_apart() -> None:
     assert len(keep.fingerprint) == 64
 
 
-def test_full_mask_keeps_everything() -> None:
+def test_full_mask_keeps_everything():
     """The full mask has the table's shapes and removes nothing."""
     table = make_table(TWO_LAYERS)
     assert KeepMask.full(table) == select(table, ratio=0)
@@ -214,13 +211,13 @@ def test_full_mask_keeps_everything() -> None:
 
 
 @pytest.mark.parametrize("array", [[[1, 0]], [True, False], np.ones((0, 2), bool)])
-def test_bad_arrays_are_refused(array: Any) -> None:
+def test_bad_arrays_are_refused(array):
     """Only bool (n_experts, d_inter) is a mask."""
     with pytest.raises(SpecError, match=r"mask of layer 0 is .* expected bool"):
         KeepMask.from_arrays({0: array})
 
 
-def test_absent_layers_are_errors() -> None:
+def test_absent_layers_are_errors():
     """A mask without layers, or asked for one it lacks, says so."""
     with pytest.raises(SpecError, match="at least one layer"):
         KeepMask.from_arrays({})

@@ -40,7 +40,7 @@ def selections(draw: st.DrawFn) -> Selection:
 
 
 @given(selections())
-def test_a_selection_survives_json(selection: Selection) -> None:
+def test_a_selection_survives_json(selection):
     """Read back it is equal, with an equal hash, and its text is the same.
 
     A repr makes the selection again: it names what was set, and is Python.
@@ -52,7 +52,7 @@ def test_a_selection_survives_json(selection: Selection) -> None:
     assert eval(repr(selection), {"Selection": Selection}) == selection
 
 
-def test_one_form_of_what_is_equal() -> None:
+def test_one_form_of_what_is_equal():
     """However numbers and layers were given, equal selections are equal."""
     given_so = Selection(np.float64(0.3), exclude_layers=[4, 3])  # type: ignore[arg-type]
     assert given_so == Selection(Decimal("0.3"), exclude_layers=(3, 4))  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_one_form_of_what_is_equal() -> None:
         assert other == Selection(0.3, exclude_layers=(0, 1))
 
 
-def test_numbers_of_numpy_become_python_numbers() -> None:
+def test_numbers_of_numpy_become_python_numbers():
     """So that a selection can be read, and written as JSON."""
     of_numpy = Selection(
         np.float64(0.3),
@@ -76,7 +76,7 @@ def test_numbers_of_numpy_become_python_numbers() -> None:
     )
 
 
-def test_plain_data_of_a_selection() -> None:
+def test_plain_data_of_a_selection():
     """Whatever exact numbers it was made of, files hold floats, by name."""
     third: Any = Fraction(1, 3)
     selection = Selection(third, exclude_layers=(4, 2))
@@ -88,7 +88,7 @@ def test_plain_data_of_a_selection() -> None:
     }
 
 
-def test_files_of_earlier_versions_are_read() -> None:
+def test_files_of_earlier_versions_are_read():
     """They hold settings that are gone; one that was used is refused by name."""
     selection = Selection(0.5)
     gone = {"price": None, "protect_outliers": 0.0, "layer_ratios": {}}
@@ -134,7 +134,7 @@ def test_files_of_earlier_versions_are_read() -> None:
         ),
     ],
 )
-def test_a_selection_as_text(selection: Selection, text: str, rules: str) -> None:
+def test_a_selection_as_text(selection, text, rules):
     """Titles and labels say what is pruned and how, and no more than was asked for."""
     assert selection.text == text
     assert selection.rules_text == rules
@@ -150,9 +150,7 @@ def test_a_selection_as_text(selection: Selection, text: str, rules: str) -> Non
         ({"of": "model", "scope": "layer"}, ((1,), (3,), (5,)), "atoms"),
     ],
 )
-def test_what_is_pruned_together(
-    fields: dict[str, Any], groups: tuple[tuple[int, ...], ...], unit: str
-) -> None:
+def test_what_is_pruned_together(fields, groups, unit):
     """Layers share an amount, unless they are pruned one by one.
 
     Within one layer all atoms are alike.
@@ -162,7 +160,7 @@ def test_what_is_pruned_together(
     assert selection.unit == unit
 
 
-def test_ratios_do_not_change_the_ranking() -> None:
+def test_ratios_do_not_change_the_ranking():
     """Selections that differ in ratios alone share a ranking; others do not."""
     selection = Selection(0.2)
     assert selection.ranking_key == Selection(0.7).ranking_key
@@ -186,33 +184,33 @@ def test_ratios_do_not_change_the_ranking() -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_is_named(plain: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_used_is_named(plain, message):
     """The error names it, also when it comes from a file."""
     with pytest.raises(SpecError, match=message):
         Selection.from_dict(plain)
 
 
-def test_a_ratio_is_called_what_the_caller_calls_it() -> None:
+def test_a_ratio_is_called_what_the_caller_calls_it():
     """By default it is the pruning ratio, as `select` has it."""
     with pytest.raises(SpecError, match=r"^--at must be in \[0, 1\), got 1;"):
         exact_ratio(1, name="--at")
 
 
 @pytest.mark.parametrize("text", ["7-5", "5-", "-5", "1-2-3", "1.5", "²", "9" * 5000])
-def test_lists_that_are_not_of_layers_are_refused(text: str) -> None:
+def test_lists_that_are_not_of_layers_are_refused(text):
     """A range has two ends, the lower first."""
     with pytest.raises(SpecError, match=r"excluded: .*; give"):
         parse_layers(text, name="excluded")
 
 
-def test_lists_of_layers_are_read() -> None:
+def test_lists_of_layers_are_read():
     """Numbers and ranges in any order, each layer once."""
     assert parse_layers(" 7, 0-2,1 ,", name="") == (0, 1, 2, 7)
     assert parse_layers("5 - 7,0", name="") == (0, 5, 6, 7)
     assert parse_layers("", name="") == ()
 
 
-def test_select_takes_one_way_of_saying_it() -> None:
+def test_select_takes_one_way_of_saying_it():
     """A selection, its ratio, or its fields."""
     table = random_table(1, 2, 4)
     assert select(table, 0.5) == select(table, ratio=0.5)
@@ -232,15 +230,13 @@ def test_select_takes_one_way_of_saying_it() -> None:
         ({"protect_unrouted": None}, "protect_unrouted must be one of .*, got None"),
     ],
 )
-def test_fields_of_another_type_are_refused(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_fields_of_another_type_are_refused(fields, message):
     """What was expected is said."""
     with pytest.raises(SpecError, match=message):
         Selection(0.25, **fields)
 
 
-def test_a_calibration_survives_json() -> None:
+def test_a_calibration_survives_json():
     """Read back it is equal."""
     calibration = Calibration("ptb", 8, 64, seed=-1)
     plain = json.loads(json.dumps(calibration.to_dict()))
@@ -260,13 +256,13 @@ def test_a_calibration_survives_json() -> None:
         {"sead": 1},
     ],
 )
-def test_a_calibration_that_cannot_be_used(fields: dict[str, Any]) -> None:
+def test_a_calibration_that_cannot_be_used(fields):
     """Numbers and names are checked where it is made."""
     with pytest.raises(SpecError, match=next(iter(fields))):
         Calibration.from_dict(fields)
 
 
-def test_a_setting_is_a_pair() -> None:
+def test_a_setting_is_a_pair():
     """The short form gives the same; wholes and their parts are not mixed."""
     short = Setting(0.4, "ptb", scope="layer")
     pair = Setting(Selection(0.4, scope="layer"), Calibration("ptb"))
@@ -277,7 +273,7 @@ def test_a_setting_is_a_pair() -> None:
         Setting(pair.selection, scope="layer")
 
 
-def test_columns_tell_settings_apart() -> None:
+def test_columns_tell_settings_apart():
     """Rows of results name whatever was set besides what they always name."""
     plain = Setting(0.4).columns()
     assert set(Setting(0.4, of="model", min_atoms=2).columns()) - set(plain) == {

@@ -38,7 +38,7 @@ def order(table: ImportanceTable, **settings: Any) -> list[tuple[int, int, int]]
     return gone
 
 
-def test_an_atom_counts_what_it_has() -> None:
+def test_an_atom_counts_what_it_has():
     """An atom counts as one, or as its parameters."""
     counted = {
         unit: {k: row.tolist() for k, row in atom_sizes(TABLE, unit=unit).items()}
@@ -53,7 +53,7 @@ def test_an_atom_counts_what_it_has() -> None:
         assert {row.dtype for row in sizes} == {np.dtype(np.int64)}
 
 
-def test_the_lowest_score_goes_first() -> None:
+def test_the_lowest_score_goes_first():
     """It goes first over all layers, or layer by layer."""
     assert order(TABLE) == [
         *[(1, 0, 1), (1, 0, 2), (1, 0, 0), (1, 1, 2), (1, 1, 1), (1, 1, 0)],
@@ -61,7 +61,7 @@ def test_the_lowest_score_goes_first() -> None:
     ]
 
 
-def test_whole_experts_go_by_their_sums() -> None:
+def test_whole_experts_go_by_their_sums():
     """Sums: 6, 15 of layer 1; 23, 15, 19 of layer 4; of equal ones the first goes."""
     assert order(TABLE, granularity="expert") == [
         *[(1, 0, atom) for atom in range(3)],
@@ -72,7 +72,7 @@ def test_whole_experts_go_by_their_sums() -> None:
     ]
 
 
-def test_a_narrow_expert_goes_by_its_sum() -> None:
+def test_a_narrow_expert_goes_by_its_sum():
     """Two atoms against three, of 3 + 1 + 2 in all."""
     wide, narrow = [(1, 0, atom) for atom in range(3)], [(4, 0, 0), (4, 0, 1)]
     table = make_table(SCORES | {4: [[3, 2], [8, 7], [9, 10]]})
@@ -80,7 +80,7 @@ def test_a_narrow_expert_goes_by_its_sum() -> None:
     assert order(table, granularity="expert")[:5] == narrow + wide
 
 
-def test_whole_experts_count_all_their_atoms() -> None:
+def test_whole_experts_count_all_their_atoms():
     """Of 500 parameters, the two first experts have 3 · 12 each."""
     for parameters, removed in ((36, 3), (37, 6), (72, 6)):
         ratio: Any = Fraction(parameters, 500)
@@ -88,7 +88,7 @@ def test_whole_experts_count_all_their_atoms() -> None:
         assert keep.n_removed == removed
 
 
-def test_of_equal_scores_the_first_rows_go() -> None:
+def test_of_equal_scores_the_first_rows_go():
     """As a stable sort has it, of so many that another sort would mix them."""
     values = np.random.default_rng(0).integers(1, 4, (3, 40))
     table = make_table({1: values})
@@ -102,7 +102,7 @@ def test_of_equal_scores_the_first_rows_go() -> None:
         assert np.flatnonzero(~kept).tolist() == sorted(first)
 
 
-def test_steps_go_by_their_mean() -> None:
+def test_steps_go_by_their_mean():
     """Steps of two atoms of 3 and 2, and of 4 and 0: the lower mean goes first."""
     table = make_table({4: [[3, 2], [4, 0]]})
     keep = select(table, ratio=0.25, structure="aligned", multiple=2)

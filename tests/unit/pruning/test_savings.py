@@ -36,7 +36,7 @@ def table(**metadata: Any) -> ImportanceTable:
     )
 
 
-def test_all_that_is_saved() -> None:
+def test_all_that_is_saved():
     """Parameters, bytes and operations, before and after, with what they count at."""
     row = savings_of(KEEP, table(), seq_len=6)
     # 2 · 10 weights besides, 2 · 6 · 3 of attention; 2 atoms of 24, and without one of
@@ -57,7 +57,7 @@ def test_all_that_is_saved() -> None:
     }
 
 
-def test_bytes_are_those_of_the_checkpoint_if_it_is_named() -> None:
+def test_bytes_are_those_of_the_checkpoint_if_it_is_named():
     """Whole bytes, also of half a byte for each parameter."""
     names = ("bytes_before", "bytes_after", "bytes_per_parameter")
     source = Source(n_bytes=53)
@@ -69,14 +69,14 @@ def test_bytes_are_those_of_the_checkpoint_if_it_is_named() -> None:
     assert [row[name] for name in names] == [53, 176, 0.53]
 
 
-def test_the_context_is_the_papers() -> None:
+def test_the_context_is_the_papers():
     """Whatever the windows were, unless another is asked for."""
     measured = table(provenance={"calibration": {"seq_len": 12}})
     assert savings_of(KEEP, measured)["seq_len"] == 2048
     assert savings_of(KEEP, measured, seq_len=7)["seq_len"] == 7
 
 
-def test_scores_of_what_goes_are_added_up() -> None:
+def test_scores_of_what_goes_are_added_up():
     """The scores are those of the estimator and its options."""
     # ½ · 2/3 · 18/3 = 2.
     assert summed_scores(table(), KEEP, "heapr") == pytest.approx(2)
@@ -86,7 +86,7 @@ def test_scores_of_what_goes_are_added_up() -> None:
     assert camera == {0: pytest.approx(2), 1: pytest.approx(9)}
 
 
-def test_scores_of_another_model_s_mask_are_refused() -> None:
+def test_scores_of_another_model_s_mask_are_refused():
     """The message has both shapes."""
     other = KeepMask.from_arrays({5: np.ones((2, 3), bool)})
     shapes = r"\{5: \(2, 3\)\}, expected those of the table, \{5: \(2, 2\)\}"

@@ -3,7 +3,6 @@
 import inspect
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from heapr_lab.storage.hashing import digest
 # --- ragged atoms ---------------------------------------------------------------
 
 
-def test_layer_removes_the_same_from_each() -> None:
+def test_layer_removes_the_same_from_each():
     """A quarter of each layer's 8 atoms goes."""
     assert kept(make_table(TWO_LAYERS), ratio=0.25, scope="layer") == {
         0: [[0, 1, 1, 1], [1, 1, 1, 0]],
@@ -39,7 +38,7 @@ def test_layer_removes_the_same_from_each() -> None:
         (1e-3, 0),
     ],
 )
-def test_ratio_is_the_decimal_it_was_written_as(ratio: Any, removed: int) -> None:
+def test_ratio_is_the_decimal_it_was_written_as(ratio, removed):
     """Exactly ⌊r · 100⌋ of 100 atoms go, also where all scores are equal."""
     table = make_table({0: np.ones((4, 25))})
     keep = select(table, ratio=ratio)
@@ -47,7 +46,7 @@ def test_ratio_is_the_decimal_it_was_written_as(ratio: Any, removed: int) -> Non
 
 
 @pytest.mark.parametrize("ratio", [25, 1, 1.0, -0.1])
-def test_ratio_outside_is_refused(ratio: float) -> None:
+def test_ratio_outside_is_refused(ratio):
     """A ratio outside [0, 1) is an error that says how to write it."""
     message = (
         rf"^pruning ratio must be in \[0, 1\), got {ratio}; give a fraction \(0.25\), "
@@ -58,13 +57,13 @@ def test_ratio_outside_is_refused(ratio: float) -> None:
 
 
 @pytest.mark.parametrize("ratio", [float("nan"), "0.2", True, None])
-def test_ratio_must_be_a_number(ratio: Any) -> None:
+def test_ratio_must_be_a_number(ratio):
     """What is no number is an error."""
     with pytest.raises(SpecError, match="must be a number in"):
         select(make_table(TWO_LAYERS), ratio=ratio)
 
 
-def test_unrouted_atoms_go_first() -> None:
+def test_unrouted_atoms_go_first():
     """An expert without tokens scores 0 and goes, unless it is protected."""
     table = make_table({0: [[3, 4], [9, 9]]}, extra={"tokens": [1, 1, 0, 0]})
     assert kept(table, ratio=0.5) == {0: [[1, 1], [0, 0]]}
@@ -74,7 +73,7 @@ def test_unrouted_atoms_go_first() -> None:
 # --- whole experts --------------------------------------------------------------
 
 
-def test_experts_layer_by_layer() -> None:
+def test_experts_layer_by_layer():
     """With scope layer the lowest expert of each layer goes."""
     keep = select(
         make_table(TWO_LAYERS), ratio=0.5, granularity="expert", scope="layer"
@@ -85,7 +84,7 @@ def test_experts_layer_by_layer() -> None:
 # --- widths ---------------------------------------------------------------------
 
 
-def test_steps_of_different_sizes_may_remove_more_than_was_asked() -> None:
+def test_steps_of_different_sizes_may_remove_more_than_was_asked():
     """The cheapest step per atom goes, although a smaller one would have done."""
     # Layer 0 goes in a step of three atoms of 1 each, layer 1 in one of 2.
     table = make_table({0: [[1], [1], [1]], 1: [[2]]})
@@ -93,7 +92,7 @@ def test_steps_of_different_sizes_may_remove_more_than_was_asked() -> None:
     assert keep.layer_ratios().tolist() == [1, 0]
 
 
-def test_per_layer_within_layers() -> None:
+def test_per_layer_within_layers():
     """With scope layer every layer is cut to the same width."""
     keep = select(
         make_table(TWO_LAYERS), ratio=0.3, structure="per_layer", scope="layer"
@@ -101,7 +100,7 @@ def test_per_layer_within_layers() -> None:
     assert set(keep.widths().to_numpy().ravel()) == {2}
 
 
-def test_uniform_width() -> None:
+def test_uniform_width():
     """One width for the model, the smallest loss of width that removes the ratio."""
     table = make_table(TWO_LAYERS)
     keep = select(table, ratio=0.3, structure="uniform")
@@ -116,7 +115,7 @@ def test_uniform_width() -> None:
 # --- what stays -----------------------------------------------------------------
 
 
-def test_excluded_layers_are_left_whole() -> None:
+def test_excluded_layers_are_left_whole():
     """Scope global takes the whole amount from the others, scope layer does not."""
     table = make_table(TWO_LAYERS)
     keep = select(table, ratio=0.25, exclude_layers=[0])
@@ -129,7 +128,7 @@ def test_excluded_layers_are_left_whole() -> None:
     assert select(table, ratio=0.55, exclude_layers=[0]).n_removed == 8
 
 
-def test_the_largest_possible_ratio_can_be_had() -> None:
+def test_the_largest_possible_ratio_can_be_had():
     """Two thirds are rounded down, so that what an error names is not refused."""
     table = make_table({0: [[1, 2, 3]]})
     message = r"^pruning ratio 0\.7 is infeasible.* possible is 0\.666666$"
@@ -139,7 +138,7 @@ def test_the_largest_possible_ratio_can_be_had() -> None:
     assert select(table, ratio=0.666666, **settings).n_removed == 2
 
 
-def test_every_expert_keeps_its_least() -> None:
+def test_every_expert_keeps_its_least():
     """A floor keeps an expert's best atoms, and limits the ratio."""
     table = make_table(TWO_LAYERS)
     keep = select(table, ratio=0.5, min_atoms=2)
@@ -172,13 +171,13 @@ def test_every_expert_keeps_its_least() -> None:
         ({"estimator_options": {"seed": 1}}, "'heapr' has no option seed"),
     ],
 )
-def test_settings_that_cannot_be_used(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be_used(settings, message):
     """A setting that cannot be used is an error that says what can."""
     with pytest.raises(SpecError, match=message):
         select(make_table(TWO_LAYERS), ratio=0.25, **settings)
 
 
-def test_options_reach_the_estimator() -> None:
+def test_options_reach_the_estimator():
     """Another seed selects other atoms, the same seed the same."""
     table = make_table({0: np.ones((8, 32))})
     a, b, c = (
@@ -195,7 +194,7 @@ def test_options_reach_the_estimator() -> None:
     assert a.settings["estimator_options"] == {"seed": 0}
 
 
-def test_a_mask_names_its_table() -> None:
+def test_a_mask_names_its_table():
     """The name is the hash of what the table was measured with, if that is known."""
     spec = {"n_sequences": 8}
     known = make_table(TWO_LAYERS, spec=spec, spec_hash=digest(spec))
@@ -203,7 +202,7 @@ def test_a_mask_names_its_table() -> None:
     assert select(make_table(TWO_LAYERS), ratio=0.5).settings["table"] is None
 
 
-def test_help_names_what_can_be_given() -> None:
+def test_help_names_what_can_be_given():
     """Fields of a selection, which tab completes, too; that there is no ratio."""
     fields = [*inspect.signature(Selection).parameters]
     assert [*inspect.signature(select).parameters] == ["table", "selection", *fields]
@@ -236,7 +235,7 @@ MODEL = Architecture(
     # (96) and one atom of layer 1 (8) makes 104.
     [(0, 0), (0.06, 1), (0.061, 2), (0.48, 8), (0.52, 9), (0.8, 16)],
 )
-def test_ratio_of_the_model(ratio: float, removed: int) -> None:
+def test_ratio_of_the_model(ratio, removed):
     """The lowest atoms go until at least the ratio of all parameters is gone."""
     table = make_table(TWO_LAYERS, architecture=MODEL.to_dict())
     keep = select(table, ratio=ratio, of="model")
@@ -244,7 +243,7 @@ def test_ratio_of_the_model(ratio: float, removed: int) -> None:
     assert 200 - MODEL.parameters(keep) >= Fraction(str(ratio)) * 200
 
 
-def test_parameters_beyond_32_bits_are_counted() -> None:
+def test_parameters_beyond_32_bits_are_counted():
     """Amounts of parameters larger than 2³¹ do not wrap around."""
     shape = LayerShape(n_experts=1, d_inter=4, d_expert=2**31)
     model = Architecture(12 * 2**31, 2, 2**31, {0: shape}, 0, 0)
@@ -252,14 +251,14 @@ def test_parameters_beyond_32_bits_are_counted() -> None:
     assert kept(table, ratio=0.75, of="model") == {0: [[0, 0, 0, 1]]}
 
 
-def test_ratio_of_the_model_by_layer() -> None:
+def test_ratio_of_the_model_by_layer():
     """With scope layer each layer gives the same share of its atoms."""
     table = make_table(TWO_LAYERS, architecture=MODEL.to_dict())
     keep = select(table, ratio=0.4, of="model", scope="layer")
     assert keep.layer_ratios().tolist() == [0.5, 0.5]  # 0.4 · 200 / 160
 
 
-def test_more_than_the_routed_share_is_refused() -> None:
+def test_more_than_the_routed_share_is_refused():
     """Beyond the routed share the largest possible ratio is stated."""
     table = make_table(TWO_LAYERS, architecture=MODEL.to_dict())
     for scope in ("global", "layer"):

@@ -50,7 +50,7 @@ def with_doubled(model: nn.Module, *numbers: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_a_pruned_model_knows_its_mask(model: nn.Module, inplace: bool) -> None:
+def test_a_pruned_model_knows_its_mask(model, inplace):
     """It knows, too, that its weights were replaced, if they were."""
     keep = random_keep(model)
     pruned = prune(model, keep, inplace=inplace)
@@ -65,9 +65,7 @@ def test_a_pruned_model_knows_its_mask(model: nn.Module, inplace: bool) -> None:
 
 
 @pytest.mark.parametrize("numbers", [(0,), (1,), (0, 1)])
-def test_only_the_layers_that_are_given_are_replaced(
-    model: nn.Module, numbers: tuple[int, ...]
-) -> None:
+def test_only_the_layers_that_are_given_are_replaced(model, numbers):
     """Masked, sliced and sliced in place, as if the weights had been those."""
     keep, down_projs = random_keep(model), doubled(model, *numbers)
     expected = logits_of(prune(with_doubled(model, *numbers), keep), IDS)
@@ -81,7 +79,7 @@ def test_only_the_layers_that_are_given_are_replaced(
     torch.testing.assert_close(logits_of(model, IDS), expected)
 
 
-def test_methods_of_the_dense_model_are_left_behind(model: nn.Module) -> None:
+def test_methods_of_the_dense_model_are_left_behind(model):
     """Methods that accelerate binds to a model: the copy has those of its class."""
 
     def refuse(*_args: Any) -> None:
@@ -96,7 +94,7 @@ def test_methods_of_the_dense_model_are_left_behind(model: nn.Module) -> None:
     assert prune(model, random_keep(model), inplace=True).to is refuse
 
 
-def test_pruned_experts_have_their_own_modes(model: nn.Module) -> None:
+def test_pruned_experts_have_their_own_modes(model):
     """They have them as all other modules of the copy do."""
     model.train()
     pruned = prune(model, random_keep(model))
@@ -104,7 +102,7 @@ def test_pruned_experts_have_their_own_modes(model: nn.Module) -> None:
     assert not any(isinstance(m, RaggedExperts) for m in model.modules())
 
 
-def test_slices_of_a_layer_need_no_gradients() -> None:
+def test_slices_of_a_layer_need_no_gradients():
     """Also where the layer's weights have them; biases are those of the rows."""
     layer = find_experts(tiny_model("gpt_oss"))[0]
     keep = torch.zeros(4, 8, dtype=torch.bool)
@@ -128,7 +126,7 @@ def test_slices_of_a_layer_need_no_gradients() -> None:
 # --- what belongs together --------------------------------------------------------
 
 
-def test_masks_come_as_tensors_in_the_order_of_the_layers(model: nn.Module) -> None:
+def test_masks_come_as_tensors_in_the_order_of_the_layers(model):
     """They are copies, so that nothing writes into the mask."""
     keep = random_keep(model)
     masks = keeps_of(find_experts(model), keep)
@@ -139,7 +137,7 @@ def test_masks_come_as_tensors_in_the_order_of_the_layers(model: nn.Module) -> N
     assert keep == random_keep(model)
 
 
-def test_a_table_is_of_the_model_it_was_measured_on(model: nn.Module) -> None:
+def test_a_table_is_of_the_model_it_was_measured_on(model):
     """It is known by its layers, and by what its specification says of the model."""
     table = collect_statistics(model, CalibrationSet.from_ids(IDS))
     check_table(model, find_experts(model), table)

@@ -19,7 +19,7 @@ from heapr_lab.recipes.making import make
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
 from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.settings import Opening, Setting
-from heapr_lab.workbench.workbench import Workbench, open_workbench
+from heapr_lab.workbench.workbench import open_workbench
 
 OTHER: dict[str, dict[str, Any]] = {
     "ratio": {"ratio": 0.29},
@@ -48,7 +48,7 @@ OPENING: dict[str, Any] = {
 
 
 @pytest.fixture
-def inside(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def inside(root, tmp_path, monkeypatch) -> Path:
     """An empty folder to run code in, with names that Python must quote."""
     (tmp_path / "a 'moe'").symlink_to(root / "moe")
     (tmp_path / "it's $text.txt").symlink_to(root / "text.txt")
@@ -86,7 +86,7 @@ def same_mask(opening: Opening, calibration: Calibration, selection: Selection) 
     return code
 
 
-def test_the_tables_here_have_every_field() -> None:
+def test_the_tables_here_have_every_field():
     """A field added to a selection, a calibration or an opening is tried here."""
     assert list(OTHER) == [field.name for field in fields(Selection)]
     for kind, given in ((Calibration, CALIBRATION), (Opening, OPENING)):
@@ -94,27 +94,27 @@ def test_the_tables_here_have_every_field() -> None:
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_each_field_of_a_selection(name: str, inside: Path) -> None:
+def test_each_field_of_a_selection(name, inside):
     """The code selects as it says."""
     selection = Selection(**{"ratio": 0.3} | OTHER[name])
     assert getattr(selection, name) != getattr(Selection(0.3), name)
     assert f"{name}=" in same_mask(opened(), texts(), selection)
 
 
-def test_every_field_of_a_calibration(inside: Path) -> None:
+def test_every_field_of_a_calibration(inside):
     """The same windows are drawn, and of as many tokens."""
     code = same_mask(opened(), texts(**CALIBRATION), Selection(0.5))
     assert all(f"{key}={value!r}" in code for key, value in CALIBRATION.items())
     assert "corpus=" in code
 
 
-def test_every_option_of_a_workbench(inside: Path) -> None:
+def test_every_option_of_a_workbench(inside):
     """The model is opened again as it was."""
     code = same_mask(opened(**OPENING), texts(), Selection(0.5))
     assert all(f"{key}={value!r}" in code for key, value in OPENING.items())
 
 
-def test_defaults_are_left_out() -> None:
+def test_defaults_are_left_out():
     """What everyone has need not be said."""
     opening, calibration = Opening("lab"), Calibration(own_text=0.25)
     code = python_of_model(
@@ -137,7 +137,7 @@ def test_defaults_are_left_out() -> None:
     ]
 
 
-def test_a_table_alone(folder: Path) -> None:
+def test_a_table_alone(folder):
     """Its file is named; fractions and long decimals are exact."""
     file = folder / "table.parquet"
     table = ImportanceTable.read(file)
@@ -156,9 +156,7 @@ def test_a_table_alone(folder: Path) -> None:
     ("weights", "after"),
     [("compress", False), ("compensated", True), ("unchanged", False)],
 )
-def test_checkpoints_have_the_same_weights(
-    weights: str, after: bool, inside: Path, bench: Workbench
-) -> None:
+def test_checkpoints_have_the_same_weights(weights, after, inside, bench):
     """The code writes the atoms and the numbers that Export writes."""
     own_text = 0.5 if weights == "compress" else 0.0
     calibration = texts(own_text=own_text)

@@ -31,7 +31,7 @@ QUARTER = Selection(ratio=0.25)
 
 
 @pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     """A tiny model in bfloat16 in `moe`, a text, a table of windows of 32 tokens."""
     folder = tmp_path_factory.mktemp("export")
     sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
@@ -59,7 +59,7 @@ def panel_of(root: Path, bench: Workbench) -> Explorer:
     return panel_on(session, (text,))
 
 
-def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> None:
+def test_a_manifest_says_how_to_make_it_again(root, tmp_path):
     """Its selection and calibration, read back, select the same atoms."""
     run(
         "prune", root / "moe", "--ratio", 0.3,
@@ -81,7 +81,7 @@ def test_a_manifest_says_how_to_make_it_again(root: Path, tmp_path: Path) -> Non
 # --- operations ------------------------------------------------------------------
 
 
-def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
+def test_all_who_ask_count_operations_alike(root, tmp_path):
     """Panel, command line, manifest and workbench have the paper's context."""
     bench = bench_of(root)
     panel = panel_of(root, bench)
@@ -111,7 +111,7 @@ def test_all_who_ask_count_operations_alike(root: Path, tmp_path: Path) -> None:
     assert told in (tmp_path / "pruned" / "README.md").read_text()
 
 
-def test_the_command_line_says_the_context(root: Path) -> None:
+def test_the_command_line_says_the_context(root):
     """The text has it beside the counts."""
     base = ("prune", root / "moe", "--importance", root / "table.parquet")
     shown = run(*base, "--ratio", 0.25)
@@ -122,9 +122,7 @@ def test_the_command_line_says_the_context(root: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["unchanged", "compress"])
-def test_a_checkpoint_has_the_type_and_size_of_its_source(
-    root: Path, tmp_path: Path, weights: str
-) -> None:
+def test_a_checkpoint_has_the_type_and_size_of_its_source(root, tmp_path, weights):
     """Loaded in float32, written in bfloat16 by both; sizes are those of the files."""
     bench = bench_of(root)
     assert next(bench.model.parameters()).dtype == torch.float32
@@ -152,7 +150,7 @@ def test_a_checkpoint_has_the_type_and_size_of_its_source(
     assert {p.dtype for p in bench.model.parameters()} == {torch.float32}
 
 
-def test_sizes_that_are_no_files_are_called_estimates(root: Path) -> None:
+def test_sizes_that_are_no_files_are_called_estimates(root):
     """Without a checkpoint the dense bytes are of files, the pruned ones estimated."""
     table = ImportanceTable.read(root / "table.parquet")
     keep = PruningSession(table).keep_of(QUARTER)
@@ -168,14 +166,14 @@ def test_sizes_that_are_no_files_are_called_estimates(root: Path) -> None:
     assert "bytes (an estimate, 4 for each parameter)" in alone.numbers.value
 
 
-def test_a_model_made_in_memory_has_no_source() -> None:
+def test_a_model_made_in_memory_has_no_source():
     """Nothing is guessed of where it came from."""
     assert source_of(tiny_model("qwen2_moe")) is None
 
 
 def test_a_width_that_the_files_cannot_have_is_refused_first(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    root, tmp_path, monkeypatch
+):
     """4 atoms would do in float32, as loaded; not in bfloat16, as written."""
     panel = panel_of(root, bench_of(root))
     panel.controls.ratio.value = "0.5"
@@ -187,7 +185,7 @@ def test_a_width_that_the_files_cannot_have_is_refused_first(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_table_of_another_model_is_refused_first(root: Path, tmp_path: Path) -> None:
+def test_a_table_of_another_model_is_refused_first(root, tmp_path):
     """One of equal shapes: neither evaluated nor written."""
     write_model(tmp_path / "other", seed=3)
     panel = panel_of(root, open_workbench(str(tmp_path / "other"), profile="small"))
@@ -197,9 +195,7 @@ def test_a_table_of_another_model_is_refused_first(root: Path, tmp_path: Path) -
     assert not (tmp_path / "pruned").exists()
 
 
-def test_a_family_without_one_width_is_refused_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_without_one_width_is_refused_first(tmp_path, monkeypatch):
     """A shared expert has a routed one's width: nothing is measured to find out."""
     monkeypatch.setattr("heapr_lab.models.loading.read_weights", None)
     model: Any = tiny_model("deepseek_v4")
@@ -213,7 +209,7 @@ def test_a_family_without_one_width_is_refused_first(
 # --- cards -----------------------------------------------------------------------
 
 
-def test_the_panels_card_is_full(root: Path, tmp_path: Path) -> None:
+def test_the_panels_card_is_full(root, tmp_path):
     """Calibration, and the perplexity of the weights in the files, not of the mask."""
     bench, text = bench_of(root), str(root / "text.txt")
     panel = panel_of(root, bench)
@@ -242,7 +238,7 @@ def test_the_panels_card_is_full(root: Path, tmp_path: Path) -> None:
         assert f"\n{text}" in model_card.card(other, source=tmp_path / "pruned")
 
 
-def test_the_panel_writes_own_text_too(root: Path, tmp_path: Path) -> None:
+def test_the_panel_writes_own_text_too(root, tmp_path):
     """As the command line by default; the card names all windows, and what wrote them.
 
     Progress is shown while the model writes; the control is for `compress` alone.
@@ -263,7 +259,7 @@ def test_the_panel_writes_own_text_too(root: Path, tmp_path: Path) -> None:
     assert panel.weights.own.disabled
 
 
-def test_export_is_cancelled_while_it_measures(root: Path, tmp_path: Path) -> None:
+def test_export_is_cancelled_while_it_measures(root, tmp_path):
     """Nothing is left behind, and nothing is said to be written."""
     panel = panel_of(root, bench_of(root))
     panel.controls.ratio.value = "0.45"

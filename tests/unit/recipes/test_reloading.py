@@ -44,9 +44,7 @@ def write(
     return manifest_of(out)
 
 
-def test_a_training_is_kept_until_its_weights_are_written(
-    bench: Workbench, root: Path
-) -> None:
+def test_a_training_is_kept_until_its_weights_are_written(bench, root):
     """By an error it is not forgotten; no other process has it meanwhile."""
     setting = Setting(0.5, str(root / "text.txt"))
     table = bench.importance(setting.calibration)
@@ -76,9 +74,7 @@ def test_a_training_is_kept_until_its_weights_are_written(
     ],
     ids=str,
 )
-def test_the_card_says_what_was_compared(
-    root: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_the_card_says_what_was_compared(root, tmp_path, options):
     """Each structure, way of weights and dtype; ragged and float32 to every bit."""
     manifest = write(root, tmp_path / "out", **options)
     told = manifest["reloaded"]
@@ -122,12 +118,8 @@ def change_written(monkeypatch: Any, change: Callable[[Path], None]) -> None:
     ("change", "message"), [(damage, BOTH_LOSSES), (cut, "cannot be loaded again")]
 )
 def test_files_that_are_wrong_leave_nothing(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path], None],
-    message: str,
-) -> None:
+    root, tmp_path, monkeypatch, change, message
+):
     """The error has both losses, and there is neither folder nor partial folder."""
     change_written(monkeypatch, change)
     with pytest.raises(CacheError, match=message):
@@ -137,8 +129,8 @@ def test_files_that_are_wrong_leave_nothing(
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
 def test_sliced_files_are_compared_with_the_mask(
-    bench: Workbench, root: Path, tmp_path: Path, monkeypatch: Any, structure: str
-) -> None:
+    bench, root, tmp_path, monkeypatch, structure
+):
     """A wrong tensor leaves nothing, not even a folder to resume from."""
     text = str(root / "text.txt")
     setting = Setting(Selection(0.5, structure=structure), Calibration(text))
@@ -159,25 +151,21 @@ def test_sliced_files_are_compared_with_the_mask(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_model_too_large_for_a_second_copy(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_too_large_for_a_second_copy(root, tmp_path, monkeypatch):
     """It is written, and the card says that it was not checked, and why."""
     monkeypatch.setattr(opening, "free_memory", lambda _device: 1000)
     told = write(root, tmp_path / "out", stream=False)["reloaded"]
     assert told.startswith("not checked: a second copy of ")
 
 
-def test_a_loss_that_is_no_number_is_another(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_no_number_is_another(root, tmp_path, monkeypatch):
     """NaN is not within any tolerance."""
     monkeypatch.setattr(export, "_loss_of", lambda *_args: float("nan"))
     with pytest.raises(CacheError, match="is nan nats"):
         write(root, tmp_path / "out")
 
 
-def test_load_like(root: Path) -> None:
+def test_load_like(root):
     """The same dtype and place, in memory or streamed."""
     for options in ({"dtype": "float64"}, {"stream": True}, {}):
         model, _ = load_model(root / "moe", **options)
@@ -187,9 +175,7 @@ def test_load_like(root: Path) -> None:
         assert not again.training
 
 
-def test_without_text_the_card_says_why_nothing_was_compared(
-    root: Path, tmp_path: Path
-) -> None:
+def test_without_text_the_card_says_why_nothing_was_compared(root, tmp_path):
     """No corpus was asked for."""
     told = write(root, tmp_path / "out", corpora=[])["reloaded"]
     assert told == "not checked: no corpus to compare on"

@@ -1,7 +1,6 @@
 """Second moments of routed activations, against the products of a dense matrix."""
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +75,7 @@ def watched(model: nn.Module, span: str) -> tuple[dict[int, LayerGrams], list[An
 
 
 @pytest.mark.parametrize("span", ["expert", "layer"])
-def test_an_expert_without_tokens(span: str) -> None:
+def test_an_expert_without_tokens(span):
     """Its sums are nought, and those of the others are right."""
     other: Any = tiny_model("qwen2_moe")
     with torch.no_grad():
@@ -96,9 +95,7 @@ def test_an_expert_without_tokens(span: str) -> None:
         (1, [1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_forwards_are_of_a_few_windows(
-    tokens: int, steps: list[int], model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forwards_are_of_a_few_windows(tokens, steps, model, monkeypatch):
     """As many as have about 4096 tokens, at least one; after each it is told."""
     assert activation_grams._TOKENS_AT_ONCE == 4096
     monkeypatch.setattr(activation_grams, "_TOKENS_AT_ONCE", tokens)
@@ -107,7 +104,7 @@ def test_forwards_are_of_a_few_windows(
     assert_right(layers, model, "expert")
 
 
-def test_too_little_to_sum(model: nn.Module) -> None:
+def test_too_little_to_sum(model):
     """Two windows are enough, one is not."""
     two = CalibrationSet.from_ids(IDS[:2])
     assert all_grams(model, two)[0].tokens.sum(1).tolist() == [18, 18]
@@ -122,7 +119,7 @@ def test_too_little_to_sum(model: nn.Module) -> None:
         all_grams(model, WINDOWS)
 
 
-def test_low_precision_is_multiplied_in_single(model: nn.Module) -> None:
+def test_low_precision_is_multiplied_in_single(model):
     """Activations are; their products are added up in double precision."""
     low = tiny_model("qwen2_moe").to(torch.bfloat16)
     sums = all_grams(low, WINDOWS)[0].total
@@ -138,15 +135,13 @@ def test_low_precision_is_multiplied_in_single(model: nn.Module) -> None:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch) -> None:
     """Room for the sums of one layer."""
     monkeypatch.setattr(activation_grams, "_AT_ONCE", BLOCK_BYTES)
 
 
 @pytest.mark.usefixtures("small")
-def test_layers_are_run_one_by_one_where_sums_do_not_fit(
-    model: nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_are_run_one_by_one_where_sums_do_not_fit(model, caplog):
     """The sums are the same; after each of two layers half of the windows are done."""
     layers, told = watched(model, "expert")
     assert [*layers] == [0, 1]
@@ -156,11 +151,7 @@ def test_layers_are_run_one_by_one_where_sums_do_not_fit(
 
 
 @pytest.mark.usefixtures("small")
-def test_passes_for_groups_where_layers_do_not_run_alone(
-    model: nn.Module,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_passes_for_groups_where_layers_do_not_run_alone(model, caplog, monkeypatch):
     """It is said why and how many; windows done are those of one pass."""
 
     def refuse(*_: object) -> None:
@@ -177,7 +168,7 @@ def test_passes_for_groups_where_layers_do_not_run_alone(
 # --- sizes ------------------------------------------------------------------------
 
 
-def test_sizes(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes(model, monkeypatch):
     """Blocks of each expert, or one of the layer; what fits is counted in bytes."""
     layers = find_experts(model)
     assert sizes_of(layers[0], "expert") == (N_EXPERTS, D_INTER)
@@ -194,7 +185,7 @@ def test_sizes(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     assert groups == [2, 2, 2]
 
 
-def test_the_span_by_default(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_span_by_default(model, monkeypatch):
     """Whole layers up to 4096 atoms, where no output is normalised before the sum."""
     layers = find_experts(model)
     assert activation_grams._LARGEST_LAYER == 4096
@@ -217,12 +208,12 @@ def down(value: float) -> torch.Tensor:
 
 
 @pytest.fixture(params=[0, 10**6])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> SweepStore:
+def store(request, tmp_path) -> SweepStore:
     """A store in files, and one in memory."""
     return SweepStore(tmp_path, budget=request.param, durable=False)
 
 
-def test_it_is_a_mapping(store: SweepStore) -> None:
+def test_it_is_a_mapping(store):
     """It acts as a dict, also after a layer is given new weights."""
     downs, expected = StoredLayers(store, "down"), dict[int, torch.Tensor]()
     for number, value in ((3, 1.0), (1, 2.0), (3, 3.0), (11, 4.0), (1, 5.0)):
@@ -236,7 +227,7 @@ def test_it_is_a_mapping(store: SweepStore) -> None:
         downs[2]
 
 
-def test_two_of_one_store_are_apart(store: SweepStore, tmp_path: Path) -> None:
+def test_two_of_one_store_are_apart(store, tmp_path):
     """Each has its own weights, and removes them alone."""
     first, second = StoredLayers(store, "down"), StoredLayers(store, "down")
     first[0], second[0] = down(1.0), down(2.0)

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from families import tiny_windows
-from torch import nn
 
 from heapr_lab import Selection, collect_statistics, select
 from heapr_lab.refinement import activation_grams
@@ -19,9 +18,7 @@ from heapr_lab.refinement.elimination import eliminate
 WINDOWS = tiny_windows(n_sequences=8, seq_len=12)
 
 
-def test_elimination_and_compensation_share_one_pass(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elimination_and_compensation_share_one_pass(model, monkeypatch):
     """The sums for the scores are those that W_down is solved from."""
     passes = Mock(wraps=iter_grams)
     monkeypatch.setattr(refinement, "iter_grams", passes)
@@ -33,8 +30,8 @@ def test_elimination_and_compensation_share_one_pass(
 @pytest.mark.parametrize("largest", [0, 4096])
 @pytest.mark.parametrize("estimator", ["heapr", "fisher", "elimination"])
 def test_masks_and_weights_are_those_of_single_steps(
-    model: nn.Module, estimator: str, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, estimator, largest, monkeypatch
+):
     """Steps: `eliminate`, `select` and `fit_compensation`, for both spans."""
     monkeypatch.setattr(activation_grams, "_LARGEST_LAYER", largest)
     calibrated = CalibratedModel(model, WINDOWS)
@@ -48,7 +45,7 @@ def test_masks_and_weights_are_those_of_single_steps(
     torch.testing.assert_close(weights.down_projs, once.down_projs)
 
 
-def test_statistics_come_from_elsewhere_once(model: nn.Module) -> None:
+def test_statistics_come_from_elsewhere_once(model):
     """They come from a cache, say; elimination and compensation use the same ones."""
     measure = Mock(wraps=functools.partial(collect_statistics, model))
     calibrated = CalibratedModel(model, WINDOWS, measure=measure)

@@ -1,6 +1,5 @@
 """What is reported of a compensation, and when weights stay as they are, by hand."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from families import tiny_model, tiny_windows
 from heard import Heard
 from keeps import random_keep
-from torch import nn
 
 from heapr_lab import CalibrationSet, KeepMask, compensate, masking
 from heapr_lab.errors import LayoutError, SpecError
@@ -71,7 +69,7 @@ def solved(
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_a_column_takes_over_what_it_shares(layer: ExpertsLayer, scale: float) -> None:
+def test_a_column_takes_over_what_it_shares(layer, scale):
     """Without atom 1 the other's column 1 becomes 1 + 2 · 1/2: the error 8 → 6.
 
     The ridge 1/4 adds 1 to the 4 of atom 0, of both parts together. Errors are shares
@@ -96,9 +94,7 @@ def test_a_column_takes_over_what_it_shares(layer: ExpertsLayer, scale: float) -
     }
 
 
-def test_weights_stay_where_held_out_tokens_say_otherwise(
-    layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_stay_where_held_out_tokens_say_otherwise(layer, caplog):
     """Atoms that go together in one part and against each other in the other one."""
     against = [[2.0, -1.0], [-1.0, 2.0]]
     grams = grams_of(COUPLED, against)
@@ -124,13 +120,8 @@ def test_weights_stay_where_held_out_tokens_say_otherwise(
     ],
 )
 def test_where_there_is_nothing_to_solve_for(
-    layer: ExpertsLayer,
-    caplog: pytest.LogCaptureFixture,
-    products: list[list[float]],
-    gone: Sequence[int],
-    ridge: float | None,
-    error: int,
-) -> None:
+    layer, caplog, products, gone, ridge, error
+):
     """Weights stay, and there is nothing to warn of."""
     grams = grams_of(products, products)
     column, row = solved(layer, grams, keep=without(*gone), ridge=ridge)
@@ -141,9 +132,7 @@ def test_where_there_is_nothing_to_solve_for(
     assert not caplog.text
 
 
-def test_an_expert_needs_as_many_tokens_as_it_keeps_atoms(
-    layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_expert_needs_as_many_tokens_as_it_keeps_atoms(layer, caplog):
     """Tokens of both parts count; seven atoms stay of eight, or six."""
     for drop, tokens, changed in (((1,), 8, True), ((1,), 6, False), ((1, 2), 6, True)):
         caplog.clear()
@@ -159,9 +148,7 @@ def test_an_expert_needs_as_many_tokens_as_it_keeps_atoms(
         )
 
 
-def test_singular_solves_are_counted(
-    layer: ExpertsLayer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_singular_solves_are_counted(layer, caplog):
     """Two atoms that are one, and no ridge: the smallest solution shares equally."""
     with torch.no_grad():
         layer.down[0, 5, 2] = 4.0
@@ -172,7 +159,7 @@ def test_singular_solves_are_counted(
     assert "layer 0: 1 of 4 solves are singular at ridge 0" in caplog.text
 
 
-def test_a_singular_solve_that_does_harm_is_not_used(layer: ExpertsLayer) -> None:
+def test_a_singular_solve_that_does_harm_is_not_used(layer):
     """Rounded products may be those of no features: the second square below 0."""
     with torch.no_grad():
         layer.down[0, 5, 2] = 4.0
@@ -184,7 +171,7 @@ def test_a_singular_solve_that_does_harm_is_not_used(layer: ExpertsLayer) -> Non
     assert column[0] > 40  # a ridge makes them those of some
 
 
-def test_an_atom_that_no_token_reaches_is_left_as_it_is(layer: ExpertsLayer) -> None:
+def test_an_atom_that_no_token_reaches_is_left_as_it_is(layer):
     """It has no products to be pulled by, and that is not singular."""
     with torch.no_grad():
         layer.down[0, 5, 7] = 3.0
@@ -195,9 +182,7 @@ def test_an_atom_that_no_token_reaches_is_left_as_it_is(layer: ExpertsLayer) -> 
 
 @torch.no_grad()
 @pytest.mark.parametrize("written", ["without the sink", "with it"])
-def test_weights_stay_where_the_loss_says_otherwise(
-    caplog: pytest.LogCaptureFixture, written: str
-) -> None:
+def test_weights_stay_where_the_loss_says_otherwise(caplog, written):
     """The first token has nearly all energy of a layer that the text does without.
 
     Least squares rebuilds its output from the atoms that are left, which serve all
@@ -228,9 +213,7 @@ def test_weights_stay_where_the_loss_says_otherwise(
 # --- what is said of it -----------------------------------------------------------
 
 
-def test_the_pruned_model_has_the_report_and_says_what_was_done(
-    model: nn.Module,
-) -> None:
+def test_the_pruned_model_has_the_report_and_says_what_was_done(model):
     """It names the windows, the span, and the layers whose weights stayed."""
     keep = random_keep(model)
     done = Heard()
@@ -255,13 +238,13 @@ def test_the_pruned_model_has_the_report_and_says_what_was_done(
 
 
 @pytest.mark.parametrize("ridge", [-1e-9, float("nan")])
-def test_a_ridge_below_0_is_refused(layer: ExpertsLayer, ridge: float) -> None:
+def test_a_ridge_below_0_is_refused(layer, ridge):
     """Nor is what is no number taken."""
     with pytest.raises(SpecError, match=f"ridge is {ridge}, expected a number >= 0"):
         solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=ridge)
 
 
-def test_offloaded_weights_are_refused() -> None:
+def test_offloaded_weights_are_refused():
     """They are not there to be solved for."""
     model = tiny_model("qwen2_moe")
     keep = random_keep(model)

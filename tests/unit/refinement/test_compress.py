@@ -33,13 +33,13 @@ FISHER, ELIMINATION = COMPENSATED
 
 
 @pytest.fixture(scope="module")
-def fitted(model: nn.Module) -> CalibratedModel:
+def fitted(model) -> CalibratedModel:
     """The model's statistics and sums."""
     return CalibratedModel(model, FIT)
 
 
 @pytest.fixture(scope="module")
-def found(model: nn.Module, fitted: CalibratedModel) -> FittedCompression:
+def found(model, fitted) -> FittedCompression:
     """The model with half of its atoms removed."""
     return fit_compression(model, WINDOWS, HALF, fitted=fitted)
 
@@ -66,9 +66,7 @@ def paper(model: nn.Module, ratio: float) -> Any:
         ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), PAPER),
     ],
 )
-def test_it_has_to_be_better_by_two_standard_errors(
-    gains: tuple[float, ...], others: tuple[float, ...], chosen: str
-) -> None:
+def test_it_has_to_be_better_by_two_standard_errors(gains, others, chosen):
     """Losses are paired by window."""
     losses = (tuple(5.0 - gain for gain in row) for row in (gains, others))
     decided = {PAPER: (5.0, 5.0, 5.0)} | dict(zip(COMPENSATED, losses, strict=True))
@@ -77,7 +75,7 @@ def test_it_has_to_be_better_by_two_standard_errors(
     assert report[list(compress._REPORTED)].isna().all(axis=None)
 
 
-def test_the_windows_that_are_reported_have_no_say() -> None:
+def test_the_windows_that_are_reported_have_no_say():
     """What was decided stays, however large the loss on them; one row has none."""
     decided = {PAPER: (5.0, 5.0), FISHER: (4.0, 4.0), ELIMINATION: (5.0, 5.0)}
     reported = {PAPER: (4.0, 6.0), FISHER: (9.0, 9.0), "dense": (1.0, 3.0)}
@@ -89,7 +87,7 @@ def test_the_windows_that_are_reported_have_no_say() -> None:
     assert report.loc[ELIMINATION, list(compress._REPORTED)].isna().all()
 
 
-def test_it_is_never_worse_than_heapr_on_the_windows_that_decide() -> None:
+def test_it_is_never_worse_than_heapr_on_the_windows_that_decide():
     """Whatever the ratio, with as many atoms; both are measured here."""
     model = tiny_model("gpt_oss")
     fitted = CalibratedModel(model, FIT)
@@ -106,8 +104,8 @@ def test_it_is_never_worse_than_heapr_on_the_windows_that_decide() -> None:
 
 
 def test_where_compensation_is_not_better_the_papers_mask_is_taken(
-    model: nn.Module, fitted: CalibratedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, fitted, monkeypatch
+):
     """It is that of all windows, which may repeat, with unchanged weights."""
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", math.inf)
     compression = fit_compression(model, WINDOWS, HALF, fitted=fitted)
@@ -121,9 +119,7 @@ def test_where_compensation_is_not_better_the_papers_mask_is_taken(
     assert fit_compression(model, same, HALF).down_projs is None
 
 
-def test_the_report_has_the_measured_losses(
-    model: nn.Module, fitted: CalibratedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_has_the_measured_losses(model, fitted, monkeypatch):
     """The losses are of windows that have no part in the fit and in the choice."""
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
     compression = fit_compression(model, WINDOWS, HALF, fitted=fitted)
@@ -154,9 +150,7 @@ def test_the_report_has_the_measured_losses(
     assert rows.loc[PAPER, ["deciding", "against_paper"]].tolist() == [0.0, 0.0]
 
 
-def test_the_model_that_comes_back_is_the_one_that_was_judged(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_that_comes_back_is_the_one_that_was_judged(model, monkeypatch):
     """`compress` prunes, and leaves the dense model as it was."""
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
     fitted = fit_compression(model, WINDOWS, HALF)
@@ -173,7 +167,7 @@ def test_the_model_that_comes_back_is_the_one_that_was_judged(
 # --- what is held out -------------------------------------------------------------
 
 
-def test_three_of_four_windows_are_fitted_to() -> None:
+def test_three_of_four_windows_are_fitted_to():
     """The second of every four is held out; every window is in one part."""
     fit, held_out = WINDOWS.split()
     assert torch.equal(held_out.ids, WINDOWS.ids[1::4])
@@ -183,7 +177,7 @@ def test_three_of_four_windows_are_fitted_to() -> None:
         tiny_windows(n_sequences=1).split()
 
 
-def test_the_others_decide_and_are_reported_in_turns() -> None:
+def test_the_others_decide_and_are_reported_in_turns():
     """Fewer than two that decide have no standard error."""
     assert torch.equal(DECIDING.ids, WINDOWS.ids[[1, 9, 17]])
     assert torch.equal(REPORTED.ids, WINDOWS.ids[[5, 13, 21]])
@@ -198,7 +192,7 @@ def test_the_others_decide_and_are_reported_in_turns() -> None:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def seen(monkeypatch) -> list[float]:
     """The windows of every forward pass; those with a backward pass count thrice."""
     counts: list[float] = []
     embed = F.embedding
@@ -211,9 +205,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return counts
 
 
-def test_it_takes_less_than_twice_the_scores(
-    seen: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_takes_less_than_twice_the_scores(seen, monkeypatch):
     """Counted in passes; a second ratio takes those over the held-out windows alone."""
     model = tiny_model("qwen2_moe")
     collect_statistics(model, WINDOWS)
@@ -236,12 +228,8 @@ def test_it_takes_less_than_twice_the_scores(
 
 @pytest.mark.parametrize(("room", "n_sums"), [(2**32, 1), (1, 2)])
 def test_sums_that_are_not_kept_take_two_passes(
-    model: nn.Module,
-    found: FittedCompression,
-    room: int,
-    n_sums: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    model, found, room, n_sums, monkeypatch
+):
     """The result is the same; progress only grows, to the number named first."""
     monkeypatch.setattr(activation_grams, "_AT_ONCE", room)
     passes = Mock(wraps=activation_grams.iter_grams)
@@ -261,9 +249,7 @@ def test_sums_that_are_not_kept_take_two_passes(
 
 
 @pytest.mark.parametrize("errors", [math.inf, -math.inf])
-def test_progress_ends_whatever_is_chosen(
-    model: nn.Module, errors: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_ends_whatever_is_chosen(model, errors, monkeypatch):
     """Where compensation is better, and where HEAPr's mask is, measured or known."""
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", errors)
     fitted = CalibratedModel(model, FIT)
@@ -277,7 +263,7 @@ def test_progress_ends_whatever_is_chosen(
 # --- what is refused --------------------------------------------------------------
 
 
-def test_a_ratio_alone_is_a_selection(model: nn.Module) -> None:
+def test_a_ratio_alone_is_a_selection(model):
     """What is no ratio is refused in one line."""
     with pytest.raises(SpecError, match="got 'abc'"):
         fit_compression(model, WINDOWS, "abc")  # type: ignore[arg-type]
@@ -285,7 +271,7 @@ def test_a_ratio_alone_is_a_selection(model: nn.Module) -> None:
         fit_compression(model, CalibrationSet.from_ids(WINDOWS.ids[:1]), 0.25)
 
 
-def test_a_masked_model_is_refused(model: nn.Module, found: FittedCompression) -> None:
+def test_a_masked_model_is_refused(model, found):
     """Its statistics would be those of the mask."""
     with masking(model, found.keep), pytest.raises(SpecError, match="begin again"):
         fit_compression(model, WINDOWS, HALF)

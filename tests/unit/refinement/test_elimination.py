@@ -1,12 +1,9 @@
 """Costs of elimination by hand, and what a table says of how they were found."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from families import tiny_model, tiny_windows
 from heard import Heard
-from torch import nn
 
 from heapr_lab import ImportanceTable, collect_statistics
 from heapr_lab.errors import SpecError
@@ -24,7 +21,7 @@ WINDOWS = tiny_windows(n_sequences=4, seq_len=12)
 
 
 @pytest.fixture(scope="module")
-def table(model: nn.Module) -> ImportanceTable:
+def table(model) -> ImportanceTable:
     """The model's statistics."""
     return collect_statistics(model, WINDOWS)
 
@@ -85,19 +82,13 @@ def costs_of(
         ([1.0, 2.0, 100.0], 10.0, 8, [8 / 3, 49 / 3, 0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_costs_of_two_coupled_atoms(
-    layer: ExpertsLayer,
-    columns: list[float],
-    energy: float,
-    n_steps: int,
-    expected: list[float],
-) -> None:
+def test_costs_of_two_coupled_atoms(layer, columns, energy, n_steps, expected):
     """By hand, in the order in which they go."""
     costs = costs_of(layer, columns, energy, n_steps=n_steps)
     assert costs[: len(expected)] == pytest.approx(expected)
 
 
-def test_a_share_of_the_atoms_goes_in_each_step(layer: ExpertsLayer) -> None:
+def test_a_share_of_the_atoms_goes_in_each_step(layer):
     """Eight atoms in two steps are four and four, of which three are never routed."""
     C = (torch.full((5, 5), 1.0) + torch.eye(5)).tolist()
     columns = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -112,9 +103,7 @@ def test_a_share_of_the_atoms_goes_in_each_step(layer: ExpertsLayer) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_costs_do_not_depend_on_the_scale_of_columns(
-    layer: ExpertsLayer, scale: float
-) -> None:
+def test_costs_do_not_depend_on_the_scale_of_columns(layer, scale):
     """The rate makes up for it: λ = 1/20 adds 1/10, and leaves (2.1² - 1) / 2.1."""
     costs = costs_of(layer, [scale, 2 * scale], 10.0, ridge=0.05)
     first = 3.41 / 2.1
@@ -125,9 +114,7 @@ def test_costs_do_not_depend_on_the_scale_of_columns(
 # --- the table --------------------------------------------------------------------
 
 
-def test_the_specification_has_all_that_determines_the_scores(
-    model: nn.Module, table: ImportanceTable
-) -> None:
+def test_the_specification_has_all_that_determines_the_scores(model, table):
     """The table's is in it; a cache is keyed by it, so it is written out here.
 
     Its one pass reports the windows. What else is known of the table stays.
@@ -152,9 +139,7 @@ def test_the_specification_has_all_that_determines_the_scores(
     assert list(elimination_spec(nameless, WINDOWS)) == ["elimination"]
 
 
-def test_settings_are_those_that_the_specification_names(
-    model: nn.Module, table: ImportanceTable
-) -> None:
+def test_settings_are_those_that_the_specification_names(model, table):
     """Whichever function is called; the small model goes by layers."""
     expected = eliminate(model, table, WINDOWS).frame["elimination"]
     pairs = list(iter_grams(model, WINDOWS, span="layer"))
@@ -168,12 +153,7 @@ def test_settings_are_those_that_the_specification_names(
     assert torch.stack(costs).flatten().tolist() == expected.tolist()
 
 
-def test_scores_of_an_earlier_version_are_not_read(
-    model: nn.Module,
-    table: ImportanceTable,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_scores_of_an_earlier_version_are_not_read(model, table, tmp_path, caplog):
     """The column is left out with a warning, and asking for it says what to do."""
     column = "elimination"
     new = eliminate(model, table, WINDOWS)
@@ -192,9 +172,7 @@ def test_scores_of_an_earlier_version_are_not_read(
         read.score(column)
 
 
-def test_a_table_of_another_model_of_the_same_shapes(
-    model: nn.Module, table: ImportanceTable
-) -> None:
+def test_a_table_of_another_model_of_the_same_shapes(model, table):
     """Elimination compares identities, not only shapes."""
     twin = tiny_model("qwen2_moe", seed=1)
     with pytest.raises(SpecError, match="another model: it differs in weights"):

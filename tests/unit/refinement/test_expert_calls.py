@@ -12,9 +12,7 @@ from heapr_lab.refinement.expert_calls import iter_expert_calls
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_calls_are_those_of_a_forward_pass(
-    family: str, alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_are_those_of_a_forward_pass(family, alone, monkeypatch):
     """One layer at a time, of several batches, in order; run alone or with others."""
     if not alone:
         monkeypatch.setattr(expert_calls, "walk_over", lambda *_, **__: None)
@@ -34,7 +32,7 @@ def test_calls_are_those_of_a_forward_pass(
         torch.testing.assert_close(again, calls.output)
 
 
-def test_progress_of_calls_counts_decoder_layers() -> None:
+def test_progress_of_calls_counts_decoder_layers():
     """Layers without experts count, too."""
     done = Heard()
     ids = tiny_ids(n_sequences=2)

@@ -1,7 +1,6 @@
 """Healing: experts, routers and norms learn from text and from the dense model."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +39,7 @@ def dense() -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_batches(monkeypatch) -> None:
     """Two windows a step."""
     monkeypatch.setattr(healing, "BATCH_TOKENS", 18)
 
@@ -56,7 +55,7 @@ def assert_same(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_gradients_are_those_of_whole_logits(family: str) -> None:
+def test_gradients_are_those_of_whole_logits(family):
     """The gradients of -log q and KL(p ‖ q) in one expression, in float64."""
     dense = tiny_model(family)
     pruned, ids = pruned_of(dense), tiny_ids()
@@ -84,7 +83,7 @@ def test_gradients_are_those_of_whole_logits(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "nemotron_h"])
-def test_experts_routers_and_norms_learn(family: str) -> None:
+def test_experts_routers_and_norms_learn(family):
     """The held-out loss falls; all else of both models is untouched."""
     dense = tiny_model(family, dtype=torch.float32)
     pruned = pruned_of(dense)
@@ -111,7 +110,7 @@ def test_experts_routers_and_norms_learn(family: str) -> None:
     assert "then healed on 216 tokens of token ids" in pruned.heapr_weights
 
 
-def test_two_rises_end_it(dense: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_rises_end_it(dense, monkeypatch):
     """Half of the text is left, and nothing is changed, as no loss was smaller."""
     losses = iter([3.0, 3.1, 3.2])
     monkeypatch.setattr(
@@ -127,9 +126,7 @@ def test_two_rises_end_it(dense: nn.Module, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "glm_moe_dsa"])
-def test_an_interrupted_one_resumes(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_one_resumes(family, tmp_path, monkeypatch):
     """It has the weights and report of one that was not interrupted, to the bit.
 
     The norm of an indexer has no gradient. One that ended has no further step.
@@ -158,7 +155,7 @@ def test_an_interrupted_one_resumes(
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "hunyuan_v1_moe", "inkling_text"])
-def test_all_else_in_the_block_of_experts_stays(family: str) -> None:
+def test_all_else_in_the_block_of_experts_stays(family):
     """Attention, dense and shared parts, embeddings: experts, routers, norms learn."""
     names = healing._trained(pruned_of(tiny_model(family)))
     kinds = re.compile(r"norm|\.experts\.|\.(gate|router)\.")
@@ -169,7 +166,7 @@ def test_all_else_in_the_block_of_experts_stays(family: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_state_is_restored_where_the_weights_are(tmp_path: Path) -> None:
+def test_a_state_is_restored_where_the_weights_are(tmp_path):
     """The second step of Adam is the same after a restart."""
     weights = [nn.Parameter(torch.ones(3).to(GPU)) for _ in range(2)]
     whole, again = (torch.optim.AdamW([weight]) for weight in weights)
@@ -184,9 +181,7 @@ def test_a_state_is_restored_where_the_weights_are(tmp_path: Path) -> None:
     torch.testing.assert_close(weights[1].cpu(), weights[0].cpu(), rtol=0, atol=0)
 
 
-def test_another_or_a_damaged_state_is_refused(
-    dense: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_or_a_damaged_state_is_refused(dense, tmp_path, monkeypatch):
     """It is named, and stays."""
     monkeypatch.setattr(healing, "_SAVE_SECONDS", -1.0)
     state = tmp_path / "state.safetensors"
@@ -203,16 +198,14 @@ def test_another_or_a_damaged_state_is_refused(
     assert state.exists()
 
 
-def test_a_loss_that_is_not_finite_is_an_error(dense: nn.Module) -> None:
+def test_a_loss_that_is_not_finite_is_an_error(dense):
     """The error says what to do."""
     pruned = pruned_of(dense)
     with pytest.raises(HeaprLabError, match=r"smaller learning_rate|not finite"):
         heal(pruned, dense, TEXT, learning_rate=1e30)
 
 
-def test_a_training_that_does_not_fit_is_refused(
-    dense: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_does_not_fit_is_refused(dense, monkeypatch):
     """What is kept of every trained weight is counted before anything is trained."""
     pruned = pruned_of(dense)
     monkeypatch.setattr(healing, "free_memory", lambda _device: 1000)
@@ -220,7 +213,7 @@ def test_a_training_that_does_not_fit_is_refused(
         heal(pruned, dense, TEXT)
 
 
-def test_what_cannot_be_healed_is_refused(dense: nn.Module) -> None:
+def test_what_cannot_be_healed_is_refused(dense):
     """Another model, one not sliced, 16 bits, a mask, too little text."""
     pruned = pruned_of(dense)
     with pytest.raises(SpecError, match="has 0 layers of sliced experts"):

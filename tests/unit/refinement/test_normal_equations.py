@@ -31,14 +31,14 @@ def products(n_problems: int, size: int, *, rows: int = 60) -> torch.Tensor:
 # --- pieces -----------------------------------------------------------------------
 
 
-def test_an_expert_with_fewer_tokens_than_atoms_is_scarce() -> None:
+def test_an_expert_with_fewer_tokens_than_atoms_is_scarce():
     """8 atoms: as many tokens are enough; none count as one."""
     tokens = torch.tensor([[3, 8, 1, 0], [3, 9, 1, 0]])
     grams = LayerGrams("expert", torch.zeros(2, 4, 8, 8).double(), tokens)
     assert scarcity(grams, 8).tolist() == pytest.approx([8 / 6, 1, 4, 8])
 
 
-def test_problems_of_a_cpu_fit_its_cache() -> None:
+def test_problems_of_a_cpu_fit_its_cache():
     """8 MiB of float64: 128 problems of 90 features, two of 512, one of 4096."""
     sizes = {90: 129, 512: 4, 1024: 1, 4096: 1}
     for size, expected in sizes.items():
@@ -55,7 +55,7 @@ def layer_and_grams() -> tuple[Any, LayerGrams]:
     return layer, LayerGrams("expert", products(4, 8), torch.full((2, 4), 60))
 
 
-def test_problems_together_are_problems_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_together_are_problems_alone(monkeypatch):
     """Costs and weights, of experts that keep from none to all of their atoms."""
     layer, grams = layer_and_grams()
     base = numbers(4, 8, seed=2).exp()
@@ -73,9 +73,7 @@ def test_problems_together_are_problems_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("n_atoms", [64, 520])
-def test_float32_is_enough_under_the_default_ridge(
-    monkeypatch: pytest.MonkeyPatch, n_atoms: int
-) -> None:
+def test_float32_is_enough_under_the_default_ridge(monkeypatch, n_atoms):
     """Costs to four digits, of correlated atoms of all sizes; float64 is used else."""
     sums = products(3, n_atoms, rows=2 * n_atoms)[0]
     size = (2 * numbers(3, n_atoms, seed=3)).exp()

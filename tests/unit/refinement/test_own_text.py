@@ -37,7 +37,7 @@ def bench_of(root: Path) -> Workbench:
 # --- what is written -------------------------------------------------------------
 
 
-def test_tokens_are_drawn_from_the_models_distribution(tokenizer: Any) -> None:
+def test_tokens_are_drawn_from_the_models_distribution(tokenizer):
     """Frequencies of the second token, given the first, within five deviations."""
     model, n = model_of(), 6000
     ids = own_text(model, tokenizer, n_sequences=n, seq_len=2, batch_size=n).ids
@@ -51,7 +51,7 @@ def test_tokens_are_drawn_from_the_models_distribution(tokenizer: Any) -> None:
     assert float(((seen - expected).abs() / expected.sqrt()).max()) < 5
 
 
-def test_windows_are_whole_although_texts_end(tokenizer: Any) -> None:
+def test_windows_are_whole_although_texts_end(tokenizer):
     """The token that ends a text is never drawn; a draw of it would show."""
     usual = own_text(model_of(), tokenizer, n_sequences=16, seq_len=40)
     end = int(usual.ids[0, 5])
@@ -61,7 +61,7 @@ def test_windows_are_whole_although_texts_end(tokenizer: Any) -> None:
     assert end in usual.ids[:, 1:]
 
 
-def test_a_seed_is_one_text(tokenizer: Any) -> None:
+def test_a_seed_is_one_text(tokenizer):
     """The same again, others with another seed; the process's numbers stay."""
     model = model_of()  # which seeds the process's generator
     before = torch.random.get_rng_state()
@@ -74,7 +74,7 @@ def test_a_seed_is_one_text(tokenizer: Any) -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_progress_counts_every_token_and_can_stop(tokenizer: Any) -> None:
+def test_progress_counts_every_token_and_can_stop(tokenizer):
     """Batch by batch to the end; an exception ends the work."""
     seen = Heard()
     shape = {"n_sequences": 3, "seq_len": 4, "batch_size": 2}
@@ -84,7 +84,7 @@ def test_progress_counts_every_token_and_can_stop(tokenizer: Any) -> None:
         own_text(model_of(), tokenizer, **shape, progress=stop_at(5))
 
 
-def test_what_cannot_be_written_is_refused(tokenizer: Any) -> None:
+def test_what_cannot_be_written_is_refused(tokenizer):
     """Numbers that are not positive, and a vocabulary of special tokens."""
     for wrong in ({"n_sequences": 0}, {"seq_len": 1}, {"seed": 2**63}):
         with pytest.raises(SpecError):
@@ -103,7 +103,7 @@ def test_what_cannot_be_written_is_refused(tokenizer: Any) -> None:
 # --- joined with a corpus --------------------------------------------------------
 
 
-def test_joined_windows_keep_their_order_and_origin() -> None:
+def test_joined_windows_keep_their_order_and_origin():
     """First one set, then the other; both are named, and held out alike."""
     a, b = (CalibrationSet.from_ids(torch.full((8, 5), n)) for n in (1, 2))
     joined = a.joined(b)
@@ -119,19 +119,19 @@ def test_joined_windows_keep_their_order_and_origin() -> None:
 
 
 @pytest.mark.parametrize("share", [-0.1, 8.1, float("nan"), "half", True, None])
-def test_a_share_is_a_number(share: Any) -> None:
+def test_a_share_is_a_number(share):
     """It is not so large that the corpus would hardly count."""
     with pytest.raises(SpecError, match="own_text"):
         Calibration(own_text=share)
 
 
-def test_the_number_of_own_windows_is_rounded() -> None:
+def test_the_number_of_own_windows_is_rounded():
     """They come in addition."""
     counted = [Calibration(own_text=share).n_own(4) for share in (0, 0.1, 0.2, 0.4, 2)]
     assert counted == [0, 0, 1, 2, 8]
 
 
-def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workbench_writes_once(root, monkeypatch):
     """It writes one text for a model, shape and seed; other weights write another."""
     text = str(root / "text.txt")
     spec = Calibration(text, n_sequences=8, seq_len=32, own_text=0.25)
@@ -155,7 +155,7 @@ def test_a_workbench_writes_once(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.equal(drawn.ids[8:], windows.ids[8:])
 
 
-def test_a_table_says_what_it_was_measured_on(root: Path, cache: Path) -> None:
+def test_a_table_says_what_it_was_measured_on(root, cache):
     """Read back it is the calibration; other joined windows are nobody's.
 
     A table in the cache may name another file with the same text.
@@ -187,9 +187,7 @@ def test_a_table_says_what_it_was_measured_on(root: Path, cache: Path) -> None:
         (("--estimator", "fisher"), 0),
     ],
 )
-def test_the_default_is_that_of_compress(
-    root: Path, tmp_path: Path, options: tuple[object, ...], share: float
-) -> None:
+def test_the_default_is_that_of_compress(root, tmp_path, options, share):
     """A quarter for the default; else the corpus alone, as the paper."""
     out = tmp_path / "out"
     run("prune", root / "moe", "--ratio", 0.4, "--out", out, *text_of(root), *options)
@@ -200,7 +198,7 @@ def test_the_default_is_that_of_compress(
     assert (told in manifest["calibration"]) == (n_own > 0)
 
 
-def test_a_table_has_its_own_text(root: Path, tmp_path: Path) -> None:
+def test_a_table_has_its_own_text(root, tmp_path):
     """`score` writes it where asked; with its table nothing can be written any more."""
     table = tmp_path / "table.parquet"
     run("score", root / "moe", "--own-text", 0.25, "--out", table, *text_of(root))

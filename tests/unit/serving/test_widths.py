@@ -1,7 +1,5 @@
 """The widths of a checkpoint by layer, and what engines cannot carry."""
 
-from typing import Any
-
 import pytest
 
 from heapr_lab.errors import HeaprLabError
@@ -13,7 +11,7 @@ WIDTHS = {
 }
 
 
-def test_by_layer() -> None:
+def test_by_layer():
     """The layers are numbers, as an engine has other names for modules."""
     widths = widths_by_layer({"format_version": 1, "widths": WIDTHS})
     assert widths == {1: [3, 0], 10: [2, 2]}
@@ -34,7 +32,7 @@ def test_by_layer() -> None:
         ),
     ],
 )
-def test_refused(change: dict[str, Any], message: str) -> None:
+def test_refused(change, message):
     """The error comes before anything is allocated."""
     with pytest.raises(HeaprLabError, match=message):
         widths_by_layer({"format_version": 1, "widths": WIDTHS} | change)
@@ -42,7 +40,7 @@ def test_refused(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 @pytest.mark.parametrize("width", [0, 1, 2, 7, 32])
-def test_each_atom_is_on_one_rank(width: int, n_ranks: int) -> None:
+def test_each_atom_is_on_one_rank(width, n_ranks):
     """Atoms are in order, and shared as evenly as can be."""
     parts = [range(width)[shard(width, rank, n_ranks)] for rank in range(n_ranks)]
     assert [atom for part in parts for atom in part] == list(range(width))

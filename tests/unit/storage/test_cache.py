@@ -31,9 +31,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 # --- places ---------------------------------------------------------------------
 
 
-def test_cache_dir_without_setting_is_the_users_cache_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cache_dir_without_setting_is_the_users_cache_folder(monkeypatch, tmp_path):
     """$HEAPR_CACHE_DIR comes first, then $XDG_CACHE_HOME, then ~/.cache.
 
     A tilde is the user's home; an empty setting is none.
@@ -50,7 +48,7 @@ def test_cache_dir_without_setting_is_the_users_cache_folder(
     assert paths.cache_dir() == tmp_path / ".cache" / "heapr_lab"
 
 
-def test_a_result_lies_under_the_hash_of_its_key(cache: Path) -> None:
+def test_a_result_lies_under_the_hash_of_its_key(cache):
     """Kind, then sixteen digits: the names that earlier results have."""
     path = store.cache_path("kind", {"x": 1}, extension="json")
     assert path == cache / "kind" / f"{digest({'x': 1})[:16]}.json"
@@ -60,7 +58,7 @@ def test_a_result_lies_under_the_hash_of_its_key(cache: Path) -> None:
 # --- parquet --------------------------------------------------------------------
 
 
-def test_frame_round_trip_keeps_values_types_and_metadata(tmp_path: Path) -> None:
+def test_frame_round_trip_keeps_values_types_and_metadata(tmp_path):
     """What is read is what was written, columns chosen or not, and can be changed."""
     path = tmp_path / "deep" / "x.parquet"
     files.write_frame(path, FRAME, {"N": 3, "spec": {"dtype": "float32"}})
@@ -74,7 +72,7 @@ def test_frame_round_trip_keeps_values_types_and_metadata(tmp_path: Path) -> Non
     assert some["sum_h2"].tolist() == [9.0, -1.25, 3.0]
 
 
-def test_frame_round_trip_keeps_another_index(tmp_path: Path) -> None:
+def test_frame_round_trip_keeps_another_index(tmp_path):
     """An index that is not a plain range comes back, with chosen columns too."""
     indexed = FRAME.set_index(pd.Index([7, 3, 5], name="row"))
     files.write_frame(tmp_path / "x.parquet", indexed, {})
@@ -83,7 +81,7 @@ def test_frame_round_trip_keeps_another_index(tmp_path: Path) -> None:
     )
 
 
-def test_missing_column_is_named(tmp_path: Path) -> None:
+def test_missing_column_is_named(tmp_path):
     """Asking for a column that is not there names it and those that are."""
     path = tmp_path / "x.parquet"
     files.write_frame(path, FRAME, {})
@@ -91,7 +89,7 @@ def test_missing_column_is_named(tmp_path: Path) -> None:
         files.read_frame(path, ["layer", "max_abs_h"])
 
 
-def test_metadata_that_is_not_plain_leaves_no_file(tmp_path: Path) -> None:
+def test_metadata_that_is_not_plain_leaves_no_file(tmp_path):
     """Metadata that JSON cannot hold is refused before anything is written."""
     with pytest.raises(SpecError):
         files.write_frame(tmp_path / "x.parquet", FRAME, {"bad": {1, 2}})
@@ -99,9 +97,7 @@ def test_metadata_that_is_not_plain_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
-def test_truncated_parquet_is_refused_and_left_alone(
-    tmp_path: Path, share: float
-) -> None:
+def test_truncated_parquet_is_refused_and_left_alone(tmp_path, share):
     """A file cut short anywhere is an error that names it, and is not touched."""
     path = tmp_path / "cut.parquet"
     files.write_frame(path, FRAME, {})
@@ -114,7 +110,7 @@ def test_truncated_parquet_is_refused_and_left_alone(
     assert path.read_bytes() == left
 
 
-def test_a_flipped_byte_is_noticed(tmp_path: Path) -> None:
+def test_a_flipped_byte_is_noticed(tmp_path):
     """Damage inside a data page fails its checksum; no wrong number is returned."""
     path = tmp_path / "x.parquet"
     frame = pd.DataFrame({"x": np.arange(5000, dtype=np.float32) ** 2})
@@ -126,7 +122,7 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path) -> None:
         files.read_frame(path)
 
 
-def test_newer_parquet_is_refused(tmp_path: Path) -> None:
+def test_newer_parquet_is_refused(tmp_path):
     """A file of a later schema version asks for an upgrade."""
     header = json.dumps({"schema": SCHEMA_VERSION + 1, "metadata": {}})
     table = pa.table({"x": [1]}).replace_schema_metadata({"heapr_lab": header})
@@ -136,7 +132,7 @@ def test_newer_parquet_is_refused(tmp_path: Path) -> None:
         files.read_frame(path)
 
 
-def test_missing_file_is_not_a_damaged_one(tmp_path: Path) -> None:
+def test_missing_file_is_not_a_damaged_one(tmp_path):
     """A file that does not exist is a FileNotFoundError, for every reader."""
     for read in (files.read_frame, files.read_json, files.load_state):
         with pytest.raises(FileNotFoundError):
@@ -146,7 +142,7 @@ def test_missing_file_is_not_a_damaged_one(tmp_path: Path) -> None:
 # --- atomic writes --------------------------------------------------------------
 
 
-def test_an_exception_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
+def test_an_exception_while_writing_leaves_the_old_file(tmp_path):
     """A writer that fails half-way leaves what was there, and no rest of its own."""
     path = tmp_path / "x.txt"
     path.write_text("old")
@@ -162,7 +158,7 @@ def test_an_exception_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_right_to_write_passes_on(tmp_path: Path) -> None:
+def test_the_right_to_write_passes_on(tmp_path):
     """After the block, also after one that failed; other outputs are free."""
 
     def use() -> None:
@@ -183,7 +179,7 @@ def test_the_right_to_write_passes_on(tmp_path: Path) -> None:
 # --- JSON and states ------------------------------------------------------------
 
 
-def test_state_round_trip(tmp_path: Path) -> None:
+def test_state_round_trip(tmp_path):
     """Arrays of any layout and shape come back exactly, with the meta."""
     arrays = {
         "transposed": np.arange(6.0).reshape(2, 3).T,
@@ -198,7 +194,7 @@ def test_state_round_trip(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded[name], array, strict=True)
 
 
-def test_truncated_state_is_refused(tmp_path: Path) -> None:
+def test_truncated_state_is_refused(tmp_path):
     """A state cut short names the file, whether header or data is cut."""
     path = tmp_path / "s.safetensors"
     files.save_state(path, {"x": np.arange(100.0)}, {})
@@ -223,12 +219,12 @@ def cached_answer(key: dict[str, int], runs: list[int]) -> int:
 
 
 @pytest.fixture
-def path(cache: Path) -> Path:
+def path(cache) -> Path:
     """The file of the answer to {"x": 4}."""
     return store.cache_path("answers", {"x": 4}, extension="json")
 
 
-def test_a_result_is_computed_once_per_key(path: Path) -> None:
+def test_a_result_is_computed_once_per_key(path):
     """The second asking reads; another key computes; the key is readable beside."""
     runs: list[int] = []
     assert [cached_answer({"x": x}, runs) for x in (4, 4, 5)] == [40, 40, 50]
@@ -237,7 +233,7 @@ def test_a_result_is_computed_once_per_key(path: Path) -> None:
     assert files.read_json(path.with_name(f"{path.name}.key.json")) == {"x": 4}
 
 
-def test_a_truncated_result_is_refused_and_never_replaced(path: Path) -> None:
+def test_a_truncated_result_is_refused_and_never_replaced(path):
     """A damaged file under a result's name is named, not recomputed over."""
     cached_answer({"x": 4}, [])
     path.write_text('{"val')
@@ -248,7 +244,7 @@ def test_a_truncated_result_is_refused_and_never_replaced(path: Path) -> None:
     assert path.read_text() == '{"val'
 
 
-def test_a_foreign_result_is_refused_and_never_replaced(path: Path) -> None:
+def test_a_foreign_result_is_refused_and_never_replaced(path):
     """A readable file that this cache did not put there is not taken for a result."""
     path.parent.mkdir(parents=True)
     path.write_text("41")
@@ -257,7 +253,7 @@ def test_a_foreign_result_is_refused_and_never_replaced(path: Path) -> None:
     assert path.read_text() == "41"
 
 
-def test_a_damaged_key_is_deleted_with_its_result(path: Path) -> None:
+def test_a_damaged_key_is_deleted_with_its_result(path):
     """What the message advises is enough."""
     cached_answer({"x": 4}, [])
     key = path.with_name(f"{path.name}.key.json")
@@ -270,7 +266,7 @@ def test_a_damaged_key_is_deleted_with_its_result(path: Path) -> None:
     assert cached_answer({"x": 4}, []) == 40
 
 
-def test_a_result_of_another_key_is_refused(path: Path) -> None:
+def test_a_result_of_another_key_is_refused(path):
     """The stored key is compared with the key asked for, not only its hash."""
     cached_answer({"x": 4}, [])
     files.write_json(path.with_name(f"{path.name}.key.json"), {"x": 3})

@@ -28,7 +28,7 @@ FRAME = pd.DataFrame(
 
 
 @pytest.fixture
-def mask(tmp_path: Path) -> Path:
+def mask(tmp_path) -> Path:
     """A mask of two layers, two experts and three atoms each."""
     kept = [[True, False, True], [False, True, True]]
     path = tmp_path / "mask.parquet"
@@ -37,7 +37,7 @@ def mask(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Path:
+def table(tmp_path) -> Path:
     """A table of eight atoms."""
     path = tmp_path / "table.parquet"
     spec = {"schema": 1}
@@ -78,9 +78,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
-def test_a_header_that_cannot_be_read(
-    mask: Path, table: Path, change: Callable[[dict[str, Any]], Any]
-) -> None:
+def test_a_header_that_cannot_be_read(mask, table, change):
     """The header of a mask and of a table, for all who read them."""
     for path, read in ((mask, KeepMask.read), (table, ImportanceTable.read)):
         change_header(path, change)
@@ -93,9 +91,7 @@ def test_a_header_that_cannot_be_read(
 
 @pytest.mark.parametrize("name", ["settings", "fingerprint"])
 @pytest.mark.parametrize("value", [None, [1], "x", "absent"])
-def test_a_mask_without_what_it_says_of_itself(
-    mask: Path, name: str, value: Any
-) -> None:
+def test_a_mask_without_what_it_says_of_itself(mask, name, value):
     """A part is absent, or of another kind."""
 
     def change(header: dict[str, Any]) -> dict[str, Any]:
@@ -127,16 +123,14 @@ ROWS: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
 
 
 @pytest.mark.parametrize("change", ROWS.values(), ids=ROWS)
-def test_a_mask_without_rows_or_columns(
-    mask: Path, change: Callable[[pd.DataFrame], pd.DataFrame]
-) -> None:
+def test_a_mask_without_rows_or_columns(mask, change):
     """What is missing is never made up."""
     change_rows(mask, change)
     with pytest.raises(CacheError, match=r"mask\.parquet (is damaged|was changed)"):
         KeepMask.read(mask)
 
 
-def test_columns_that_cannot_be_described(table: Path) -> None:
+def test_columns_that_cannot_be_described(table):
     """What pandas has written of them was damaged."""
     rows = pq.read_table(table)
     for description in (b"{", b"[]", b'{"index_columns": 7}'):
@@ -148,7 +142,7 @@ def test_columns_that_cannot_be_described(table: Path) -> None:
             files.read_frame(table)
 
 
-def test_json_that_is_nested_deeply(tmp_path: Path) -> None:
+def test_json_that_is_nested_deeply(tmp_path):
     """JSON nested deeper than Python reads."""
     path = tmp_path / "deep.json"
     path.write_text("[" * 100_000)

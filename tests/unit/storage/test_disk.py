@@ -62,7 +62,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_a_full_disk_is_one_line(write: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line(write, tmp_path):
     """An error of this package with what to do; no file is left of what was begun."""
     with full_disk(), pytest.raises(SpecError, match=r"(?i)file too large") as error:
         write(tmp_path / "out")
@@ -71,9 +71,7 @@ def test_a_full_disk_is_one_line(write: Callable[[Path], Any], tmp_path: Path) -
     write(tmp_path / "out")
 
 
-def test_a_cache_below_a_file_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_below_a_file_is_one_line(tmp_path, monkeypatch):
     """Wherever it is asked for something."""
     (tmp_path / "file").write_text("a file")
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -82,7 +80,7 @@ def test_a_cache_below_a_file_is_one_line(
             WRITERS[name](tmp_path)
 
 
-def test_other_errors_are_left_as_they_are(tmp_path: Path) -> None:
+def test_other_errors_are_left_as_they_are(tmp_path):
     """A mistake in what is written is not one of the disk."""
     with pytest.raises(ZeroDivisionError), paths.writable(tmp_path):
         _ = 1 / 0

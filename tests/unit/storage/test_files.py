@@ -28,7 +28,7 @@ def mode(path: Path) -> int:
 # --- replacing ------------------------------------------------------------------
 
 
-def test_the_temporary_file_itself_becomes_the_file(tmp_path: Path) -> None:
+def test_the_temporary_file_itself_becomes_the_file(tmp_path):
     """It is renamed, not copied: whoever reads the old file goes on reading that."""
     path = tmp_path / "x.txt"
     path.write_text("old")
@@ -43,7 +43,7 @@ def test_the_temporary_file_itself_becomes_the_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_temporary_names(tmp_path: Path) -> None:
+def test_temporary_names(tmp_path):
     """They are beside the file, with its extension, and differ between writers."""
     path = tmp_path / "a" / "b" / "x.parquet"
     with files.replacing(path) as first, files.replacing(path) as second:
@@ -54,7 +54,7 @@ def test_temporary_names(tmp_path: Path) -> None:
             name.write_text("x")
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_a_link_stays_a_link(tmp_path):
     """What it points to is replaced, in the folder where that lies."""
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "x.txt", tmp_path / "link.txt"
@@ -68,7 +68,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_who_may_read_a_file_is_asked_of_the_umask(tmp_path: Path, umask: int) -> None:
+def test_who_may_read_a_file_is_asked_of_the_umask(tmp_path, umask):
     """Also where its writer, as that of safetensors, asks nobody."""
     before = os.umask(umask)
     try:
@@ -80,14 +80,14 @@ def test_who_may_read_a_file_is_asked_of_the_umask(tmp_path: Path, umask: int) -
     assert mode(tmp_path / "x.safetensors") == 0o666 & ~umask
 
 
-def test_a_folder_can_take_a_name_too(tmp_path: Path) -> None:
+def test_a_folder_can_take_a_name_too(tmp_path):
     """Its own permissions stay."""
     with files.replacing(tmp_path / "folder") as temporary:
         temporary.mkdir(mode=0o750)
     assert mode(tmp_path / "folder") == 0o750
 
 
-def test_share_mode_changes_the_files_of_a_folder(tmp_path: Path) -> None:
+def test_share_mode_changes_the_files_of_a_folder(tmp_path):
     """It changes all of them, and no folder."""
     like, folder = tmp_path / "like", tmp_path / "folder"
     like.write_text("")
@@ -119,7 +119,7 @@ def layout(path: Path) -> dict[str, tuple[str, bool, bool]]:
     }
 
 
-def test_columns_are_laid_out_by_their_types(tmp_path: Path) -> None:
+def test_columns_are_laid_out_by_their_types(tmp_path):
     """Floats are split into byte streams; all else has a dictionary."""
     rows = np.arange(ROWS)
     random = np.random.default_rng(0).normal(size=ROWS).astype(np.float32)
@@ -142,14 +142,14 @@ def test_columns_are_laid_out_by_their_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [(), (1,), (1, 1), (1, 1, 1, 1, 2)])
-def test_frames_of_few_rows(tmp_path: Path, values: tuple[int, ...]) -> None:
+def test_frames_of_few_rows(tmp_path, values):
     """They come back as they were."""
     frame = pd.DataFrame({"x": np.array(values, dtype=np.float64)})
     files.write_frame(tmp_path / "x.parquet", frame, {})
     pd.testing.assert_frame_equal(files.read_frame(tmp_path / "x.parquet")[0], frame)
 
 
-def test_json_is_for_reading(tmp_path: Path) -> None:
+def test_json_is_for_reading(tmp_path):
     """Indented, in letters rather than escapes, and ended by a new line."""
     files.write_json(tmp_path / "x.json", {"b": "ℓ", "a": 1})
     text = (tmp_path / "x.json").read_text("utf-8")
@@ -159,7 +159,7 @@ def test_json_is_for_reading(tmp_path: Path) -> None:
 # --- reading --------------------------------------------------------------------
 
 
-def test_paths_may_be_texts(tmp_path: Path) -> None:
+def test_paths_may_be_texts(tmp_path):
     """Every writer and reader takes a str."""
     parquet, plain, state = (str(tmp_path / name) for name in "abc")
     frame = pd.DataFrame({"x": [1.0, 2.0]})
@@ -181,18 +181,14 @@ READERS: tuple[Callable[[str], Any], ...] = (
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_damage_is_told_of_a_path_given_as_text(
-    tmp_path: Path, read: Callable[[str], Any]
-) -> None:
+def test_damage_is_told_of_a_path_given_as_text(tmp_path, read):
     """The error names the file and says what to do."""
     (tmp_path / "broken").write_bytes(b"\xff\xfe{")
     with pytest.raises(CacheError, match=r"broken.*give another file"):
         read(str(tmp_path / "broken"))
 
 
-def test_a_path_in_the_cache_may_be_relative(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_in_the_cache_may_be_relative(tmp_path, monkeypatch):
     """What lies in the cache is the same, however its folder is given."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEAPR_CACHE_DIR", "cache")
@@ -206,7 +202,7 @@ def test_a_path_in_the_cache_may_be_relative(
     )
 
 
-def test_a_state_without_our_header_is_foreign(tmp_path: Path) -> None:
+def test_a_state_without_our_header_is_foreign(tmp_path):
     """It has no metadata at all, or another program's."""
     path = tmp_path / "s.safetensors"
     for metadata in (None, {"format": "pt"}):
@@ -216,7 +212,7 @@ def test_a_state_without_our_header_is_foreign(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bit", [0, 3, 7])
-def test_a_flipped_bit_of_a_state_is_noticed(tmp_path: Path, bit: int) -> None:
+def test_a_flipped_bit_of_a_state_is_noticed(tmp_path, bit):
     """Wherever it is, the file is refused by name, or has what was written."""
     path = tmp_path / "s.safetensors"
     arrays = {"x": np.arange(4.0), "n": np.array(7)}
@@ -239,7 +235,7 @@ def test_a_flipped_bit_of_a_state_is_noticed(tmp_path: Path, bit: int) -> None:
     assert len(refused) > 0.8 * len(whole)
 
 
-def test_a_state_without_a_checksum_is_refused(tmp_path: Path) -> None:
+def test_a_state_without_a_checksum_is_refused(tmp_path):
     """A state as versions wrote it that knew none: who changed it nobody knows."""
     path = tmp_path / "s.safetensors"
     header = {"schema": 1, "metadata": {"done": 3}}
@@ -248,7 +244,7 @@ def test_a_state_without_a_checksum_is_refused(tmp_path: Path) -> None:
         files.load_state(path)
 
 
-def test_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
+def test_checksum_is_that_of_the_bytes(tmp_path):
     """SHA-256 of "abc", as FIPS 180-2 has it."""
     (tmp_path / "x").write_bytes(b"abc")
     assert files.checksum(tmp_path / "x") == (

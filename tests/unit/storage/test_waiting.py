@@ -16,7 +16,7 @@ from heapr_lab.storage import cache, files
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """A cache folder of this test's own."""
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
     return tmp_path
@@ -27,9 +27,7 @@ def answer(value: Any, key: dict[str, Any] | None = None) -> Any:
     return cache.cached_json("answers", key or {"x": 1}, lambda: value)
 
 
-def test_waiting_is_said_only_of_a_lock_that_is_held(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_waiting_is_said_only_of_a_lock_that_is_held(caplog):
     """The one that waits reads what the other has made, and says what it waits for."""
     caplog.set_level(logging.INFO)
     path = cache.cache_path("answers", {"x": 1}, extension="json")
@@ -53,9 +51,7 @@ def test_waiting_is_said_only_of_a_lock_that_is_held(
     assert caplog.text == ""
 
 
-def test_a_result_made_while_one_waited_is_that_of_its_key(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_made_while_one_waited_is_that_of_its_key(folder, monkeypatch):
     """The key is checked then, too."""
     path = cache.cache_path("answers", {"x": 1}, extension="json")
     lock = cache.lock(path)
@@ -71,7 +67,7 @@ def test_a_result_made_while_one_waited_is_that_of_its_key(
         answer(1)
 
 
-def test_the_key_is_written_before_the_result() -> None:
+def test_the_key_is_written_before_the_result():
     """So that a result that is there always has its key."""
     path = cache.cache_path("answers", {"x": 1}, extension="json")
 
@@ -91,7 +87,7 @@ def test_the_key_is_written_before_the_result() -> None:
     assert done == files.read_json(path) == 4
 
 
-def test_results_are_parquet_files_unless_it_is_said() -> None:
+def test_results_are_parquet_files_unless_it_is_said():
     """The extension is that of the file which is written."""
     write = Mock(wraps=files.write_json)
     cache.cached("numbers", {}, lambda: 4, read=files.read_json, write=write)
@@ -99,7 +95,7 @@ def test_results_are_parquet_files_unless_it_is_said() -> None:
     assert [call.args[0].suffix for call in write.mock_calls] == [".parquet"]
 
 
-def test_the_right_to_write_is_held_beside_the_output(folder: Path) -> None:
+def test_the_right_to_write_is_held_beside_the_output(folder):
     """In folders that are made for it; the file that stands for it goes afterwards."""
     output = folder / "deep" / "er" / "x.png"
     for _ in range(2):
@@ -112,7 +108,7 @@ def test_the_right_to_write_is_held_beside_the_output(folder: Path) -> None:
         assert list(output.parent.iterdir()) == []
 
 
-def test_where_nothing_can_be_written(folder: Path) -> None:
+def test_where_nothing_can_be_written(folder):
     """The folder is named, and why."""
     (folder / "file").write_text("")
     with (
@@ -122,7 +118,7 @@ def test_where_nothing_can_be_written(folder: Path) -> None:
         pass
 
 
-def test_after_a_failure_others_can_compute_at_once() -> None:
+def test_after_a_failure_others_can_compute_at_once():
     """Nothing is held by a thread that has failed, while its error is looked at."""
     with pytest.raises(ZeroDivisionError) as failed:
         cache.cached_json("answers", {"x": 1}, lambda: 1 // 0)
@@ -149,7 +145,7 @@ print(cached_folder("models", {"x": 1}, make, name="tiny"))
 """
 
 
-def test_a_folder_is_made_once_by_two_processes(folder: Path) -> None:
+def test_a_folder_is_made_once_by_two_processes(folder):
     """The second waits; both have the same folder, and nothing else is left."""
     log = folder / "log"
     command = [sys.executable, "-c", MAKE, str(log)]
@@ -166,7 +162,7 @@ def test_a_folder_is_made_once_by_two_processes(folder: Path) -> None:
     assert left == {"tiny", "tiny.key.json", "tiny.lock"}
 
 
-def test_a_folder_that_fails_is_not_there(folder: Path) -> None:
+def test_a_folder_that_fails_is_not_there(folder):
     """Nor is one of a process that was killed; what it left is deleted."""
 
     def fail(partial: Path) -> None:
@@ -185,7 +181,7 @@ def test_a_folder_that_fails_is_not_there(folder: Path) -> None:
     assert not (home / ".partial-killed").exists()
 
 
-def test_a_folder_of_another_key_is_refused(folder: Path) -> None:
+def test_a_folder_of_another_key_is_refused(folder):
     """It is refused as any cached result is."""
     target = cache.cached_folder("models", {"x": 1}, Mock(), name="tiny")
     files.write_json(target.with_name("tiny.key.json"), {"x": 2})

@@ -140,9 +140,7 @@ def errors(folder: Path) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(("size", "n_windows"), [(2, 5), (3, 2)])
-def test_every_rank_has_the_table_of_one_process(
-    size: int, n_windows: int, root: Path
-) -> None:
+def test_every_rank_has_the_table_of_one_process(size, n_windows, root):
     """To rounding, also if a rank has no windows, and streamed."""
     (root / "n_windows").write_text(str(n_windows))
     assert run_ranks(write_tables, root, size) == [0] * size
@@ -156,9 +154,7 @@ def test_every_rank_has_the_table_of_one_process(
             )
 
 
-def test_only_rank_0_uses_the_cache(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_rank_0_uses_the_cache(root, monkeypatch):
     """The second time, nobody computes; the key is that of one process."""
     assert run_ranks(cache_table, root, 2) == [0, 0]
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(root / "cache"))
@@ -189,9 +185,7 @@ OTHERS = "ranks 0 and 1 have different models or windows"
         (fail_store, [2, 2], ["the cache is damaged", "rank 0 has failed: the cache"]),
     ],
 )
-def test_a_rank_that_fails_ends_the_others(
-    work: Work, codes: list[int], messages: list[str], root: Path
-) -> None:
+def test_a_rank_that_fails_ends_the_others(work, codes, messages, root):
     """They say which one and why, if it was able to say so.
 
     So where ranks have other windows, and where they wait for rank 0 to say whether
@@ -208,7 +202,7 @@ def test_a_rank_that_fails_ends_the_others(
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 128])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_shares_are_disjoint_even_and_complete(n: int, size: int) -> None:
+def test_shares_are_disjoint_even_and_complete(n, size):
     """They are in the order of the ranks; the first ranks have one more."""
     shares = [list(Ranks(rank, size).share(n)) for rank in range(size)]
     assert [number for share in shares for number in share] == list(range(n))
@@ -217,7 +211,7 @@ def test_shares_are_disjoint_even_and_complete(n: int, size: int) -> None:
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_a_gpu(monkeypatch):
     """Each has its own, if there are GPUs and no device is given."""
     ranks = Ranks(5, 6, local_rank=1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -230,13 +224,13 @@ def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks.device("auto")
 
 
-def test_states_of_ranks_have_names_of_their_own() -> None:
+def test_states_of_ranks_have_names_of_their_own():
     """Ranks stop at different windows."""
     path = Path("cache") / "key.state"
     assert Ranks(1, 4).own_state(path) == Path("cache") / "key.1-of-4.state"
 
 
-def test_one_process_has_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_has_no_ranks(monkeypatch):
     """Also if torchrun starts only one."""
     with joined() as ranks:
         assert ranks is None

@@ -18,7 +18,7 @@ def weights(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("powers", [False, True])
 @pytest.mark.parametrize("shape", [(8, 9), (10, 7), (2, 8, 9)])
-def test_each_block_has_its_scale(shape: tuple[int, ...], powers: bool) -> None:
+def test_each_block_has_its_scale(shape, powers):
     """The largest number of a block becomes 448, or up to half of it; each is near."""
     tensor = weights(*shape)
     numbers, scales = quantised(tensor, BLOCK, powers=powers)
@@ -44,9 +44,7 @@ def test_each_block_has_its_scale(shape: tuple[int, ...], powers: bool) -> None:
     ("kind", "powers"),
     [(torch.bfloat16, False), (torch.float32, True), (torch.float32, False)],
 )
-def test_what_is_dequantised_to_bfloat16_and_back(
-    kind: torch.dtype, powers: bool
-) -> None:
+def test_what_is_dequantised_to_bfloat16_and_back(kind, powers):
     """The same values, if scales are of bfloat16 or powers of two; else near ones.
 
     A third time nothing changes, whatever the scales.
@@ -65,7 +63,7 @@ def test_what_is_dequantised_to_bfloat16_and_back(
     assert torch.equal(dequantised(*third, BLOCK), values)
 
 
-def test_blocks_that_are_quantised_again() -> None:
+def test_blocks_that_are_quantised_again():
     """Blocks of a size, whose inputs are quantised when they are known."""
     known = {"weight_block_size": [128, 64]}
     assert block_of(known) == (128, 64)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def finished(model: nn.Module) -> torch.Tensor:
     return torch.cat([walker.finished(ids, states) for ids, states in pairs])
 
 
-def test_only_one_window_is_run_to_begin_with(model: Any) -> None:
+def test_only_one_window_is_run_to_begin_with(model):
     """It is run twice; every batch then goes through each layer once."""
     rows: list[int] = []
     model.model.layers[1].mlp.register_forward_pre_hook(
@@ -55,7 +54,7 @@ def test_only_one_window_is_run_to_begin_with(model: Any) -> None:
     assert rows == [1, 1, 4, 2]
 
 
-def test_other_threads_do_not_run_what_is_in_place_of_layers(model: Any) -> None:
+def test_other_threads_do_not_run_what_is_in_place_of_layers(model):
     """They are refused while it is."""
     with ThreadPoolExecutor(1) as pool:
         model.model.layers[1].mlp.register_forward_pre_hook(
@@ -65,7 +64,7 @@ def test_other_threads_do_not_run_what_is_in_place_of_layers(model: Any) -> None
             walk(model)
 
 
-def test_layers_have_their_own_forward_again(model: Any) -> None:
+def test_layers_have_their_own_forward_again(model):
     """Also one that somebody else has put in its place, and after an error."""
     first, second = model.model.layers
     original = second.forward
@@ -86,7 +85,7 @@ def test_layers_have_their_own_forward_again(model: Any) -> None:
         second.register_forward_pre_hook(fail_unless_run)
 
 
-def test_arguments_that_depend_on_states(model: Any) -> None:
+def test_arguments_that_depend_on_states(model):
     """They are recorded with all layers run: a mask made of a layer's states."""
     plain = finished(model)
     body, second = model.model, model.model.layers[1]
@@ -110,7 +109,7 @@ def test_arguments_that_depend_on_states(model: Any) -> None:
     torch.testing.assert_close(finished(model), expected)
 
 
-def test_arguments_that_depend_on_more_than_the_shape(model: Any) -> None:
+def test_arguments_that_depend_on_more_than_the_shape(model):
     """Two batches of one shape show it."""
     numbers = iter(range(1000))
 
@@ -123,7 +122,7 @@ def test_arguments_that_depend_on_more_than_the_shape(model: Any) -> None:
         LayerByLayer(model, batches)
 
 
-def test_another_number_of_layers(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_layers(model, caplog):
     """Than the configuration has; nothing is said of streaming."""
     model.config.num_hidden_layers = 3
     assert walk_over(model, [IDS], n_passes=2) is None
@@ -131,7 +130,7 @@ def test_another_number_of_layers(model: Any, caplog: pytest.LogCaptureFixture) 
     assert "streamed" not in caplog.text
 
 
-def test_streamed_layers_in_another_order(model: Any, tmp_path: Path) -> None:
+def test_streamed_layers_in_another_order(model, tmp_path):
     """The message names the model, and how to load it."""
     model.save_pretrained(tmp_path)
     streamed = open_streamed(tmp_path, dtype=None, device=torch.device("cpu"))

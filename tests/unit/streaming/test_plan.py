@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pandas as pd
@@ -29,7 +28,7 @@ LENGTH = 512
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A tiny checkpoint, in float64."""
     return write_folder(tmp_path_factory.mktemp("moe"), tiny_model("qwen3_moe"))
 
@@ -42,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pd.read_csv(RESULTS / "streaming.csv").to_dict("records"),
     ids=lambda row: f"{row['model']}, {row['way']}",
 )
-def test_what_fits_by_its_plan_fits(row: dict[str, Any], tmp_path: Path) -> None:
+def test_what_fits_by_its_plan_fits(row, tmp_path):
     """A process that scored needed at most 4/3 of the plan, besides its libraries."""
     case = CASES[row["model"]]
     case.shape.config(case.shape.n_layers, torch.bfloat16).save_pretrained(tmp_path)
@@ -65,7 +64,7 @@ def test_what_fits_by_its_plan_fits(row: dict[str, Any], tmp_path: Path) -> None
         ("Kimi-K2", 1026.4),
     ],
 )
-def test_true_shapes_have_their_parameters(shape: str, billions: float) -> None:
+def test_true_shapes_have_their_parameters(shape, billions):
     """The totals that their makers state."""
     needs = plan(CONFIGS / shape)
     assert round(needs.n_parameters / 1e9, 1) == billions
@@ -73,7 +72,7 @@ def test_true_shapes_have_their_parameters(shape: str, billions: float) -> None:
     assert needs.statistics_bytes == 56 * needs.n_atoms
 
 
-def test_the_page_has_the_table_of_now() -> None:
+def test_the_page_has_the_table_of_now():
     """`python docs/plan_table.py` would change nothing."""
     page = plan_table.PAGE.read_text("utf-8")
     assert plan_table.table() in page
@@ -86,14 +85,7 @@ def test_the_page_has_the_table_of_now() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("seq_len", [2, LENGTH])
 @pytest.mark.parametrize("share", [0.1, 0.99, 1.01, 100.0])
-def test_both_stream_the_same(
-    dtype: str,
-    seq_len: int,
-    share: float,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_both_stream_the_same(dtype, seq_len, share, folder, monkeypatch, caplog):
     """With room for a share of the scores of one window, and for the same reason."""
     options = {"seq_len": seq_len, "dtype": dtype}
     room = round(share * plan(folder, **options).needed_bytes[IN_MEMORY] / 0.75)
@@ -107,14 +99,12 @@ def test_both_stream_the_same(
         assert stream_of(whole) is None
 
 
-def test_hardly_any_memory_is_a_streamed_model(folder: Path) -> None:
+def test_hardly_any_memory_is_a_streamed_model(folder):
     """One whose states go to files: nothing says that it cannot be run."""
     assert plan(folder, memory="1KB").engine == STREAMED
 
 
-def test_a_workbench_leaves_room_for_its_own_windows(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workbench_leaves_room_for_its_own_windows(folder, monkeypatch):
     """The length of its profile, or the one that is given."""
     room = round(2 * plan(folder, seq_len=2).needed_bytes[IN_MEMORY])
     monkeypatch.setattr(planning, "free_memory", lambda _device: room)
@@ -123,14 +113,12 @@ def test_a_workbench_leaves_room_for_its_own_windows(
         assert (stream_of(bench.model) is not None) == streams
 
 
-def test_the_lab_model_is_in_memory() -> None:
+def test_the_lab_model_is_in_memory():
     """Half a gigabyte is enough for windows four times as long as its profile's."""
     assert plan("lab", seq_len=1024, memory="0.5GB").engine == IN_MEMORY
 
 
-def test_a_gpu_is_asked_for_its_memory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_asked_for_its_memory(folder, monkeypatch):
     """The checkpoint's own type is that in memory."""
     monkeypatch.setattr(planning, "free_memory", {"auto": 3072 * 2**20}.__getitem__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -143,7 +131,7 @@ def test_a_gpu_is_asked_for_its_memory(
 # --- what it is told, and what it tells -------------------------------------------
 
 
-def test_a_hub_id_whose_files_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_whose_files_are_not_here(monkeypatch):
     """Its config.json is fetched, by either name of a model of the paper."""
     fetch = Mock(return_value=str(CONFIGS / "Qwen3-30B-A3B"))
     monkeypatch.setattr(loading, "snapshot_download", fetch)
@@ -151,7 +139,7 @@ def test_a_hub_id_whose_files_are_not_here(monkeypatch: pytest.MonkeyPatch) -> N
     fetch.assert_called_once_with("Qwen/Qwen3-30B-A3B", allow_patterns="config.json")
 
 
-def test_a_dense_model_as_a_moe(tmp_path: Path) -> None:
+def test_a_dense_model_as_a_moe(tmp_path):
     """Each neuron of its MLPs is an atom."""
     write_folder(tmp_path, tiny_model("llama", intermediate_size=24))
     needs = plan(f"as-moe:{tmp_path}")
@@ -160,7 +148,7 @@ def test_a_dense_model_as_a_moe(tmp_path: Path) -> None:
         plan(tmp_path)
 
 
-def test_a_plan_is_shown_and_is_json() -> None:
+def test_a_plan_is_shown_and_is_json():
     """The same facts as lines and as a card; plain data for --json."""
     needs = plan(CONFIGS / "DeepSeek-V3", memory="141GB", dtype="bfloat16")
     text, card = str(needs), needs._repr_html_()
@@ -170,7 +158,7 @@ def test_a_plan_is_shown_and_is_json() -> None:
     assert Plan(**json.loads(json.dumps(needs.to_dict()))) == needs
 
 
-def test_what_cannot_be_planned(tmp_path: Path) -> None:
+def test_what_cannot_be_planned(tmp_path):
     """Foreign formats, types and names are said."""
     path = tmp_path / "config.json"
     config = json.loads((CONFIGS / "Qwen3-30B-A3B" / "config.json").read_text())
@@ -200,8 +188,8 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
     ],
 )
 def test_experts_without_atoms_or_too_few_are_refused(
-    change: dict[str, int], message: str, folder: Path, tmp_path: Path
-) -> None:
+    change, message, folder, tmp_path
+):
     """They have no atom that could be changed, or there is nothing to route to."""
     config = json.loads((folder / "config.json").read_text())
     path = tmp_path / "config.json"

@@ -39,14 +39,14 @@ def check(model: Any) -> Sizes:
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_sizes_are_those_of_the_model(family: str) -> None:
+def test_sizes_are_those_of_the_model(family):
     """Layers, embeddings and head; the rest are norms."""
     sizes = check(tiny_model(family))
     assert 0 < sizes.outside < min(sizes.layers)
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "internvl", "kimi_k25", "qwen3_vl_moe"])
-def test_sizes_of_wrappers(kind: str) -> None:
+def test_sizes_of_wrappers(kind):
     """Towers are outside of the decoder layers."""
     assert check(tiny_wrapper(kind)).outside > 0
 
@@ -87,7 +87,7 @@ WIDE = {"hidden_size": 128, "moe_intermediate_size": 96, "vocab_size": 64}
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "deepseek_v3", "mixtral"])
-def test_what_a_batch_keeps_is_within_the_bound(family: str) -> None:
+def test_what_a_batch_keeps_is_within_the_bound(family):
     """Not less than every tensor that autograd saved, and not three times as much."""
     sizes = WIDE | ({"intermediate_size": 96} if family == "mixtral" else {})
     model: Any = tiny_model(family, dtype=torch.float32, **sizes)
@@ -97,7 +97,7 @@ def test_what_a_batch_keeps_is_within_the_bound(family: str) -> None:
     assert kept_bytes(model, ids) <= bound <= 3 * kept_bytes(model, ids)
 
 
-def test_a_streamed_pass_holds_one_part() -> None:
+def test_a_streamed_pass_holds_one_part():
     """Its memory does not grow with depth, but for the sums of the atoms."""
     deeper = replace(MODEL, n_parameters=MODEL.n_parameters + 1200)
     deep = replace(SIZES, model=deeper, layers=SIZES.layers * 2)
@@ -113,7 +113,7 @@ def test_a_streamed_pass_holds_one_part() -> None:
     assert 8 * len(SUMS + MAXIMA) == ATOM_BYTES
 
 
-def test_what_needs_more_than_75_per_cent_is_streamed() -> None:
+def test_what_needs_more_than_75_per_cent_is_streamed():
     """So is what is dequantised, whatever is free."""
     needed = SIZES.needed(4, 7)
     assert why_streamed(SIZES, 4, 7, needed / 0.74, method=None) is None
@@ -123,13 +123,13 @@ def test_what_needs_more_than_75_per_cent_is_streamed() -> None:
 
 
 @pytest.mark.parametrize("size", NO_SIZES)
-def test_a_size_that_is_none(size: Any) -> None:
+def test_a_size_that_is_none(size):
     """The message says what was given and what is expected."""
     with pytest.raises(SpecError, match="expected bytes, or a number with a unit"):
         size_of(size)
 
 
-def test_sizes_as_texts() -> None:
+def test_sizes_as_texts():
     """Decimal and binary units, in any case, with or without a space."""
     texts = {"5": 5, "2kb": 2000, "2 KiB": 2048, "1.5MB": 1_500_000, "1TiB": 2**40}
     assert {text: size_of(text) for text in texts} == texts

@@ -42,7 +42,7 @@ def files(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("budget", [0, 31, 32, 100, 10_000])
-def test_any_order_of_calls(budget: int, durable: bool, tmp_path: Path) -> None:
+def test_any_order_of_calls(budget, durable, tmp_path):
     """The last of each name is found, in every section; memory is within the budget."""
     store, kept = SweepStore(tmp_path, budget=budget, durable=durable), {}
     drawn, section = random.Random(budget), "a"
@@ -84,7 +84,7 @@ def _begins(key: tuple[str, str], section: str, name: str) -> bool:
     return key[0] == section and key[1].startswith(name)
 
 
-def test_what_fits_is_in_memory(tmp_path: Path) -> None:
+def test_what_fits_is_in_memory(tmp_path):
     """To the last byte; room is given back, and what was put before is not in use."""
     store = SweepStore(tmp_path, budget=2 * EACH, durable=False)
     for name, number in {"a": 1.0, "b": 2.0, "c": 3.0}.items():
@@ -99,7 +99,7 @@ def test_what_fits_is_in_memory(tmp_path: Path) -> None:
         store.get("b")
 
 
-def test_a_view_is_kept_as_it_is_seen(tmp_path: Path) -> None:
+def test_a_view_is_kept_as_it_is_seen(tmp_path):
     """Transposed, and with a gradient: the values, in memory and in a file."""
     view = torch.arange(6.0).reshape(2, 3).requires_grad_().T
     for budget in (0, 100):
@@ -110,9 +110,7 @@ def test_a_view_is_kept_as_it_is_seen(tmp_path: Path) -> None:
         assert not stored.requires_grad
 
 
-def test_the_budget_is_half_of_what_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_budget_is_half_of_what_is_free(tmp_path, monkeypatch):
     """It is, unless one is given, which may be nothing."""
     stream = stream_of(
         load_model(write_model(tmp_path / "moe"), device="cpu", stream=True)[0]
@@ -126,7 +124,7 @@ def test_the_budget_is_half_of_what_is_free(
 
 
 @pytest.mark.parametrize("damage", ["a bit", "a name", "another file", "nothing left"])
-def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(damage, tmp_path):
     """It is named, with what to do; two files that were exchanged are damaged, too."""
     store = SweepStore(tmp_path, budget=0, durable=False)
     tensors = {"x": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)}
@@ -164,7 +162,7 @@ def killed(state: Path, key: dict[str, Any], name: str, number: float) -> None:
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_pass_finds_what_it_kept(tmp_path: Path) -> None:
+def test_an_interrupted_pass_finds_what_it_kept(tmp_path):
     """It is in files, whatever the budget, without those that were being written."""
     state = tmp_path / "pass.sweeps"
     killed(state, KEY, "a", 1.0)
@@ -177,7 +175,7 @@ def test_an_interrupted_pass_finds_what_it_kept(tmp_path: Path) -> None:
     assert not state.exists()
 
 
-def test_another_batch_size_begins_again(tmp_path: Path) -> None:
+def test_another_batch_size_begins_again(tmp_path):
     """What was kept is of other batches."""
     state = tmp_path / "pass.sweeps"
     killed(state, KEY, "a", 1.0)
@@ -190,7 +188,7 @@ def test_another_batch_size_begins_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["[]", "null", "7", '{"pass": []}', "{", '{"pass": "second"}']
 )
-def test_another_or_a_damaged_key_is_refused(text: str, tmp_path: Path) -> None:
+def test_another_or_a_damaged_key_is_refused(text, tmp_path):
     """Nothing of the folder is taken, or removed."""
     state = tmp_path / "pass.sweeps"
     killed(state, KEY, "a", 1.0)
@@ -201,7 +199,7 @@ def test_another_or_a_damaged_key_is_refused(text: str, tmp_path: Path) -> None:
     assert files(state) == {"-a"}
 
 
-def test_temporary_files_are_removed(cache: Path) -> None:
+def test_temporary_files_are_removed(cache):
     """They go with the store, and when a pass ends or is interrupted."""
     store = sweep_store.temporary(0)
     store.put("a", group(1.0))
@@ -223,7 +221,7 @@ def _with_a_store(here: Any) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_files_of_killed_processes_are_removed() -> None:
+def test_files_of_killed_processes_are_removed():
     """The next store removes them, but not those of processes that run."""
     fork = multiprocessing.get_context("fork")
     folders, processes = [], []

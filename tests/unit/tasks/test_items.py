@@ -28,7 +28,7 @@ def task(n_items: int = 12) -> Any:
 # --- items ------------------------------------------------------------------------
 
 
-def test_draws_are_nested() -> None:
+def test_draws_are_nested():
     """They depend on the seed alone, and have each item once."""
     whole = drawn_items(500, seed=1)
     assert sorted(whole) == list(range(500))
@@ -37,7 +37,7 @@ def test_draws_are_nested() -> None:
     assert drawn_items(3, 40, seed=1) == drawn_items(3, seed=1)
 
 
-def test_all_items_have_the_accuracies_of_run_tasks(tokenizer: Any) -> None:
+def test_all_items_have_the_accuracies_of_run_tasks(tokenizer):
     """The standard errors are the same, too, whatever the order of the draw."""
     items = task_items(byte_model(), tokenizer, [task()], n_items=None)
     frame = run_tasks(byte_model(), tokenizer, [task()]).set_index("metric")
@@ -52,9 +52,7 @@ def test_all_items_have_the_accuracies_of_run_tasks(tokenizer: Any) -> None:
     assert module._share([math.log(2e-9), math.log(6e-9)], 0) == pytest.approx(0.25)
 
 
-def test_items_are_answered_once(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_items_are_answered_once(tokenizer, monkeypatch):
     """More items, a mask, and other weights: only what is new is computed."""
     runs: list[int] = []
     answered = module._Asked._answered
@@ -82,9 +80,7 @@ def test_items_are_answered_once(
     assert runs == [4, 5, 4, 4]
 
 
-def test_an_interrupt_keeps_earlier_items(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_keeps_earlier_items(tokenizer, monkeypatch):
     """It ends the work through the progress; the rest is computed afterwards."""
     monkeypatch.setattr(module, "_ITEMS_AT_ONCE", 5)
     dense = byte_model()
@@ -95,7 +91,7 @@ def test_an_interrupt_keeps_earlier_items(
     assert list(dict.fromkeys(heard)) == [(done, 12) for done in range(5, 13)]
 
 
-def test_answers_that_are_not_stored_are_the_same(tokenizer: Any) -> None:
+def test_answers_that_are_not_stored_are_the_same(tokenizer):
     """They come in the order of the draw, and are given again each time."""
     dense, heard = byte_model(), Heard()
     options = {"n_items": 6, "progress": heard}
@@ -109,7 +105,7 @@ def test_answers_that_are_not_stored_are_the_same(tokenizer: Any) -> None:
     assert (heard[0], heard[47]) == ((0, 12), (12, 12))
 
 
-def test_refusals(tokenizer: Any) -> None:
+def test_refusals(tokenizer):
     """No tasks, and no items."""
     with pytest.raises(SpecError, match="no tasks given; for example openbookqa"):
         task_items(byte_model(), tokenizer, [])
@@ -130,7 +126,7 @@ ITEMS = pd.DataFrame(
 )
 
 
-def test_summary_by_hand() -> None:
+def test_summary_by_hand():
     """Means and standard errors of each task, and of their mean."""
     rows = task_summary(ITEMS).set_index("task")
     assert rows["value"].to_dict() == {"a": 0.75, "b": 0.5, "mean": 0.625}
@@ -149,7 +145,7 @@ def test_summary_by_hand() -> None:
         task_summary(ITEMS, metric="f1")
 
 
-def test_differences_are_paired_by_item() -> None:
+def test_differences_are_paired_by_item():
     """Whatever the order of the rows; other items cannot be paired."""
     other = ITEMS.assign(acc=[1.0, 0.0, 0.0, 1.0, 0.0, 1.0]).iloc[::-1]
     rows = task_difference(ITEMS, other).set_index("task")

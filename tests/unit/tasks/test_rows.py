@@ -30,7 +30,7 @@ def squares(
     return compute
 
 
-def test_only_missing_rows_are_computed() -> None:
+def test_only_missing_rows_are_computed():
     """Their order is that of the numbers, some at a time; another key has its own."""
     asked: list[list[int]] = []
     heard = Heard()
@@ -46,7 +46,7 @@ def test_only_missing_rows_are_computed() -> None:
     assert asked[4:] == [[5]]
 
 
-def test_an_interrupt_keeps_what_was_computed() -> None:
+def test_an_interrupt_keeps_what_was_computed():
     """All rows stay but those that were being computed."""
     asked: list[list[int]] = []
     with pytest.raises(KeyboardInterrupt):
@@ -56,7 +56,7 @@ def test_an_interrupt_keeps_what_was_computed() -> None:
     assert rows["square"].tolist() == [0.0, 1.0, 4.0, 9.0, 16.0, 25.0]
 
 
-def test_rows_of_another_key_are_refused() -> None:
+def test_rows_of_another_key_are_refused():
     """A file that was renamed, say."""
     frame = pd.DataFrame({"square": [1.0]}, index=[1])
     write_frame(cache_path("rows", KEY, extension="parquet"), frame, {"state": "else"})

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ def text_of(ids: torch.Tensor) -> str:
 
 
 @pytest.fixture
-def letters(tmp_path: Path) -> str:
+def letters(tmp_path) -> str:
     """A file of 30 paragraphs, each `0a0a`, `1b1b`, ...; 178 characters joined."""
     paragraphs = [f"{i % 10}{chr(ord('a') + i % 26)}" * 2 for i in range(30)]
     path = tmp_path / "letters.txt"
@@ -41,9 +40,7 @@ def letters(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_windows_are_cut_from_the_joined_text(
-    letters: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_windows_are_cut_from_the_joined_text(letters, tokenizer):
     """Blank lines between texts, no special tokens, the incomplete rest dropped."""
     windows = load_windows(letters, tokenizer, seq_len=12)
     joined = Path(letters).read_text()
@@ -58,7 +55,7 @@ def test_windows_are_cut_from_the_joined_text(
 
 
 @pytest.mark.parametrize("n_available", range(1, 40))
-def test_spread_windows_are_the_middles_of_equal_parts(n_available: int) -> None:
+def test_spread_windows_are_the_middles_of_equal_parts(n_available):
     """Each part has one, and all are all."""
     for n in range(1, n_available + 1):
         places = spread(n_available, n)
@@ -70,9 +67,7 @@ def test_spread_windows_are_the_middles_of_equal_parts(n_available: int) -> None
     assert places == spread(n_available, n_available + 1) == every
 
 
-def test_calibration_draws_windows_without_replacement(
-    letters: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_calibration_draws_windows_without_replacement(letters, tokenizer):
     """All windows drawn are all windows, in an order that the seed decides."""
     every = load_windows(letters, tokenizer, seq_len=12).ids.tolist()
     draws = [
@@ -85,9 +80,7 @@ def test_calibration_draws_windows_without_replacement(
     assert draws[0].tolist() != every
 
 
-def test_draws_of_one_seed_are_nested(
-    letters: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_draws_of_one_seed_are_nested(letters, tokenizer):
     """A smaller set is the beginning of a larger one."""
     largest = load_calibration(letters, tokenizer, n_sequences=14, seq_len=12, seed=3)
     for n_sequences in range(1, 14):
@@ -97,9 +90,7 @@ def test_draws_of_one_seed_are_nested(
         assert torch.equal(smaller.ids, largest.ids[:n_sequences])
 
 
-def test_asking_for_too_many_names_the_number(
-    letters: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_asking_for_too_many_names_the_number(letters, tokenizer):
     """The error says how many windows there are."""
     text = r"has 14 windows of 12 tokens, 15 were requested"
     with pytest.raises(CorpusError, match=text):
@@ -111,9 +102,7 @@ def test_asking_for_too_many_names_the_number(
 
 
 @pytest.mark.parametrize("numbers", [(0, 12), (-1, 12), (2.0, 12), (3, 1), (3, 0)])
-def test_numbers_that_make_no_sense_are_refused(
-    letters: str, tokenizer: PreTrainedTokenizerFast, numbers: tuple[int, int]
-) -> None:
+def test_numbers_that_make_no_sense_are_refused(letters, tokenizer, numbers):
     """A window has two tokens at least, a set one window."""
     n_sequences, seq_len = numbers
     for load in (load_calibration, load_windows):
@@ -121,9 +110,7 @@ def test_numbers_that_make_no_sense_are_refused(
             load(letters, tokenizer, n_sequences=n_sequences, seq_len=seq_len)
 
 
-def test_a_mixture_shares_out_the_windows(
-    tmp_path: Path, letters: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_mixture_shares_out_the_windows(tmp_path, letters, tokenizer):
     """0.7 and 0.3 of 5 windows are 3.5 and 1.5: 4 and 1 by the larger remainder."""
     digits = tmp_path / "digits.txt"
     digits.write_text("0123456789" * 20)
@@ -152,15 +139,13 @@ def test_a_mixture_shares_out_the_windows(
         ("0*pydocs + 1*ptb", "weight of 0"),
     ],
 )
-def test_unreadable_mixtures_are_refused(
-    mixture: str, text: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_unreadable_mixtures_are_refused(mixture, text, tokenizer):
     """The error comes before any corpus is loaded, and has the mixture."""
     with pytest.raises(SpecError, match=text):
         load_calibration(mixture, tokenizer)
 
 
-def test_from_ids_takes_what_it_is_given() -> None:
+def test_from_ids_takes_what_it_is_given():
     """5 windows of 9 tokens predict 5·8; the fingerprint is that of ids and shape."""
     ids = torch.arange(45).view(5, 9)
     windows = CalibrationSet.from_ids(ids)
@@ -188,7 +173,7 @@ def test_from_ids_takes_what_it_is_given() -> None:
         torch.zeros(0, 4, dtype=torch.long),
     ],
 )
-def test_from_ids_refuses_what_is_not_token_ids(ids: Any) -> None:
+def test_from_ids_refuses_what_is_not_token_ids(ids):
     """The message gives type and shape, and what was expected."""
     with pytest.raises(SpecError, match=r"expected whole numbers (\(n_win|in wind)"):
         CalibrationSet.from_ids(ids)
@@ -201,7 +186,7 @@ def test_from_ids_refuses_what_is_not_token_ids(ids: Any) -> None:
         lambda ids: ids.numpy().astype(np.int32),
     ],
 )
-def test_from_ids_converts_whole_numbers(converted: Any) -> None:
+def test_from_ids_converts_whole_numbers(converted):
     """Tensors and arrays of other types, and lists, are the same windows."""
     ids = torch.arange(8).view(2, 4)
     got = CalibrationSet.from_ids(converted(ids))
@@ -209,7 +194,7 @@ def test_from_ids_converts_whole_numbers(converted: Any) -> None:
     assert got.fingerprint == CalibrationSet.from_ids(ids).fingerprint
 
 
-def test_the_tokenizer_is_known_by_its_ids(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_tokenizer_is_known_by_its_ids(tokenizer):
     """Padding or truncating in a call leaves the fingerprint; a new token does not."""
     before = tokenizer_fingerprint(tokenizer)
     tokenizer(["ab", "abc"], padding=True, truncation=True, max_length=2)
@@ -220,9 +205,7 @@ def test_the_tokenizer_is_known_by_its_ids(tokenizer: PreTrainedTokenizerFast) -
     assert tokenizer_fingerprint(other) != before
 
 
-def test_windows_do_not_depend_on_what_was_called_before(
-    letters: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_windows_do_not_depend_on_what_was_called_before(letters, tokenizer):
     """A tokenizer left truncating by an earlier call still reads the whole corpus."""
     tokenizer(["ab", "abc"], padding=True, truncation=True, max_length=2)
     longer = Path(letters).with_name("longer.txt")

@@ -32,13 +32,13 @@ def by_hand(chats: list[Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     """A tiny model in the hub's layout."""
     return write_model(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture
-def tokenizer(model: Path) -> Any:
+def tokenizer(model) -> Any:
     """Its tokenizer, with a chat template."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = TEMPLATE
@@ -60,9 +60,7 @@ def write_parquet(path: Path, chats: list[Any]) -> str:
 @pytest.mark.parametrize(
     ("write", "suffix"), [(write_jsonl, ".jsonl"), (write_parquet, ".parquet")]
 )
-def test_windows_are_those_of_the_rendered_text(
-    tmp_path: Path, tokenizer: Any, write: Any, suffix: str
-) -> None:
+def test_windows_are_those_of_the_rendered_text(tmp_path, tokenizer, write, suffix):
     """Token by token as the template says, for calibration and for tests."""
     path = write(tmp_path / f"chats{suffix}", CHATS)
     corpus = load_corpus(path)
@@ -74,7 +72,7 @@ def test_windows_are_those_of_the_rendered_text(
     assert all(window in windows.ids.tolist() for window in drawn.ids.tolist())
 
 
-def test_keys_without_a_value_are_left_out(tmp_path: Path, tokenizer: Any) -> None:
+def test_keys_without_a_value_are_left_out(tmp_path, tokenizer):
     """Parquet fills them in; a template may ask whether a key is there."""
     chats = [
         [{"role": "user", "content": "hi"}, {"role": "a", "content": "b", "x": "y"}]
@@ -83,7 +81,7 @@ def test_keys_without_a_value_are_left_out(tmp_path: Path, tokenizer: Any) -> No
     assert json.loads(load_corpus(path).texts[0]) == chats[0]
 
 
-def test_another_template_gives_other_windows(tmp_path: Path, model: Path) -> None:
+def test_another_template_gives_other_windows(tmp_path, model):
     """Also in a workbench that has already rendered them."""
     path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     bench = open_workbench(str(model), profile="small", seq_len=16)
@@ -94,7 +92,7 @@ def test_another_template_gives_other_windows(tmp_path: Path, model: Path) -> No
     assert prints[0] != prints[1]
 
 
-def test_what_cannot_be_rendered_is_named(tmp_path: Path, tokenizer: Any) -> None:
+def test_what_cannot_be_rendered_is_named(tmp_path, tokenizer):
     """The conversation that a template refuses; without one none is plain text."""
     path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     tokenizer.chat_template = None
@@ -108,21 +106,21 @@ def test_what_cannot_be_rendered_is_named(tmp_path: Path, tokenizer: Any) -> Non
 @pytest.mark.parametrize(
     "row", [[], "hi", [1], [{"content": "no role"}], [{"role": 7, "content": "x"}]]
 )
-def test_what_is_no_conversation(tmp_path: Path, row: Any) -> None:
+def test_what_is_no_conversation(tmp_path, row):
     """However it is none; the line is named."""
     path = write_jsonl(tmp_path / "chats.jsonl", [CHATS[0], row])
     with pytest.raises(CorpusError, match=r"line 2: .*'messages' field.*with a role"):
         load_corpus(path)
 
 
-def test_a_parquet_row_that_is_no_conversation(tmp_path: Path) -> None:
+def test_a_parquet_row_that_is_no_conversation(tmp_path):
     """A missing one is named by its row."""
     path = write_parquet(tmp_path / "chats.parquet", [CHATS[0], None])
     with pytest.raises(CorpusError, match=r"row 2: .*with a role"):
         load_corpus(path)
 
 
-def test_rows_of_two_kinds(tmp_path: Path) -> None:
+def test_rows_of_two_kinds(tmp_path):
     """The first row says which kind the file has; a text is read where both are."""
     path = tmp_path / "mixed.jsonl"
     path.write_text('{"messages": [{"role": "u"}]}\n{"text": "plain"}\n')
@@ -132,7 +130,7 @@ def test_rows_of_two_kinds(tmp_path: Path) -> None:
     assert load_corpus(str(path)).texts == ("plain",)
 
 
-def test_no_continuation_items_of_conversations(tmp_path: Path) -> None:
+def test_no_continuation_items_of_conversations(tmp_path):
     """Their JSON is not text."""
     corpus = load_corpus(write_jsonl(tmp_path / "chats.jsonl", CHATS))
     with pytest.raises(SpecError, match="expected plain text"):

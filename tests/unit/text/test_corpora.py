@@ -33,7 +33,7 @@ def letters(text: str) -> str:
 # --- pydocs -----------------------------------------------------------------------
 
 
-def test_no_text_is_in_two_splits() -> None:
+def test_no_text_is_in_two_splits():
     """Not even one that differs only in case, digits, spaces or punctuation."""
     splits = {split: load_corpus(DOMAIN, split=split).texts for split in SPLITS}
     assert all(splits.values())
@@ -45,7 +45,7 @@ def test_no_text_is_in_two_splits() -> None:
     assert shares["test"] == pytest.approx(0.05, abs=0.03)
 
 
-def test_the_harvest_is_the_same_each_time() -> None:
+def test_the_harvest_is_the_same_each_time():
     """Read from the cache or harvested anew, texts and fingerprint are the same."""
     first = load_corpus("pydocs:filelock")
     pydocs.harvested.cache_clear()
@@ -55,7 +55,7 @@ def test_the_harvest_is_the_same_each_time() -> None:
     assert anew.fingerprint == first.fingerprint
 
 
-def test_a_harvest_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_harvest_collects_no_garbage(monkeypatch):
     """Beside torch each collection takes as long as a file, and finds nothing."""
     enabled = []
 
@@ -82,7 +82,7 @@ def slow_docstrings(path: Path) -> list[str]:
     return [text for text in texts if text]
 
 
-def test_expressions_are_walked_only_where_they_add_docstrings() -> None:
+def test_expressions_are_walked_only_where_they_add_docstrings():
     """The same texts in the same order as from a walk over everything."""
     paths = [Path(inspect.getfile(module)) for module in (np, np._core, ast, inspect)]
     paths += sorted(paths[1].parent.glob("*.py"))
@@ -93,7 +93,7 @@ def test_expressions_are_walked_only_where_they_add_docstrings() -> None:
         assert texts == slow_docstrings(path)
 
 
-def test_packages_harvested_apart_are_those_harvested_together() -> None:
+def test_packages_harvested_apart_are_those_harvested_together():
     """Processes may share the packages out; a text of two is of the first."""
     together = pydocs.harvest(["filelock", "jinja2"])
     apart = [t for name in ("filelock", "jinja2") for t in pydocs.harvest([name])]
@@ -101,7 +101,7 @@ def test_packages_harvested_apart_are_those_harvested_together() -> None:
     assert pydocs.harvest(["jinja2", "jinja2"]) == pydocs.harvest(["jinja2"])
 
 
-def test_domains_are_their_packages_docstrings() -> None:
+def test_domains_are_their_packages_docstrings():
     """A domain names the package with its version and holds English of it."""
     networkx, filelock = load_corpus(DOMAIN), load_corpus("pydocs:filelock")
     assert re.fullmatch(
@@ -113,14 +113,14 @@ def test_domains_are_their_packages_docstrings() -> None:
     assert all(len(text) >= 150 for text in networkx.texts)
 
 
-def test_a_package_that_is_not_installed_is_an_error() -> None:
+def test_a_package_that_is_not_installed_is_an_error():
     """The message says what to install."""
     for package in ("no_such_package", "no.such.package"):
         with pytest.raises(CorpusError, match=rf"pip install {package}"):
             load_corpus(f"pydocs:{package}")
 
 
-def test_docstrings_are_found_where_they_stand(tmp_path: Path) -> None:
+def test_docstrings_are_found_where_they_stand(tmp_path):
     """In modules, classes, functions and added by numpy's way; broken files skipped."""
     source = tmp_path / "source.py"
     source.write_text(
@@ -139,9 +139,7 @@ def test_docstrings_are_found_where_they_stand(tmp_path: Path) -> None:
     assert list(pydocs.docstrings_in(broken)) == []
 
 
-def test_near_copies_are_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_near_copies_are_dropped(tmp_path, monkeypatch):
     """The first of docstrings that differ in no letter stays; tests are left out."""
     text = " ".join(["Return the value of this thing as it was seen before."] * 4)
     package = tmp_path / "near_copies"
@@ -159,7 +157,7 @@ def test_near_copies_are_dropped(
 # --- fingerprints and splits ------------------------------------------------------
 
 
-def test_the_fingerprint_is_that_of_the_texts() -> None:
+def test_the_fingerprint_is_that_of_the_texts():
     """SHA-256 over the texts with a zero byte after each; names do not matter."""
     corpus = Corpus("a", "train", ("x", "yz"), "here")
     assert corpus.fingerprint == hashlib.sha256(b"x\0yz\0").hexdigest()
@@ -178,7 +176,7 @@ def test_the_fingerprint_is_that_of_the_texts() -> None:
     }
 
 
-def test_unknown_names_and_splits_are_errors() -> None:
+def test_unknown_names_and_splits_are_errors():
     """The message lists what there is."""
     with pytest.raises(
         CorpusError, match="'enwik9' is unknown: expected one of pydocs"
@@ -201,7 +199,7 @@ def test_unknown_names_and_splits_are_errors() -> None:
         ("c4", "the"),
     ],
 )
-def test_local_data_sets(name: str, text: str) -> None:
+def test_local_data_sets(name, text):
     """Where $HEAPR_DATA_DIR has them, each split is read and tells its file."""
     folder = corpora._local_folder(
         corpora._DATASETS[name], os.environ.get("HEAPR_DATA_DIR")
@@ -252,7 +250,7 @@ def write_hub_layout(root: Path) -> None:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, monkeypatch) -> Path:
     """A working folder in which the hub's data sets lie under their own names.
 
     `datasets` takes a folder of that name before it asks the hub.
@@ -266,7 +264,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("hub")
-def test_data_sets_in_the_hubs_layout() -> None:
+def test_data_sets_in_the_hubs_layout():
     """Each is read by the right configuration, column and split."""
     for name, config in (
         ("wikitext2", "wikitext-2-raw-v1"),
@@ -284,9 +282,7 @@ def test_data_sets_in_the_hubs_layout() -> None:
     assert "c4-train.00000" in load_corpus("c4").source
 
 
-def test_a_data_set_that_cannot_be_had_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_that_cannot_be_had_is_an_error(tmp_path, monkeypatch):
     """Offline and without the folder: the message names both ways to get it."""
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     monkeypatch.chdir(tmp_path)
@@ -301,9 +297,7 @@ def test_a_data_set_that_cannot_be_had_is_an_error(
         assert "Set the variable, or connect to the hub" in message
 
 
-def test_a_local_folder_that_lacks_a_split_is_not_replaced_by_the_hub(
-    hub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_folder_that_lacks_a_split_is_not_replaced_by_the_hub(hub, monkeypatch):
     """A folder that is there is used, or is an error: never another source."""
     monkeypatch.setenv("HEAPR_DATA_DIR", str(hub))
     (hub / "ptb").mkdir()
@@ -316,7 +310,7 @@ def test_a_local_folder_that_lacks_a_split_is_not_replaced_by_the_hub(
 # --- files of one's own -----------------------------------------------------------
 
 
-def test_own_files_of_each_kind(tmp_path: Path) -> None:
+def test_own_files_of_each_kind(tmp_path):
     """Paragraphs of a text, a JSON object a line, the text column of a parquet."""
     (tmp_path / "a.txt").write_text("one\nline\n\n \n\ntwo\n\n")
     (tmp_path / "a.jsonl").write_text('{"text": "one\\nline"}\n\n{"text": "two"}\n')
@@ -334,7 +328,7 @@ def test_own_files_of_each_kind(tmp_path: Path) -> None:
     assert loaded[0].split == "test"
 
 
-def test_own_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_own_files_that_cannot_be_used(tmp_path):
     """Absent, empty, damaged or without a text: each error names the file."""
     # Arrow does not look at them when it reads.
     offsets = pa.array([0, 4], pa.int32()).buffers()[1]
@@ -381,9 +375,7 @@ def test_own_files_that_cannot_be_used(tmp_path: Path) -> None:
         assert name in str(caught.value)
 
 
-def test_a_file_that_the_system_will_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_system_will_not_read(tmp_path, monkeypatch):
     """It is there, and that is all."""
     path = tmp_path / "text.txt"
     path.write_text("some text")
@@ -393,9 +385,7 @@ def test_a_file_that_the_system_will_not_read(
         load_corpus(str(path))
 
 
-def test_what_is_here_is_available_without_being_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_here_is_available_without_being_read(tmp_path, monkeypatch):
     """The panel asks before its first picture; what is missing says why."""
     monkeypatch.setenv("HEAPR_DATA_DIR", str(tmp_path))
     (tmp_path / "ptb").mkdir()

@@ -14,7 +14,7 @@ from heapr_lab.text import corpora
 
 
 @pytest.fixture
-def bench(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
+def bench(cache, tmp_path, monkeypatch) -> Workbench:
     """A workbench with a cache of its own, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     return open_workbench(str(write_model(tmp_path / "moe")), profile="small")
@@ -32,7 +32,7 @@ def fingerprints(bench: Workbench, corpus: str) -> tuple[str, str]:
 # --- texts ------------------------------------------------------------------------
 
 
-def test_a_file_that_changed_gives_its_new_windows(bench: Workbench) -> None:
+def test_a_file_that_changed_gives_its_new_windows(bench):
     """Written to, of the same length, and put back: each time what it holds."""
     path = write_text(Path("own.txt"))
     first = fingerprints(bench, "own.txt")
@@ -47,9 +47,7 @@ def test_a_file_that_changed_gives_its_new_windows(bench: Workbench) -> None:
     assert fingerprints(bench, "own.txt") == first
 
 
-def test_a_relative_name_is_that_of_the_folder(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_name_is_that_of_the_folder(bench, monkeypatch):
     """The same name from another folder is another file."""
     for name, n_texts in (("a", 12), ("b", 20)):
         Path(name).mkdir()
@@ -62,7 +60,7 @@ def test_a_relative_name_is_that_of_the_folder(
     assert not set(prints[0]) & set(prints[1])
 
 
-def test_weights_of_a_mixture_are_remembered(bench: Workbench) -> None:
+def test_weights_of_a_mixture_are_remembered(bench):
     """Two mixtures of the same corpora are not one another."""
     write_text(Path("a.txt"))
     shutil.copy("a.txt", "b.txt")
@@ -73,9 +71,7 @@ def test_weights_of_a_mixture_are_remembered(bench: Workbench) -> None:
     assert len(set(provenances.values())) == 2
 
 
-def test_a_data_folder_that_changed_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_folder_that_changed_is_read_again(tmp_path, monkeypatch):
     """A parquet file of $HEAPR_DATA_DIR that is replaced, and a folder that is."""
     for name, texts in (("one", ["first", "text"]), ("two", ["other"])):
         (tmp_path / name / "ptb").mkdir(parents=True)
@@ -96,7 +92,7 @@ def test_a_data_folder_that_changed_is_read_again(
     corpora._named_corpus.cache_clear()
 
 
-def test_a_tokenizer_with_more_tokens_gives_other_windows(bench: Workbench) -> None:
+def test_a_tokenizer_with_more_tokens_gives_other_windows(bench):
     """Windows and the tokenizer's own fingerprint are of the tokenizer as it is."""
     write_text(Path("own.txt"))
     before = fingerprints(bench, "own.txt"), bench.tokenizer_id
@@ -109,9 +105,7 @@ def test_a_tokenizer_with_more_tokens_gives_other_windows(bench: Workbench) -> N
 # --- items ------------------------------------------------------------------------
 
 
-def test_accuracy_is_of_the_items_as_they_are(
-    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accuracy_is_of_the_items_as_they_are(bench, tmp_path, monkeypatch):
     """Another $HEAPR_TASKS_DIR, or another item in it, is another result."""
     for name, changed in (("one", None), ("two", 3)):
         write_piqa(tmp_path / name / "piqa", 12, changed=changed)
@@ -131,9 +125,7 @@ def test_accuracy_is_of_the_items_as_they_are(
     assert asked("one") > 0
 
 
-def test_items_of_the_hub_are_known_by_what_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_items_of_the_hub_are_known_by_what_is_asked(tmp_path, monkeypatch):
     """Where no file holds them: the documents, of which only the first are asked."""
     monkeypatch.delenv("HEAPR_TASKS_DIR", raising=False)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))

@@ -77,9 +77,7 @@ def fitted(make: Callable[[], Tokenizer]) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize(
     ("make", "n_pieces"), [(byte_level, 50), (qwen_like, 30), (llama_2_like, 1)]
 )
-def test_pieces_have_the_ids_of_the_whole(
-    make: Callable[[], Tokenizer], n_pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_have_the_ids_of_the_whole(make, n_pieces, monkeypatch):
     """The text is cut where that changes nothing, and left whole where it would."""
     tokenizer = fitted(make)
     expected = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
@@ -92,6 +90,6 @@ def test_pieces_have_the_ids_of_the_whole(
     assert ids.tolist() == expected
 
 
-def test_an_empty_text_has_no_tokens() -> None:
+def test_an_empty_text_has_no_tokens():
     """Nothing in, nothing out."""
     assert tokenise("", fitted(byte_level)).shape == (0,)

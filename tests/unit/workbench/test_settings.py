@@ -1,10 +1,8 @@
 """How much text a run uses, by the name of its model."""
 
-from pathlib import Path
-
 import pytest
 
-from heapr_lab import Selection, Setting, Workbench
+from heapr_lab import Selection, Setting
 from heapr_lab.errors import SpecError
 from heapr_lab.workbench.settings import profile_of
 
@@ -19,22 +17,18 @@ from heapr_lab.workbench.settings import profile_of
         ("an/other", None, "paper"),
     ],
 )
-def test_a_model_has_its_own_profile_unless_one_is_given(
-    model: str, given: str | None, expected: str
-) -> None:
+def test_a_model_has_its_own_profile_unless_one_is_given(model, given, expected):
     """Models that have no name of their own are read as in the paper."""
     assert profile_of(model, given).name == expected
 
 
-def test_an_unknown_profile_is_refused() -> None:
+def test_an_unknown_profile_is_refused():
     """The message has the names there are."""
     with pytest.raises(SpecError, match="'small', 'lab', 'pretrained', 'paper'"):
         profile_of("lab", "large")
 
 
-def test_parts_of_a_setting_are_enough(
-    bench: Workbench, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_setting_are_enough(bench, root, monkeypatch):
     """A selection or a ratio where nothing else is asked for, a corpus alone."""
     windows = bench.calibration_set(str(root / "text.txt"))
     monkeypatch.setattr(bench, "table_of", lambda _setting: bench.measure(windows))

@@ -1,7 +1,5 @@
 """The paper's tasks in a workbench: the same drawn items for every mask."""
 
-from pathlib import Path
-
 import pytest
 from keeps import random_keep
 from tiny_folder import write_model, write_piqa, write_text
@@ -16,7 +14,7 @@ N_ITEMS = 60
 
 
 @pytest.fixture
-def bench(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workbench:
+def bench(cache, tmp_path, monkeypatch) -> Workbench:
     """A workbench of a tiny model, with items of PIQA."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("HEAPR_TASKS_DIR", str(tmp_path / "tasks"))
@@ -26,14 +24,12 @@ def bench(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workb
 
 
 @pytest.fixture
-def keep(bench: Workbench) -> KeepMask:
+def keep(bench) -> KeepMask:
     """Half of the atoms."""
     return random_keep(bench.model)
 
 
-def test_states_are_compared_on_the_same_drawn_items(
-    bench: Workbench, keep: KeepMask
-) -> None:
+def test_states_are_compared_on_the_same_drawn_items(bench, keep):
     """As many as the profile has, not the first; the error is that of the pairs."""
     model, tokenizer = bench.model, bench.tokenizer
     dense, pruned = (bench.task_accuracy(mask, "piqa") for mask in (None, keep))
@@ -52,7 +48,7 @@ def test_states_are_compared_on_the_same_drawn_items(
     assert paired[1] > 0
 
 
-def test_a_limit_is_that_of_drawn_items(bench: Workbench) -> None:
+def test_a_limit_is_that_of_drawn_items(bench):
     """More of them begin with the same; both metrics of the task are there."""
     few, more = (bench.task_results(None, "piqa", limit=n) for n in (7, 11))
     for metric, row, longer in zip(("acc", "acc_norm"), few, more, strict=True):
@@ -62,16 +58,14 @@ def test_a_limit_is_that_of_drawn_items(bench: Workbench) -> None:
     assert len(bench.task_results(None, "piqa")[0]["items"]) == N_ITEMS
 
 
-def test_the_continuation_task_has_a_number_of_its_own() -> None:
+def test_the_continuation_task_has_a_number_of_its_own():
     """It is the profile's, as before; each other task has at least 50 items."""
     profile = PROFILES["pretrained"]
     assert profile.items_of(CONTINUATION) == profile.items_of("continuation:ptb") == 8
     assert {p.items_of("piqa") >= 50 for p in PROFILES.values()} == {True}
 
 
-def test_results_are_found_by_the_text_and_the_items(
-    bench: Workbench, tmp_path: Path
-) -> None:
+def test_results_are_found_by_the_text_and_the_items(bench, tmp_path):
     """Another file or other items of the same name are asked again, and only those."""
     file = write_text(tmp_path / "text.txt")
     task = f"continuation:{file}"

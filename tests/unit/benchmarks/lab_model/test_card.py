@@ -14,7 +14,7 @@ MEGABYTE = 1_000_000
     ("recipe", "megabytes"),
     [("bundled", 16), ("unbalanced", 10), ("fine", 10), ("upcycled", 10)],
 )
-def test_the_weights_are_small(recipe: str, megabytes: int) -> None:
+def test_the_weights_are_small(recipe, megabytes):
     """One safetensors file in bfloat16, so that it can be in the repository."""
     folder = paths.lab_model_dir(recipe)
     (file,) = folder.glob("*.safetensors")
@@ -25,12 +25,12 @@ def test_the_weights_are_small(recipe: str, megabytes: int) -> None:
 @pytest.mark.parametrize(
     ("recipe", "share"), [("bundled", 0.25), ("fine", 0.05), ("upcycled", 0.25)]
 )
-def test_no_expert_is_idle(recipe: str, share: float) -> None:
+def test_no_expert_is_idle(recipe, share):
     """On held-out text every routed expert has this part of its fair share."""
     assert pooled_load(recipe)["smallest"] >= share
 
 
-def test_the_card_says_what_was_measured() -> None:
+def test_the_card_says_what_was_measured():
     """Every loss of training.json stands in the card."""
     training = files.read_json(FOLDER / "training.json")
     card = (FOLDER / "README.md").read_text()
@@ -52,7 +52,7 @@ def pooled_load(recipe: str) -> dict[str, float]:
     return {row["corpus"]: row for row in loads}["all of them"]
 
 
-def test_the_unbalanced_model_is_unbalanced() -> None:
+def test_the_unbalanced_model_is_unbalanced():
     """A few experts get most tokens, some less than a twentieth of their share."""
     load = pooled_load("unbalanced")
     assert load["largest"] >= 4 * load["median"]

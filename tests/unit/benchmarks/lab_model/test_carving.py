@@ -15,7 +15,7 @@ from heapr_lab.pretrained.carved import Layout
 _IDS = torch.randint(D_VOCAB, (4, 40), generator=torch.Generator().manual_seed(3))
 
 
-def test_a_carving_of_a_dense_model() -> None:
+def test_a_carving_of_a_dense_model():
     """Each neuron has one place, the same each time, and the model is as before.
 
     Experts taken at random would have the share of energy that is active.
@@ -34,7 +34,7 @@ def test_a_carving_of_a_dense_model() -> None:
     assert not any(module._forward_hooks for module in dense.modules())
 
 
-def test_more_active_experts_capture_more() -> None:
+def test_more_active_experts_capture_more():
     """They capture everything where all are active."""
     dense = dense_model()
     captured = [
@@ -45,13 +45,13 @@ def test_more_active_experts_capture_more() -> None:
     assert captured[2] == pytest.approx(1, abs=1e-5)
 
 
-def test_a_layout_of_another_size_is_refused() -> None:
+def test_a_layout_of_another_size_is_refused():
     """Both sizes are named."""
     with pytest.raises(SpecError, match="s4e4x4k2 has 20 neurons, the layers 24"):
         carve(dense_model(), _IDS, Layout.named("s4e4x4k2"))
 
 
-def test_places_are_kept_and_the_sum_is_near_the_largest() -> None:
+def test_places_are_kept_and_the_sum_is_near_the_largest():
     """Compared with all assignments of eight rows."""
     gain = torch.rand(8, 3, generator=torch.Generator().manual_seed(0))
     sizes = [2, 3, 3]

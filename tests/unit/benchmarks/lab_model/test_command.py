@@ -16,9 +16,7 @@ def invoke(*words: str) -> Any:
     return CliRunner().invoke(command.app, words, prog_name=command.PROGRAM)
 
 
-def test_a_recipe_is_trained_and_described(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_trained_and_described(tmp_path, monkeypatch):
     """Every run has the seed added to its own; the facts are of all runs."""
     asked: list[Any] = []
 
@@ -56,9 +54,7 @@ def test_a_recipe_is_trained_and_described(
         (("--device", "cuda:99", "--work", "w", "--out", "o"), "give one of"),
     ],
 )
-def test_what_is_wrong_is_said_first(
-    words: tuple[str, ...], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_said_first(words, part, tmp_path, monkeypatch):
     """In one line, unless it is the parser that says it; no file is made."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
@@ -69,7 +65,7 @@ def test_what_is_wrong_is_said_first(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_control_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_c_is_one_line(monkeypatch):
     """It says how to go on; the exit status is 130."""
 
     def interrupt(*_args: Any) -> NoReturn:
@@ -82,7 +78,7 @@ def test_control_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stderr == f"heapr-lab: {said}\n"
 
 
-def test_a_mistake_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_of_ours_is_not_hidden(monkeypatch):
     """Only what a user can correct is one line."""
     monkeypatch.setattr(command.smolmoe, "build_smolmoe", lambda *_: 1 / 0)
     assert isinstance(invoke("--recipe", "smolmoe").exception, ZeroDivisionError)

@@ -1,7 +1,5 @@
 """Distillation of a dense model into its experts: its gradient, and resuming."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +15,7 @@ _IDS = torch.randint(D_VOCAB, (32, 16), generator=torch.Generator().manual_seed(
 _SPEC = HealSpec(n_tokens=32 * 16, learning_rate=1e-2)
 
 
-def test_the_gradient_is_that_of_autograd() -> None:
+def test_the_gradient_is_that_of_autograd():
     """KL and its gradient, in float64."""
     generator = torch.Generator().manual_seed(0)
     states, wanted, head = (
@@ -34,7 +32,7 @@ def test_the_gradient_is_that_of_autograd() -> None:
     torch.testing.assert_close(gradient, states.grad, rtol=1e-10, atol=1e-14)
 
 
-def test_it_comes_nearer_to_the_dense_model() -> None:
+def test_it_comes_nearer_to_the_dense_model():
     """The mean KL of the last steps is half of that of the first."""
     dense = dense_model()
     student = student_of(dense, _LAYOUT)
@@ -44,7 +42,7 @@ def test_it_comes_nearer_to_the_dense_model() -> None:
     assert sum(losses[-16:]) < 0.5 * sum(losses[:16])
 
 
-def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path):
     """Weights, biases and losses, to the bit."""
     dense = dense_model()
     work = dense, _IDS, _SPEC
@@ -64,7 +62,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     same_bits(student.state_dict(), whole.state_dict())
 
 
-def test_without_a_rate_weights_stay() -> None:
+def test_without_a_rate_weights_stay():
     """Routers, scales and norms alone change."""
     dense = dense_model()
     student = student_of(dense, _LAYOUT)
@@ -78,7 +76,7 @@ def test_without_a_rate_weights_stay() -> None:
     assert all(any(kind in name for kind in kinds) for name in changed)
 
 
-def test_starved_experts_are_lifted() -> None:
+def test_starved_experts_are_lifted():
     """An expert that is never chosen gains half a step."""
     dense = dense_model()
     student = student_of(dense, _LAYOUT)

@@ -25,7 +25,7 @@ built = functools.cache(lambda recipe: build_lab_model(RECIPES[recipe][-1]))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_of_its_family_and_shape(recipe: str) -> None:
+def test_a_recipe_is_of_its_family_and_shape(recipe):
     """Experts as transformers built them, in every layer that is not dense."""
     model = built(recipe)
     layers = find_experts(model)
@@ -38,14 +38,14 @@ def test_a_recipe_is_of_its_family_and_shape(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_trains_as_long_for_its_size_as_the_bundled_one(recipe: str) -> None:
+def test_a_recipe_trains_as_long_for_its_size_as_the_bundled_one(recipe):
     """At least 2.98 tokens for each parameter, over all runs."""
     runs = RECIPES[recipe]
     size = sum(p.numel() for p in built(recipe).parameters())
     assert sum(run.n_tokens for run in runs) / size >= 2.98
 
 
-def test_only_the_unbalanced_recipe_balances_no_router() -> None:
+def test_only_the_unbalanced_recipe_balances_no_router():
     """It does so neither before the learning rate decays nor while it does."""
     for name, runs in RECIPES.items():
         weights = {(r.balance_weight > 0, r.decay_balance_weight > 0) for r in runs}
@@ -53,7 +53,7 @@ def test_only_the_unbalanced_recipe_balances_no_router() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "deepseek_v2", "gpt_oss"])
-def test_every_family_gives_the_routers_logits(family: str) -> None:
+def test_every_family_gives_the_routers_logits(family):
     """They are what the balancing loss is computed from."""
     spec = TrainSpec(
         family=family, d_vocab=64, d_model=32, d_inter=8, d_shared=16, n_layers=2,
@@ -68,7 +68,7 @@ def test_every_family_gives_the_routers_logits(family: str) -> None:
     assert z > 0
 
 
-def test_shared_experts_of_deepseek_are_as_wide_as_asked() -> None:
+def test_shared_experts_of_deepseek_are_as_wide_as_asked():
     """Two of 48 atoms; the dense layer has as many as a token uses elsewhere."""
     config = build_lab_model(RECIPES["fine"][0]).config
     assert (config.n_shared_experts, config.moe_intermediate_size) == (2, 48)

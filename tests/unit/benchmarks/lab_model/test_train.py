@@ -49,7 +49,7 @@ SPEC = TrainSpec(
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+def mixture(tmp_path_factory) -> Mixture:
     """Two small files of words and of numbers, three to one."""
     folder = tmp_path_factory.mktemp("corpora")
     words, numbers = folder / "words.txt", folder / "numbers.txt"
@@ -82,7 +82,7 @@ def losses_of(
 # --- training ---------------------------------------------------------------------
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path: Path, mixture: Mixture) -> None:
+def test_two_runs_do_not_share_a_folder(tmp_path, mixture):
     """Neither for model nor state: the second is refused, and the first goes on."""
     out, work = tmp_path / "out", tmp_path / "work"
     refused = []
@@ -100,9 +100,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path, mixture: Mixture) -> Non
     assert modes == {stat.S_IMODE((out / "training.json").stat().st_mode)}
 
 
-def test_a_resumed_run_is_the_uninterrupted_run(
-    tmp_path: Path, mixture: Mixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, mixture, monkeypatch):
     """Stopped twice and resumed, weights and optimizer state are equal to the bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     losses = losses_of(whole, mixture)
@@ -119,7 +117,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_the_written_model_is_the_trained_one(tmp_path: Path, mixture: Mixture) -> None:
+def test_the_written_model_is_the_trained_one(tmp_path, mixture):
     """A stock checkpoint in bf16 with its tokenizer, and what it was trained on."""
     losses_of(tmp_path, mixture)
     out = tmp_path / "out"
@@ -140,7 +138,7 @@ def test_the_written_model_is_the_trained_one(tmp_path: Path, mixture: Mixture) 
     assert n_texts == [len(dir(list)), 300]
 
 
-def test_a_run_goes_on_from_an_earlier_model(tmp_path: Path, mixture: Mixture) -> None:
+def test_a_run_goes_on_from_an_earlier_model(tmp_path, mixture):
     """It begins with that model's weights and tokenizer, and says so."""
     losses_of(tmp_path, mixture)
     first, work = tmp_path / "out", tmp_path / "w2"
@@ -158,9 +156,7 @@ def test_a_run_goes_on_from_an_earlier_model(tmp_path: Path, mixture: Mixture) -
         train_lab_model(tmp_path / "no", spec=wider, work=tmp_path / "w3", **options)
 
 
-def test_bundled_runs_follow_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixture: Mixture
-) -> None:
+def test_bundled_runs_follow_each_other(tmp_path, monkeypatch, mixture):
     """Two runs with a folder each; what stays is the second one's model."""
     monkeypatch.setattr(train, "MIXTURE", mixture)
     monkeypatch.setattr(train, "DECAY_MIXTURE", mixture)
@@ -174,7 +170,7 @@ def test_bundled_runs_follow_each_other(
     assert (work / "model-1" / "model.safetensors").exists()
 
 
-def test_either_precision_learns_alike(tmp_path: Path, mixture: Mixture) -> None:
+def test_either_precision_learns_alike(tmp_path, mixture):
     """Parameters stay float32; bfloat16 arithmetic moves the loss by its rounding."""
     losses = [
         list(losses_of(tmp_path / name, mixture, precision=name).values())
@@ -186,14 +182,14 @@ def test_either_precision_learns_alike(tmp_path: Path, mixture: Mixture) -> None
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
-def test_learning_lowers_the_loss(tmp_path: Path, mixture: Mixture) -> None:
+def test_learning_lowers_the_loss(tmp_path, mixture):
     """It falls from ln 300 = 5.7 nats."""
     losses = list(losses_of(tmp_path, mixture, n_steps=60).values())
     assert losses[0] == pytest.approx(math.log(300), abs=0.3)
     assert sum(losses[-5:]) / 5 < losses[0] - 1
 
 
-def test_a_run_with_other_settings_is_refused(tmp_path: Path, mixture: Mixture) -> None:
+def test_a_run_with_other_settings_is_refused(tmp_path, mixture):
     """Seed, mixture or corpora changed: not resumed; longer, or on 2 threads: is."""
     losses_of(tmp_path, mixture)
     state = (tmp_path / "state.safetensors").read_bytes()
@@ -211,7 +207,7 @@ def test_a_run_with_other_settings_is_refused(tmp_path: Path, mixture: Mixture) 
     assert list(longer) == [9, 10]
 
 
-def test_the_decay_has_a_mixture_of_its_own(tmp_path: Path, mixture: Mixture) -> None:
+def test_the_decay_has_a_mixture_of_its_own(tmp_path, mixture):
     """The last 2 of 8 steps decay: only their losses depend on the decay mixture."""
     words, numbers = mixture
     same, other = (
@@ -222,14 +218,14 @@ def test_the_decay_has_a_mixture_of_its_own(tmp_path: Path, mixture: Mixture) ->
     assert same[6:] != other[6:]
 
 
-def test_a_corpus_that_cannot_be_had_ends_the_run(tmp_path: Path) -> None:
+def test_a_corpus_that_cannot_be_had_ends_the_run(tmp_path):
     """Nothing is trained on less than was asked for."""
     absent = str(tmp_path / "absent.txt")
     with pytest.raises(CorpusError, match="absent"):
         losses_of(tmp_path, {absent: 1.0})
 
 
-def test_the_batch_of_a_step_is_always_the_same() -> None:
+def test_the_batch_of_a_step_is_always_the_same():
     """It depends on seed and step alone, and follows the shares of the corpora."""
     streams = {"a": torch.zeros(100), "b": torch.ones(100)}
     shares = {"a": 0.75, "b": 0.25}
@@ -243,7 +239,7 @@ def test_the_batch_of_a_step_is_always_the_same() -> None:
 
 
 @pytest.mark.parametrize("shares", [MIXTURE, DECAY_MIXTURE])
-def test_the_bundled_mixtures_are_distributions(shares: dict[str, float]) -> None:
+def test_the_bundled_mixtures_are_distributions(shares):
     """The shares add up to 1, over the same corpora."""
     assert sum(shares.values()) == pytest.approx(1)
     assert shares.keys() == MIXTURE.keys()
@@ -252,7 +248,7 @@ def test_the_bundled_mixtures_are_distributions(shares: dict[str, float]) -> Non
 # --- losses and schedule ----------------------------------------------------------
 
 
-def test_the_balance_loss_by_hand() -> None:
+def test_the_balance_loss_by_hand():
     """Each of 4 experts chosen once with P = 1/4: 4 · 4 · (1/4 · 1/4) = 1.
 
     All to expert 0 with probability 1: E·(1·1) = 4; with top-2, f_0 = 1/2: 2. Layers
@@ -266,7 +262,7 @@ def test_the_balance_loss_by_hand() -> None:
         assert loss.item() == pytest.approx(wanted)
 
 
-def test_the_z_loss_by_hand() -> None:
+def test_the_z_loss_by_hand():
     """Logits 0 for 4 experts: (ln 4)²; a layer with ln-partition 2 beside it: mean."""
     zero = torch.zeros(3, 4)
     two = torch.full((3, 4), 2 - math.log(4))
@@ -274,7 +270,7 @@ def test_the_z_loss_by_hand() -> None:
     assert z == pytest.approx((math.log(4) ** 2 + 4) / 2)
 
 
-def test_the_balance_loss_pushes_towards_balance() -> None:
+def test_the_balance_loss_pushes_towards_balance():
     """Its gradient lowers the overloaded expert's logits."""
     logits = torch.tensor([[2.0, 0.0, 0.0, 0.0]]).repeat(5, 1).requires_grad_()
     balance_losses([logits], top_k=1)[0].backward()
@@ -282,7 +278,7 @@ def test_the_balance_loss_pushes_towards_balance() -> None:
     assert (logits.grad[:, 1:] < 0).all()
 
 
-def test_the_learning_rate_warms_up_stays_and_decays() -> None:
+def test_the_learning_rate_warms_up_stays_and_decays():
     """Warmup 4 of 100 steps, decay over the last 20, by hand."""
     spec = TrainSpec(n_steps=100, warmup_steps=4, decay_fraction=0.2, learning_rate=1.0)
     rates = [learning_rate_at(step, spec) for step in range(100)]
@@ -291,15 +287,13 @@ def test_the_learning_rate_warms_up_stays_and_decays() -> None:
     assert rates[81:] == pytest.approx([step / 20 for step in range(19, 0, -1)])
 
 
-def test_an_unknown_family_is_refused() -> None:
+def test_an_unknown_family_is_refused():
     """The message lists what there is."""
     with pytest.raises(SpecError, match=r"'gpt2': expected one of \['deepseek_v2'"):
         build_lab_model(dataclasses.replace(SPEC, family="gpt2"))
 
 
-def test_upcycled_experts_are_copies_with_noise(
-    tmp_path: Path, mixture: Mixture
-) -> None:
+def test_upcycled_experts_are_copies_with_noise(tmp_path, mixture):
     """All else is as it was, and the router is a new one."""
     losses_of(tmp_path, mixture, family="qwen3_moe", n_steps=2, n_experts=1, top_k=1)
     earlier = tmp_path / "out"
