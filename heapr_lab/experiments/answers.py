@@ -10,12 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping
 
 import pandas as pd
 
-from heapr_lab.experiments.intervals import (
-    AGREES,
-    DISAGREES,
-    UNDECIDED,
-    UNTESTED,
-)
+from heapr_lab.experiments.intervals import AGREES, DISAGREES, UNDECIDED, UNTESTED
 from heapr_lab.figures.comparisons import DRAWN
 from heapr_lab.figures.curves import paper_table
 from heapr_lab.figures.style import look

@@ -22,18 +22,9 @@ from torch import nn
 
 from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
-from heapr_lab.checkpoints.stored_type import (
-    cast,
-    file_types,
-    stored_dtype,
-)
+from heapr_lab.checkpoints.stored_type import cast, file_types, stored_dtype
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.expert_axes import (
-    COUNTS,
-    KeptExperts,
-    check_in_memory,
-    dropping,
-)
+from heapr_lab.methods.expert_axes import COUNTS, KeptExperts, check_in_memory, dropping
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.folders import skeleton_of
 from heapr_lab.models.identity import refuse_disturbed

@@ -26,12 +26,7 @@ from fractions import Fraction
 import torch
 
 from heapr_lab.errors import SpecError
-from heapr_lab.methods.collectors import (
-    ROWS_AT_ONCE,
-    Stacks,
-    activations,
-    stacked,
-)
+from heapr_lab.methods.collectors import ROWS_AT_ONCE, Stacks, activations, stacked
 from heapr_lab.methods.composing import Composition, dense_experts
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.method import Request, ours

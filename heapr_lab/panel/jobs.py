@@ -12,14 +12,7 @@ from IPython.core.getipython import get_ipython
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.panel.controls import shown_by
 from heapr_lab.panel.glossary import widgets_in
-from heapr_lab.panel.looks import (
-    alert,
-    beside,
-    button,
-    failure,
-    mark_stale,
-    status,
-)
+from heapr_lab.panel.looks import alert, beside, button, failure, mark_stale, status
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.progress import StartPart, TimeLeft, time_left_text
 

@@ -21,12 +21,7 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.evaluations import (
-    Clock,
-    Part,
-    seconds_of_scoring,
-    windows_of_task,
-)
+from heapr_lab.panel.evaluations import Clock, Part, seconds_of_scoring, windows_of_task
 from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection

@@ -27,11 +27,7 @@ from heapr_lab.refinement.activation_grams import (
     iter_grams,
     layer_store,
 )
-from heapr_lab.refinement.compensation import (
-    Compensation,
-    LayerSolver,
-    compensation_of,
-)
+from heapr_lab.refinement.compensation import Compensation, LayerSolver, compensation_of
 from heapr_lab.refinement.elimination import EliminationScores, with_elimination
 from heapr_lab.text.calibration import CalibrationSet
 

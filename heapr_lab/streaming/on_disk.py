@@ -37,13 +37,7 @@ from heapr_lab.models.weights_hash import block_sums
 from heapr_lab.progress import Progress
 from heapr_lab.storage import files
 from heapr_lab.streaming.layerwise import LayerByLayer
-from heapr_lab.streaming.stream import (
-    OUTSIDE,
-    Stream,
-    part_of,
-    put_tensor,
-    stream_of,
-)
+from heapr_lab.streaming.stream import OUTSIDE, Stream, part_of, put_tensor, stream_of
 from heapr_lab.streaming.sweep_store import budget_of
 from heapr_lab.streaming.training import StreamedTraining
 from heapr_lab.streaming.two_sweeps import streamed_pass, token_bytes
