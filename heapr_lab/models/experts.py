@@ -126,8 +126,11 @@ class ExpertsLayer:
 
         Shapes: atoms (n,) ascending; result (2n,) with a gate, else (n,).
         """
-        rows = torch.arange(self.d_inter * (1 + self.gated), device=atoms.device)
-        return self.by_atom(rows)[atoms].flatten().sort().values
+        if not self.gated:
+            return atoms
+        if self.module.is_concatenated:
+            return torch.cat([atoms, atoms + self.d_inter])
+        return torch.stack([2 * atoms, 2 * atoms + 1], dim=1).flatten()
 
     def expert(self, expert: int) -> dict[str, torch.Tensor]:
         """The matrices and biases of one expert, each apart; views.
