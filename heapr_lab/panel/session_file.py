@@ -307,7 +307,8 @@ class SessionBar(ipw.VBox):
         """
         self._check_same(saved)
         fresh = self._check_selections(saved)
-        self._session.points, self._session.texts = saved.frame(), saved.texts
+        self._session.texts = saved.texts
+        self._session.points = saved.frame()  # after their texts: tabs show them now
         methods = list(map(dict, saved.methods))
         self._panel.comparison.show_pins(list(saved.pins), methods)
         if self._session.workbench is not None:

@@ -255,6 +255,33 @@ def test_a_wrong_file_changes_nothing(saved, fresh, tmp_path):
     assert state(panel) != before
 
 
+def test_a_point_of_no_selection_has_no_setting(saved, fresh, tmp_path):
+    """A file that an editor changed is opened; such a point is of no curve."""
+    plain, file = json.loads(saved[1].read_text()), tmp_path / "s.json"
+    for point in plain["points"]:
+        point["selection"] = None
+    file.write_text(json.dumps(plain))
+    panel = fresh()
+    assert "Opened" in told(panel, file, "open")
+    assert len(panel.session.points) == len(plain["points"])
+    assert panel.session.measured().empty
+
+
+def test_undo_brings_back_the_differences_of_settings(fresh, tmp_path):
+    """Which need the texts of the points that come back."""
+    panel, file = fresh(), tmp_path / "s.json"
+    save(panel, file)
+    for weights in ("unchanged", "compensated"):
+        panel.weights.weights.value = weights
+        press(panel.evaluation.job)
+    before = panel.evaluation.differences.value
+    assert before
+    assert "Opened" in told(panel, file, "open")
+    assert panel.evaluation.differences.value == ""
+    panel.files.undo_button.click()
+    assert panel.evaluation.differences.value == before
+
+
 def test_only_a_session_is_replaced(tmp_path):
     """A notebook of the same name is not; and nothing is left beside it."""
     panel, file = explore(small_table()), tmp_path / "s.json"
