@@ -126,7 +126,8 @@ class Explorer(ipw.VBox):
         self.tabs.observe(self._refresh_tab, names="selected_index")
         self.evaluation.corpora.observe(self._retarget, names="value")
         self.in_page.observe(self._widen, names="width")
-        session.observe(self.refresh, names="recipe")
+        for control in (self.weights.weights, self.weights.own):
+            control.observe(self.refresh, names="value")
         session.observe(self._on_points, names="points")
         session.observe(self._changed, names="method_rows")
         self.comparison.pinned.observe(self._changed, names="options")
@@ -218,6 +219,7 @@ class Explorer(ipw.VBox):
 
     def refresh(self, _change: Any = None) -> None:
         """Apply the controls: select, count and draw."""
+        self.session.panel = self
         self.header.value = header_html(self.session)
         if not self.evaluation.job.running:
             self.evaluation.job.error.value = ""  # which was of other settings
@@ -351,6 +353,8 @@ class Explorer(ipw.VBox):
             return ""
 
     def _on_points(self, _change: Any = None) -> None:
+        if self.session.panel is not self:
+            return  # the session has the selection of another panel
         if self.controls.to_target or self.session.recipe.chooses:
             self.refresh()
         elif not self.error.value:

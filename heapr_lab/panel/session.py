@@ -134,8 +134,6 @@ class PruningSession(traitlets.HasTraits):
         2
     """
 
-    recipe = traitlets.Instance(WeightRecipe, ())
-    """How weights are made."""
     points = traitlets.Instance(pd.DataFrame)
     """A row for each `Point`."""
     method_rows = traitlets.List[dict[str, Any]]()
@@ -160,6 +158,10 @@ class PruningSession(traitlets.HasTraits):
         self.workbench = workbench
         self.calibration = calibration or Calibration()
         self.file: Path | None = None
+        self.recipe = MASKED
+        """How weights are made."""
+        self.panel: object = None
+        """Of several panels of one session, that whose controls chose last."""
         self.corpora: Sequence[str] = ("pydocs",)
         """Perplexity can be measured on their test splits."""
         self.tasks: Sequence[str] = ("continuation",)

@@ -54,6 +54,25 @@ def test_the_mask_of_the_first_weights_is_known(session):
     assert alone.weights.weights.layout.display == "none"
 
 
+def test_another_panel_of_the_session_does_not_choose(session):
+    """What the switch and Evaluate of one panel are of is what that panel shows."""
+    corpus = session.calibration.corpus
+    one, other = (panel_on(session, (corpus,)) for _ in range(2))
+    one.controls.ratio.value, other.controls.ratio.value = "0.5", "0.25"
+    for weights in ("compensated", "compress", "unchanged"):
+        one.weights.weights.value = weights
+        assert session.selection.ratio == 0.5
+        press(one.evaluation.job)
+        assert session.selection.ratio == 0.5
+        assert last_point(one)["ratio"] == 0.5
+    assert "50.0%" in one.status.value
+    assert "25.0%" in other.status.value
+    assert ">25.0%<" in other.numbers.value
+    assert other.evaluation.results.value == one.evaluation.results.value
+    other.controls.ratio.value = "0.375"
+    assert session.selection.ratio == 0.375
+
+
 @pytest.mark.parametrize("weights", ["compress", "compensated", "unchanged"])
 def test_what_is_evaluated_is_what_is_exported(panel, tmp_path, weights):
     """The loss of the files, loaded again, is that of the point and of the card."""
