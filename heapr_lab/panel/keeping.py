@@ -81,7 +81,7 @@ class LastSession(ipw.HBox):
     def _press(self, _button: ipw.Button) -> None:
         try:
             self._files.replace(read_session(self.earlier.value))
-        except (HeaprLabError, OSError) as error:
+        except Exception as error:  # an exception of a button is not shown
             self._say(failure(error, what="The session cannot be shown: "))
         else:
             self.layout.display = "none"

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from heapr_lab.errors import CacheError, HeaprLabError, SpecError
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.estimators import ESTIMATORS, find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.controls import Controls
@@ -87,6 +87,17 @@ class SavedSession(msgspec.Struct, frozen=True):
             if recipe.own_text > 1:
                 raise SpecError(
                     f"own_text is {recipe.own_text}, expected a share from 0 to 1"
+                )
+        dense = {
+            (point.dataset, point.accuracy is None)
+            for point in self.points
+            if point.selection is None
+        }
+        for point in self.points:
+            if (point.dataset, point.accuracy is None) not in dense:
+                raise SpecError(
+                    f"it has no point of the dense model on {point.dataset}, which "
+                    "the pruned ones are compared with"
                 )
 
     def frame(self) -> pd.DataFrame:
@@ -378,7 +389,7 @@ class SessionBar(ipw.VBox):
     def _tried(self, work: Callable[[], object], done: str) -> None:
         try:
             work()
-        except (HeaprLabError, OSError) as error:
+        except Exception as error:  # an exception of a button is not shown
             self.message.value = failure(error)
         else:
             self.message.value = status(done.format(self.file.value))

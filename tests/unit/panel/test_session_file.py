@@ -255,6 +255,33 @@ def test_a_wrong_file_changes_nothing(saved, fresh, tmp_path):
     assert state(panel) != before
 
 
+@pytest.mark.parametrize("dataset", ["text.txt", "continuation"])
+def test_points_without_the_dense_model_are_refused(saved, fresh, tmp_path, dataset):
+    """They are shown as differences to it; nothing of the panel changes."""
+    plain, file = json.loads(saved[1].read_text()), tmp_path / "s.json"
+    plain["points"] = [
+        point
+        for point in plain["points"]
+        if point["selection"] or dataset not in point["dataset"]
+    ]
+    file.write_text(json.dumps(plain))
+    panel = fresh()
+    before = state(panel)
+    assert "no point of the dense model" in told(panel, file, "open")
+    assert state(panel) == before
+
+
+def test_a_point_that_cannot_be_drawn_is_said(saved, fresh, tmp_path):
+    """What draws the points is told of them; what it raises is not lost."""
+    plain, file = json.loads(saved[1].read_text()), tmp_path / "s.json"
+    for point in plain["points"]:
+        point["stderr"] = -1.0
+    file.write_text(json.dumps(plain))
+    said = told(fresh(), file, "open")
+    assert 'role="alert"' in said
+    assert "negative values" in said
+
+
 def test_a_point_of_no_selection_has_no_setting(saved, fresh, tmp_path):
     """A file that an editor changed is opened; such a point is of no curve."""
     plain, file = json.loads(saved[1].read_text()), tmp_path / "s.json"
