@@ -202,10 +202,12 @@ def write_checkpoint(
         CacheError: the files, loaded again, have another loss; nothing is left.
         SpecError: another process heals the same model.
     """
+    source = bench.source
+    facts = facts_of(made, source)  # before anything slow: the table may lack them
     with healing_of(bench, made) as healing:
         pruned, weight_facts = pruned_model(bench, made, healing, part)
-        source, types = bench.source, file_types(pruned)
-        facts = facts_of(made, source) | weight_facts
+        facts |= weight_facts
+        types = file_types(pruned)
         round_changed(pruned, types)
         change = {name: _perplexities(bench, pruned, name, part) for name in corpora}
         if change:

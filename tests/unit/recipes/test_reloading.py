@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from stored_tensors import changed_tensors
 
 from heapr_lab.checkpoints import save
 from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.loading import load_model
 from heapr_lab.models.sources import read_source
+from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 from heapr_lab.recipes import export
@@ -60,6 +63,24 @@ def test_a_training_is_kept_until_its_weights_are_written(bench, root):
         assert again is not None
         assert again[1].read_text() == "trained"
     assert not again[1].exists()
+
+
+def test_a_table_without_sizes_is_refused_before_a_training(bench, root, tmp_path):
+    """The card needs them, and nothing slow is done for one that cannot be written."""
+    setting = Setting(0.5, str(root / "text.txt"))
+    table = bench.importance(setting.calibration)
+    made = make(bench, table, setting, WeightRecipe(heal=8))
+    alone = ImportanceTable.from_frame(table.frame)
+    parts: list[str] = []
+
+    def part(label: str, _unit: str) -> Progress:
+        parts.append(label)
+        return no_report
+
+    made = replace(made, table=alone)
+    with pytest.raises(SpecError, match="architecture"):
+        export.write_checkpoint(tmp_path / "out", made, bench, corpora=(), part=part)
+    assert parts == []
 
 
 @pytest.mark.parametrize(
