@@ -23,7 +23,7 @@ from heapr_lab.pruning.savings import at_context
 from heapr_lab.recipes.weights import MASKED
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
 
-_STEPS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _ERROR = "± one standard error"
 _NOT_YET = "not measured yet: Evaluate"
 _BOX = "display:inline-block;vertical-align:top;margin:0 28px 0 0;line-height:1.35"

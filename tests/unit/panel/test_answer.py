@@ -21,6 +21,7 @@ from heapr_lab.recipes.weights import DEFAULT, METHODS
         (0, "0"), (980, "980"), (999.6, "1.00 k"), (12_345, "12.3 k"),
         (99_960, "100 k"),
         (134_515_008, "135 M"), (999_600_000, "1.00 G"), (4.5e14, "450 T"),
+        (2e15, "2.00 P"),
     ],
 )  # fmt: skip
 def test_numbers_are_short(number, text):
