@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from heapr_lab.errors import SpecError, one_of
+from heapr_lab.errors import SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.formats import NAMES
 from heapr_lab.models.identity import (
@@ -29,8 +29,12 @@ def own_table(path: Path, source: Path, *, name: str) -> ImportanceTable:
     """
     table = ImportanceTable.read(path)
     record = (table.metadata.get("spec") or {}).get("model") or {}
-    named = f"the type in which {path} was measured"
-    dtype = one_of(record.get("dtype", NAMES[0]), NAMES, name=named)
+    dtype = record.get("dtype", NAMES[0])
+    if dtype not in NAMES:
+        raise SpecError(
+            f"{path} says that it was measured in {dtype!r}, expected one of "
+            f"{', '.join(NAMES)}: make it again with `heapr-lab score`"
+        )
     model = open_streamed(
         source, dtype=getattr(torch, dtype), device=torch.device("cpu")
     )

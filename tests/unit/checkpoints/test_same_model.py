@@ -72,7 +72,8 @@ def test_an_unknown_type_is_named(dtype, source, table, tmp_path):
     """Also one that is the name of something else in torch."""
     other = of_another_model(ImportanceTable.read(table), dtype=dtype)
     other.write(tmp_path / "other.parquet")
-    with pytest.raises(SpecError, match=f"measured must be .*float32.* got {dtype!r}"):
+    said = f"measured in {dtype!r}, expected .*float32.*: make it again"
+    with pytest.raises(SpecError, match=said):
         own_table(tmp_path / "other.parquet", source, name="moe")
 
 
