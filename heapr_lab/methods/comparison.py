@@ -241,16 +241,17 @@ def _row(
     Raises:
         SpecError: the metrics are those of a group of several tasks.
     """
-    row: dict[str, Any] = {
+    row = {
         "method": method,
         "compresses": compresses,
         "ratio": ratio,
         "dataset": dataset,
-        **result,
+        "achieved_ratio": result["achieved_ratio"],
     }
-    metrics = row.pop("metrics", None)
-    if "nll" in row:
-        row["perplexity"] = exp_nll(row["nll"])
+    if "nll" in result:
+        row |= {"nll": result["nll"], "perplexity": exp_nll(result["nll"])}
+    row |= {name: result[name] for name in SIZES}
+    metrics = result.get("metrics")
     return row | (_metrics(dataset, metrics) if metrics else {})
 
 

@@ -62,6 +62,8 @@ def test_methods_are_compared_and_cached(root, monkeypatch):
     assert len({row["perplexity"] for row in rows}) == 5
     assert rows[0]["parameters"] > rows[1]["parameters"] > rows[2]["parameters"]
     assert rows[3]["routed_flops"] == pytest.approx(rows[0]["routed_flops"])
+    sizes = ["parameters", "bytes", "routed_flops"]
+    assert [*rows[0]][4:] == ["achieved_ratio", "nll", "perplexity", *sizes]
     with monkeypatch.context() as patch:
         patch.setattr(Method, "fit", lambda *_a, **_o: 1 / 0)
         assert results(root, *options) == rows
