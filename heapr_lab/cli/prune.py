@@ -261,7 +261,7 @@ def _held_out(report: "pd.DataFrame | None", *, in_words: bool) -> dict[str, Any
         return {"chosen": chosen["made"], "held_out": report.to_dict("records")}
     paper = report.iloc[0]
     if chosen["made"] == paper["made"]:
-        return {"chosen": "heapr: compensation is no better on held-out windows"}
+        return {"chosen": "heapr: held-out windows are not in favour of compensation"}
     change = f"{paper['delta_nll']:.4f} -> {chosen['delta_nll']:.4f} nats per token"
     return {"chosen": chosen["made"], "held-out loss, HEAPr": change}
 
