@@ -146,12 +146,14 @@ def _check_publish(
 
 def _harvest(bench: Workbench, executor: Executor | None) -> None:
     """Read the docstrings of every package, which all pydocs corpora need."""
-    harvest = (
-        functools.partial(pydocs.harvested, name) for name in pydocs.not_harvested()
-    )
-    steps = [functools.partial(_alone, one) for one in harvest]
+    steps = [functools.partial(_keep_docs, name) for name in pydocs.not_harvested()]
     with progress_bar("reading docstrings", "package") as show:
         run_steps(steps, bench, executor, progress=show)
+
+
+def _keep_docs(package: str, _bench: Workbench) -> None:
+    """Have the docstrings of a package in the cache, and not sent between processes."""
+    pydocs.harvested(package)
 
 
 def _alone(function: Callable[[], Any], _bench: Workbench) -> Any:
