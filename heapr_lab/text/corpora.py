@@ -423,13 +423,14 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     with _readable(path), pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
         columns = [name for name in _READERS if name in names][:1]
-        rows = file.read(columns).to_pylist()
+        cells = file.read(columns).column(0).to_pylist() if columns else []
     if not columns:
         raise CorpusError(
             f"{path} has the columns {names}, expected one called 'text', or "
             "'messages' for conversations"
         )
-    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+    for number, cell in enumerate(cells, start=1):
+        yield f"row {number}", {columns[0]: cell}
 
 
 def _plain_text(value: Any) -> str:
