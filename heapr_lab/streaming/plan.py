@@ -18,8 +18,8 @@ from heapr_lab import registry
 from heapr_lab.errors import LayoutError, SpecError, one_of, whole_number
 from heapr_lab.models.formats import DEQUANTISED, DTYPES, check_format
 from heapr_lab.models.named import dense_of
-from heapr_lab.models.safetensors_headers import read_headers
-from heapr_lab.models.sources import dtype_name, weights_bytes
+from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_headers
+from heapr_lab.models.sources import dtype_name
 from heapr_lab.repr_html import card_html
 
 if TYPE_CHECKING:
@@ -389,7 +389,7 @@ def plan(
         n_moe_layers=len(sizes.moe),
         n_experts=sum(shape.n_experts for shape in sizes.moe),
         n_atoms=sizes.n_atoms,
-        checkpoint_bytes=weights_bytes(folder) or stored_size * n_parameters,
+        checkpoint_bytes=_bytes_in(folder) or stored_size * n_parameters,
         statistics_bytes=ATOM_BYTES * sizes.n_atoms,
         dtype=dtype_name(kind),
         needed_bytes={
@@ -413,10 +413,22 @@ def _read(name: str) -> tuple[Path, Any]:
     from heapr_lab.models.loading import model_folder
 
     dense = dense_of(name)
-    path = Path(dense or name)
-    place = path.parent if path.name == "config.json" else path
+    place = dense or name
+    if Path(place).name == "config.json":
+        place = str(Path(place).parent)
     folder = model_folder(place, only="config.json")
     config = read_config(folder)
     if dense is not None:  # each MLP is the one expert of its layer
         config = registry.find("configurations of dense models as MoEs")(config)
     return folder, config
+
+
+def _bytes_in(folder: Path) -> int:
+    """The size of all tensors of a checkpoint; 0 if its weights are not here.
+
+    Raises:
+        SpecError: a part of it is missing or damaged.
+    """
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return 0
+    return sum(tensor.n_bytes for tensor in read_headers(folder).values())

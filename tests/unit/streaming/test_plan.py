@@ -178,6 +178,21 @@ def test_what_cannot_be_planned(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecError, match=r"empty' has no config\.json"):
         plan(tmp_path / "empty")
+    with pytest.raises(SpecError, match=r"no such folder: '\./nothing'"):
+        plan("./nothing")
+
+
+def test_a_checkpoint_is_as_large_as_its_tensors(tmp_path):
+    """Other files do not count, and it is not less than whole."""
+    model = tiny_model("qwen3_moe", dtype=torch.float32)
+    write_folder(tmp_path, model, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    (tmp_path / "consolidated.safetensors").write_bytes(shards[0].read_bytes())
+    needs = plan(tmp_path)
+    assert needs.checkpoint_bytes == 4 * needs.n_parameters
+    shards[1].unlink()
+    with pytest.raises(SpecError, match="no such file beside it: download it"):
+        plan(tmp_path)
 
 
 @pytest.mark.parametrize(
