@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import nn
 
-from heapr_lab.errors import CoverageError
+from heapr_lab.errors import CoverageError, whole_number
 from heapr_lab.importance.columns import atom_keys
 from heapr_lab.importance.resuming import Ranks, SavedSums
 from heapr_lab.importance.table import ImportanceTable
@@ -96,6 +96,8 @@ def collect_statistics(
             weights changed during the pass, or another rank failed.
         CacheError: `state` belongs to another pass, or is damaged.
     """
+    if batch_size is not None:  # before all weights are read for their hash
+        whole_number(batch_size, name="batch_size")
     check_fits(model, calibration.ids)
     layers = find_experts(model)
     spec = statistics_spec(identity_in_force(model), calibration)

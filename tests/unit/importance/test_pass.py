@@ -12,7 +12,7 @@ import torch
 import transformers
 from families import tiny_ids, tiny_model, tiny_windows
 
-from heapr_lab.errors import CoverageError, LayoutError
+from heapr_lab.errors import CoverageError, LayoutError, SpecError
 from heapr_lab.importance import collect, resuming
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.models.experts import describe, find_experts
@@ -84,6 +84,13 @@ def test_what_is_refused_before_anything_is_run(caplog):
     with pytest.raises(LayoutError, match="expert-parallel"):
         collect_statistics(model, WINDOWS)
     assert caplog.messages == []
+
+
+def test_a_batch_size_is_checked_before_weights_are_read(model, monkeypatch):
+    """Their hash takes minutes if they are many."""
+    monkeypatch.delattr(collect, "identity_in_force")
+    with pytest.raises(SpecError, match="batch_size must be"):
+        collect_statistics(model, WINDOWS, batch_size=0)
 
 
 def test_tokens_that_differ_from_layer_to_layer(model):
