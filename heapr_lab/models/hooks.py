@@ -4,7 +4,7 @@ The first is registered with transformers under `IMPLEMENTATION`. While a model 
 switched to it, each call looks up whether *this thread's context* masks the module and
 whether a probe is attached to it. If neither is the case, it calls the model's previous
 implementation, so that a dense forward in one thread and a masked one in another are
-both correct. The other, `ON_CPU`, runs every expert on every token where that is faster.
+both correct. The other, `ON_CPU`, runs all experts on all tokens where that is faster.
 
 Within `masked` a layer computes something else; `observed` shows its activations,
 `called` its calls, and `probed` sums what flows through it forward and back.
