@@ -150,16 +150,14 @@ def fit_compression(
     n_decided, n_last = (1 + len(COMPENSATED)) * n_deciding, 3 * n_reported
     parts = Parts(n_passes * n_fit + n_decided + n_last, progress)
     paper = fitted.keep(_of(selection, PAPER), parts.part(n_scored))
-    decided: dict[str, Losses] = {}
+    edited = masking(model, paper)
+    decided = {PAPER: losses_on(edited, judges[0], parts.part(n_deciding))}
     compensated: tuple[KeepMask, Compensation] | None = None
     for name, estimator in COMPENSATED.items():
         part = parts.part(fitted.n_passes(estimator, compensated=True) * n_fit)
         keep, columns = fitted.compensated(
             _of(selection, estimator), eliminate=estimator == first, progress=part
         )
-        if not decided:
-            edited = masking(model, paper)
-            decided[PAPER] = losses_on(edited, judges[0], parts.part(n_deciding))
         edited = masking(model, keep, columns.down_projs)
         decided[name] = losses_on(edited, judges[0], parts.part(n_deciding))
         if _chosen(decided) == name:
