@@ -11,7 +11,6 @@ from heapr_lab.cli.console import print_facts, say
 from heapr_lab.cli.options import check_model_runs, check_out, is_folder
 from heapr_lab.errors import one_of
 from heapr_lab.models.sources import Source, read_source
-from heapr_lab.progress import progress_bars
 from heapr_lab.text.calibration_spec import Calibration, corpora_of
 
 if TYPE_CHECKING:
@@ -208,6 +207,7 @@ class Request:
 
     def _choose(self, source: Path) -> "PruningResult":
         from heapr_lab.checkpoints.same_model import own_table
+        from heapr_lab.progress import progress_bars
         from heapr_lab.pruning.selection import default_multiple, select
         from heapr_lab.recipes.making import PruningResult, make, with_model
 
@@ -236,6 +236,7 @@ class Request:
     ) -> None:
         """Write the checkpoint; without compensation the model need not be loaded."""
         from heapr_lab.models.folders import has_tokenizer
+        from heapr_lab.progress import progress_bars
         from heapr_lab.recipes.export import slice_checkpoint, write_checkpoint
 
         with progress_bars() as part:

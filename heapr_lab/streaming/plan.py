@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from heapr_lab import registry
 from heapr_lab.errors import LayoutError, SpecError, one_of, whole_number
 from heapr_lab.models.formats import DEQUANTISED, DTYPES, check_format
@@ -225,6 +223,7 @@ def why_on_disk(
 
 def free_memory(device: str) -> int:
     """Free bytes of a GPU, of all GPUs (`auto`), or of the machine."""
+    import psutil
     import torch
 
     gpus: list[Any] = [device] if device.startswith("cuda") else []

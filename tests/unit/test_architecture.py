@@ -123,7 +123,7 @@ WITHOUT_TORCH = (
 _IMPORT_ALL = """
 import importlib, sys
 import heapr_lab.cli.app
-assert not {"torch", "transformers", "pandas"} & set(sys.modules)
+assert not {"torch", "transformers", "pandas", "psutil", "tqdm"} & set(sys.modules)
 for name in sys.argv[1:]:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name
@@ -136,7 +136,8 @@ assert "lm_eval" not in sys.modules
 def test_imports_without_torch():
     """Wings by name, scores, selections, figures and READMEs need no torch.
 
-    The command line needs no pandas either, and tasks no lm_eval until they are run.
+    The command line needs no pandas either, nor what only work needs, and tasks no
+    lm_eval until they are run.
     """
     modules = [f"heapr_lab.{name}" for name in WITHOUT_TORCH] + ["benchmarks.readme"]
     says("-c", _IMPORT_ALL, *modules, cwd=PACKAGE.parent)
