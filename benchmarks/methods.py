@@ -1,7 +1,7 @@
 """Every compression method on the same models, text and ratios.
 
     OMP_NUM_THREADS=1 python benchmarks/methods.py [--methods heapr,reap]
-        [--models lab,unbalanced,fine,upcycled] [--name methods] [--workers 2]
+        [--models lab,unbalanced,fine,biased,upcycled] [--name methods] [--workers 2]
 
 Each method of the registry is fitted to the same windows of pydocs, to remove 25 and
 40 % of the routed experts' parameters. The smaller model is materialised and measured
@@ -237,7 +237,7 @@ def row_at(case: Case, task: Task, ratio: float) -> Row:
 def main() -> None:
     """Measure what has no rows yet, one model after the other."""
     parser = argparse.ArgumentParser(description="Measure all compression methods.")
-    parser.add_argument("--models", default="lab,unbalanced,fine,upcycled")
+    parser.add_argument("--models", default="lab,unbalanced,fine,biased,upcycled")
     parser.add_argument("--methods", default="", help="by default all")
     parser.add_argument("--name", default="methods", help="of the files written")
     parser.add_argument("--workers", type=int, default=2, help="processes")
