@@ -65,30 +65,6 @@ def test_a_part_that_never_reports_has_no_bar(monkeypatch, capsys):
     assert "compensation" in shown
 
 
-def test_work_of_one_speed_takes_as_long_as_is_said():
-    """At every step the estimate is what it then does take."""
-    clock = Clock()
-    left = TimeLeft(clock=clock)
-    assert left.seconds(10) is None
-    for done in range(1, 11):
-        clock.now += 3
-        left.reached(done)
-        assert left.seconds(10) == 3 * (10 - done)
-
-
-def test_what_was_cached_is_not_taken_for_fast():
-    """Half is there at once: the other half takes its own time, not twice nothing."""
-    clock = Clock()
-    left = TimeLeft(clock=clock)
-    left.skip_to(50)
-    assert left.seconds(100) is None
-    clock.now += 7  # between two parts: nobody's time
-    left.skip_to(50)
-    clock.now += 2
-    left.reached(51)
-    assert left.seconds(100) == 2 * 49
-
-
 def test_another_piece_of_work_has_its_own_speed():
     """Counting from the beginning again: what came before was of another kind."""
     clock = Clock()

@@ -112,13 +112,6 @@ def colours(style: str) -> list[str]:
     ]
 
 
-def test_colours_are_found():
-    """The check below sees a colour of its own, and not the fallback of a variable."""
-    style = "color:#333;border:1px solid rgb(1,2,3);background:white;padding:1px"
-    assert len(colours(style)) == 3
-    assert colours("color:var(--jp-x, rgba(1,2,3,.5));width:3px") == []
-
-
 def test_a_card_is_well_formed_escaped_and_of_any_theme(shown):
     """Key numbers are said, markup in names is text, no colour ignores the theme."""
     for name, (value, facts) in shown.items():
