@@ -6,9 +6,11 @@ import pandas as pd
 import pytest
 from html_text import cells, marked
 from pressing import cancel, failed, press
+from random_tables import random_table
 
-from heapr_lab.importance.table import ImportanceTable
+from heapr_lab.importance.columns import KEYS
 from heapr_lab.inspection.activations import routing
+from heapr_lab.inspection.attribution import attribute_loss, attribute_token
 from heapr_lab.inspection.passages import token_losses
 from heapr_lab.panel import inspect_tab
 from heapr_lab.panel.glossary import widgets_in
@@ -17,26 +19,20 @@ from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 
+OF_TEXT = ("generate", "compare", "route", "attribute", "explain")
+"""The jobs that read the text."""
+
 
 def test_nearest_the_cut():
     """The removed atoms of the highest scores, as sorting them all finds them."""
-    rng = np.random.default_rng(0)
-    keys = pd.MultiIndex.from_product([[1, 4], range(3), range(5)]).to_frame(
-        index=False
-    )
-    keys.columns = ["layer", "expert", "atom"]
-    sums = {"tokens": 1, "sum_h2": 1.0, "sum_g2": rng.random(30)}
-    table = ImportanceTable.from_frame(keys.assign(**sums))
-    kept = rng.random((2, 3, 5)) < 0.5
-    keep = KeepMask.from_arrays({1: kept[0], 4: kept[1]})
-    every = keys.assign(score=table.score("heapr"))[~kept.ravel()]
-    expected = every.sort_values("score", ascending=False).head(6)
-    nearest = nearest_the_cut(table, keep, estimator="heapr", n=6)
-    pd.testing.assert_frame_equal(
-        nearest, expected.reset_index(drop=True), check_dtype=False
-    )
-    all_of_them = nearest_the_cut(table, keep, estimator="heapr", n=99)
-    assert len(all_of_them) == keep.n_removed
+    table = random_table(2, 3, 5)
+    kept = np.random.default_rng(0).random((2, 3, 5)) < 0.5
+    keep = KeepMask.from_arrays(dict(enumerate(kept)))
+    every = table.frame[[*KEYS]].assign(score=table.score("heapr"))[~keep.rows]
+    expected = every.sort_values("score", ascending=False, ignore_index=True)
+    for n in (6, 99):
+        nearest = nearest_the_cut(table, keep, estimator="heapr", n=n)
+        pd.testing.assert_frame_equal(nearest, expected.head(n), check_dtype=False)
     assert nearest_the_cut(table, KeepMask.full(table), estimator="heapr").empty
 
 
@@ -67,18 +63,6 @@ def test_tab_generates(tab):
     assert len(marked(page)) == 2
 
 
-def test_tab_compares(tab, bench, passage):
-    """The numbers are those of the traces, for the choice at the time of pressing."""
-    for ratio in (0.5, 0.25):
-        tab.session.choose(Selection(ratio=ratio))
-        press(tab.compare)
-        expected = token_losses(bench.model, passage, keep=tab.session.keep)
-        pd.testing.assert_frame_equal(tab.losses, expected)
-        assert f"{ratio:.1%} of the atoms removed" in tab.compare.value
-        worst = expected["delta_nll"].max()
-        assert cells(tab.compare.value)[0][1] == f"{worst:+.3f}"
-
-
 def test_tab_shows_routing(tab, bench, passage):
     """The routing is that of the token and the layer that were asked for."""
     tab.layer.value, tab.position.value = 1, 6
@@ -89,6 +73,45 @@ def test_tab_shows_routing(tab, bench, passage):
     assert [int(row[0]) for row in rows[:2]] == routes["expert"].tolist()
     assert [int(row[1]) for row in rows[2:]] == tab.atoms["atom"].tolist()
     assert marked(tab.route.value) == [passage.tokens[6].replace("<", "&lt;")]
+
+
+def test_attribute(tab, bench, passage):
+    """The layers add up to what is said, beside the measured change; then the map."""
+    press(tab.attribute)
+    expected = attribute_loss(bench.model, tab.session.keep, passage.ids)
+    attribution = tab.attribution
+    np.testing.assert_array_equal(attribution.tokens, expected.tokens)
+    rows = cells(tab.attribute.value)
+    layers = expected.layers()
+    n_layers = len(layers)
+    assert [row[2] for row in rows[:n_layers]] == [
+        f"{value:+.4f}" for value in layers["first_order"]
+    ]
+    page = tab.attribute.value
+    assert f"add up to {expected.total:+.4f} nats" in page
+    losses = token_losses(bench.model, passage, keep=tab.session.keep)
+    assert f"measured, Δ is {losses['delta_nll'].mean():+.4f}" in page
+    assert len(rows) == n_layers + passage.ids.shape[1]
+    assert rows[n_layers + 3][3] == f"{1000 * expected.tokens[3, 0]:+.2f}"
+
+
+def test_explain(tab, bench, passage):
+    """The pruned atoms of the token below, and what its experts have together."""
+    tab.layer.value, tab.position.value = 1, 4
+    press(tab.explain)
+    expected = attribute_token(
+        bench.model, tab.session.keep, passage.ids, layer=1, position=4
+    )
+    pd.testing.assert_frame_equal(tab.shares, expected)
+    rows = cells(tab.explain.value)
+    atoms = [row for row in rows if len(row) == 5]
+    assert [int(row[1]) for row in atoms] == expected["atom"].head(20).tolist()
+    by_expert = expected.groupby("expert")["first_order"].sum()
+    experts = [row for row in rows if len(row) == 4]
+    assert {int(row[0]): row[3] for row in experts} == {
+        expert: f"{1000 * value:+.3f}" for expert, value in by_expert.items()
+    }
+    assert len(marked(tab.explain.value)) == 1
 
 
 def test_positions_are_those_of_the_text(tab):
@@ -153,9 +176,7 @@ def test_long_texts_are_clipped(tab, monkeypatch):
     assert "lmnop" in tab.generate.value
 
 
-@pytest.mark.parametrize(
-    "name", ["generate", "compare", "route", "attribute", "explain"]
-)
+@pytest.mark.parametrize("name", OF_TEXT)
 def test_errors_stand_in_the_tab(tab, name):
     """No text: the message is an alert below the button, which works again."""
     job = getattr(tab, name)
@@ -172,13 +193,7 @@ def test_an_atom_that_is_not_there(tab):
     assert "no routed experts in layers 99" in failed(tab.show_contexts)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("generate", "compare", "route", "show_contexts"),
-        *("attribute", "explain"),
-    ],
-)
+@pytest.mark.parametrize("name", [*OF_TEXT, "show_contexts"])
 def test_cancel(tab, name):
     """Each ends at its next report; nothing is shown, and all is ready again."""
     cancel(getattr(tab, name))

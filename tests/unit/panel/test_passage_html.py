@@ -9,6 +9,7 @@ from html_text import cells, marked
 
 from heapr_lab.panel import passage_html
 from heapr_lab.panel.passage_html import (
+    attribution_html,
     contexts_html,
     continuations_html,
     losses_html,
@@ -106,6 +107,38 @@ def test_contrast_in_both_themes(paper, ink, color):
     for opacity in passage_html._OPACITY:
         ground = opacity * pure + (1 - opacity) * white
         assert contrast(np.full(3, float(ink)), ground) >= LEAST_TEXT_CONTRAST
+
+
+# --- the map of layers and tokens --------------------------------------------------
+
+
+def test_map_shows_the_most(monkeypatch):
+    """Rows are in the order of the text; the rest is one row, so columns add up."""
+    monkeypatch.setattr(passage_html, "_N_TOKENS", 2)
+    tokens = np.array([[0.001, 0.0], [-0.008, 0.001], [0.0, 0.0005], [0.0, 0.002]])
+    shares = {"layer": [1, 2], "n_removed": 5, "first_order": [-0.007, 0.0035]}
+    layers, texts = pd.DataFrame(shares), ["<a", "b\n", "c", ""]
+    page = attribution_html(layers, tokens, texts, change=0.25, pruned=PRUNED)
+    assert cells(page)[2:] == [
+        ["1", "b↵", "-7.00", "-8.00", "+1.00"],
+        ["3", "▯", "+2.00", "+0.00", "+2.00"],
+        ["–", "2 others", "+1.50", "+1.00", "+0.50"],
+    ]
+    assert "add up to -0.0035 nats per token; measured, Δ is +0.2500" in page
+    assert "half of &lt;it&gt;" in page
+    assert 'role="region" tabindex="0" aria-label=' in page
+    assert "2 tokens of 4" in page
+
+
+def test_map_differs_by_more_than_colour():
+    """Each step of a share of the largest has a thicker line, dotted where better."""
+    tokens = np.array([[1.0, -0.5, 0.3, -0.2, 0.1]])
+    page = passage_html._map([0, 1, 2, 3, 4], tokens, ["a"])
+    lines = [part.split(" rgb")[0] for part in page.split("border-bottom:")[1:]]
+    drawn = [line for line in lines if line[1:3] == "px" and "var" not in line]
+    assert drawn == ["3px solid", "3px dotted", "2px solid", "1px dotted"]
+    nothing = passage_html._map([0], np.zeros((1, 1)), ["a"])
+    assert "px solid rgb" not in nothing
 
 
 # --- the other views ----------------------------------------------------------------
