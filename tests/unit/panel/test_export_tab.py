@@ -19,9 +19,15 @@ from heapr_lab.text.calibration_spec import Calibration
 from heapr_lab.workbench.workbench import open_workbench
 
 
+def shown_by(panel: Explorer) -> str:
+    """What the box with the Python shows once it is open."""
+    panel.export.code.selected_index = 0
+    return str(panel.export.code.text.value)
+
+
 def code_of(panel: Explorer) -> str:
     """The code in the `pre`, as it is copied."""
-    shown = panel.export.code.text.value
+    shown = shown_by(panel)
     match = re.search(r"<pre[^>]*>(.*?)</pre>", shown, re.DOTALL)
     assert match is not None, shown
     return html.unescape(match[1])
@@ -32,7 +38,7 @@ def shown(session, tmp_path, monkeypatch) -> Explorer:
     """A panel of the model and the text, whose code is shown."""
     monkeypatch.chdir(tmp_path)
     panel = panel_on(session, (session.calibration.corpus,))
-    panel.export.code.selected_index = 0
+    shown_by(panel)
     return panel
 
 
@@ -64,40 +70,26 @@ def test_each_control_of_the_tab_is_followed(shown):
     assert "hl.compensate" in code_of(shown)
 
 
-def test_nothing_is_written_while_it_is_hidden(shown):
-    """A closed box costs nothing, and is right when it is opened again."""
-    tab = shown.export
-    tab.code.selected_index = None
-    before = code_of(shown)
-    shown.controls.ratio.value = "0.125"
-    assert code_of(shown) == before
-    tab.code.selected_index = 0
-    assert "ratio=0.125" in code_of(shown)
-
-
 def test_what_code_cannot_do_is_said(shown, panel, root):
     """Infeasible settings, another calibration, no name."""
     shown.controls.ratio.value = "half"
-    assert "infeasible" in shown.export.code.text.value
-    panel.export.code.selected_index = 0  # of a table of other windows
-    assert "the table was measured on: 4 windows" in panel.export.code.text.value
+    assert "infeasible" in shown_by(shown)
+    # Its table is of other windows.
+    assert "the table was measured on: 4 windows" in shown_by(panel)
     unnamed = open_workbench(str(root / "moe"), profile="small")
     unnamed.opening = None
     calibration = Calibration(str(root / "text.txt"))
     other = explore(unnamed, corpora=(), tasks=(), calibration=calibration)
-    other.export.code.selected_index = 0
-    assert "a model in memory" in other.export.code.text.value
+    assert "a model in memory" in shown_by(other)
 
 
 def test_a_table_is_named_if_it_has_a_file(folder):
     """The panel of a path names it; a table in memory cannot be named."""
     panel = explore(folder / "table.parquet")
-    panel.export.code.selected_index = 0
     expected = f"hl.ImportanceTable.read('{folder / 'table.parquet'}')"
     assert expected in code_of(panel)
     alone = explore(panel.session.table)
-    alone.export.code.selected_index = 0
-    assert "not in a file" in alone.export.code.text.value
+    assert "not in a file" in shown_by(alone)
 
 
 def test_own_text_is_counted_in_windows(bench, root):
@@ -105,8 +97,6 @@ def test_own_text_is_counted_in_windows(bench, root):
     text = str(root / "text.txt")
     calibration = Calibration(text, own_text=0.3)  # 2 of 8 windows, recorded as 0.25
     panel = explore(bench, corpora=(), tasks=(), calibration=calibration)
-    panel.export.code.selected_index = 0
-    panel.weights.weights.value = "unchanged"
     assert "own_text=0.3" in code_of(panel)
 
 
@@ -117,8 +107,7 @@ def test_an_edited_table_is_not_said_to_be_measured(session):
     calibration = session.calibration
     other = PruningSession(edited, workbench=session.workbench, calibration=calibration)
     panel = panel_on(other, (calibration.corpus,))
-    panel.export.code.selected_index = 0
-    assert "Python would measure others" in panel.export.code.text.value
+    assert "Python would measure others" in shown_by(panel)
 
 
 def test_a_text_that_was_moved_is_the_same(session, bench, root):
