@@ -1,11 +1,13 @@
-"""Each control of the panel is explained, in the words of the glossary."""
+"""Each control is explained in the words of the glossary, which has each once."""
 
 import html
 from typing import Any
 
 import ipywidgets as ipw
+import pages
 from random_tables import small_table
 
+from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.panel.controls import NumberBox
 from heapr_lab.panel.glossary import (
     GLOSSARY,
@@ -22,6 +24,7 @@ OF_VALUES = (
     *(ipw.IntSlider, ipw.Checkbox, ipw.Dropdown, ipw.SelectMultiple),
 )
 """The kinds of controls of the panel that take a value."""
+ALL = [term for terms in GLOSSARY.values() for term in terms]
 
 
 def those_of(panel: Explorer, *kinds: type) -> list[Any]:
@@ -74,7 +77,28 @@ def test_the_help_is_written_when_it_is_opened():
     assert panel.help.text.value == ""
     panel.help.selected_index = 0
     text = panel.help.text.value
-    names = [term.name for terms in GLOSSARY.values() for term in terms]
-    assert text.count("<dt>") == len(names)
+    assert text.count("<dt>") == len(ALL)
     assert "½ · mean h²" in text
     assert "<b>ragged</b>" in text
+
+
+# --- the glossary ---------------------------------------------------------------------
+
+
+def test_no_word_is_explained_twice():
+    """A control would show the last of two terms; but for plurals."""
+    names = [name for term in ALL for name in (term.name, *term.labels)]
+    assert len(names) == len(set(names)) == len(TERMS)
+
+
+def test_every_estimator_is_a_term():
+    """In its own words."""
+    for name, estimator in ESTIMATORS.items():
+        assert estimator.description[1:] in TERMS[name].text
+
+
+def test_the_page_has_every_term():
+    """Under its heading, with the page that says more."""
+    text = pages.glossary_page()
+    assert all(f"* **{term.name}**: {term.text}" in text for term in ALL)
+    assert all(f"## {heading}\n" in text for heading in GLOSSARY)
