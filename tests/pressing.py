@@ -34,6 +34,13 @@ def press(job: Job) -> None:
     assert error_of(job) == ""
 
 
+def evaluate(panel: Explorer, ratio: str = "", weights: str = "") -> None:
+    """Press Evaluate, at another ratio and with other weights where they are given."""
+    panel.controls.ratio.value = ratio or panel.controls.ratio.value
+    panel.weights.weights.value = weights or panel.weights.weights.value
+    press(panel.evaluation.job)
+
+
 def failed(job: Job) -> str:
     """Press a button and see that an alert says why not."""
     error = error_of(job)

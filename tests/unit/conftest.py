@@ -74,9 +74,7 @@ def panel(bench, root) -> Explorer:
     table = bench.measure(bench.test_windows(text))
     calibration = Calibration(text)
     session = PruningSession(table, workbench=bench, calibration=calibration)
-    panel = panel_on(session, (text,), (f"continuation:{text}",))
-    panel.weights.weights.value = "unchanged"
-    return panel
+    return panel_on(session, (text,), (f"continuation:{text}",))
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,12 @@
 """The four numbers at the top, what each is of, and what is seen first."""
 
+import io
 import math
 from dataclasses import replace
-from typing import Any
 
+import pandas as pd
 import pytest
-from pressing import press
+from pressing import evaluate, press
 from random_tables import small_table
 
 from heapr_lab.panel.answer import Answer, answers, answers_html, compact
@@ -34,16 +35,23 @@ def test_sizes_are_known_of_a_table_alone():
     """They say what they are of; losses need a model, and are not numbers."""
     panel = explore(small_table(), selection=Selection(0.5))
     parameters, size, perplexity, accuracy = answers(panel.session)
-    saved = panel.session.savings()
-    assert parameters.change == f"−{saved['parameter_reduction']:.1%}"
     assert size.of == "an estimate, 2 for each parameter"
+    (table,) = pd.read_html(io.StringIO(panel.numbers.value), index_col=0)
+    assert table.loc["atomic experts"].tolist() == [16, 8, "50.0%"]
+    before, after, share = table.loc["parameters"]
+    assert before - after == 8 * 24
+    assert parameters.change == f"−{share}" == f"−{8 * 24 / before:.1%}"
+    flops = "FLOPs per token, at 2,048 tokens of context"
+    assert {f"bytes ({size.of})", flops, "FLOPs of the routed experts"} <= set(
+        table.index
+    )
     assert {perplexity, accuracy} == {
         Answer("perplexity", "", "", "needs a model"),
         Answer("accuracy", "", "", "needs a model"),
     }
 
 
-def test_losses_say_what_they_are_of(panel):
+def test_losses_say_what_they_are_of(panel, bench):
     """Measured, with an interval; grey and named where it is of another ratio.
 
     A task is no text that loss is judged on: the caution stands.
@@ -53,15 +61,13 @@ def test_losses_say_what_they_are_of(panel):
         "not measured yet: Evaluate"
     ] * 2
     tab.tasks.value = tab.tasks.options
-    panel.controls.ratio.value = "0.25"
-    press(tab.job)
+    evaluate(panel, "0.25")
     caution = "Perplexity was only measured on what was calibrated on"
     assert caution in tab.cautions.value
     perplexity, accuracy = answers(session)[2:]
     dense, pruned = session.points[session.points["nll"].notna()].itertuples()
     assert perplexity.values == f"{dense.perplexity:,.1f} → {pruned.perplexity:,.1f}"
     assert f"± {pruned.stderr:.3f}" in perplexity.change
-    bench: Any = session.workbench
     length, windows = bench.profile.seq_len, bench.test_windows(tab.corpora.value[0])
     amount = f"{windows.n_sequences} windows × {length} tokens"
     assert perplexity.of == f"measured on {amount} of {tab.corpora.value[0]}"
@@ -111,14 +117,6 @@ def test_the_masked_model_is_the_first_answer(panel):
     assert sorted(panel.session.points["weights"]) == ["compensated", "dense", "masked"]
     assert bars == sorted(bars)
     assert bars[-1] == 1.0
-
-
-def test_another_estimator_is_named():
-    """Also while its list is folded; the one by default is not."""
-    panel = explore(small_table())
-    assert "Estimator" not in panel.status.value
-    panel.controls.estimator.value = "frequency"
-    assert "Estimator: frequency." in panel.status.value
 
 
 def test_what_is_advanced_is_open_where_it_is_used():

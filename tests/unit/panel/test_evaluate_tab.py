@@ -4,7 +4,7 @@ import re
 
 import pytest
 from html_text import cells
-from pressing import failed, held, panel_on, press
+from pressing import evaluate, failed, held, panel_on, press
 
 from heapr_lab.panel.answer import answers
 from heapr_lab.panel.pictures import figure_points
@@ -14,10 +14,9 @@ SAME_TEXT = "Perplexity was only measured on what was calibrated on"
 
 def test_tasks_are_evaluated_and_remembered(panel):
     """Accuracy of both models, in the table and in words."""
-    panel.controls.ratio.value = "0.4"
     panel.evaluation.corpora.value = ()
     panel.evaluation.tasks.value = panel.evaluation.tasks.options
-    press(panel.evaluation.job)
+    evaluate(panel)
     points = panel.session.points
     assert points["dataset"].tolist() == [*panel.evaluation.tasks.options] * 2
     assert points["accuracy"].between(0, 1).all()
@@ -29,10 +28,9 @@ def test_tasks_are_evaluated_and_remembered(panel):
 def test_at_ratio_0_the_dense_model_is_what_is_asked_for(panel, weights):
     """Nothing is left to evaluate, and the numbers are those of the dense model."""
     tab = panel.evaluation
-    panel.controls.ratio.value, panel.weights.weights.value = "0", weights
     tab.tasks.value = tab.tasks.options
+    evaluate(panel, "0", weights)
     assert panel.session.keep.n_removed == 0
-    press(tab.job)
     assert "Out of date" not in tab.note.value
     perplexity, accuracy = answers(panel.session)[2:]
     assert (perplexity.stale, accuracy.stale) == (False, False)
@@ -64,8 +62,7 @@ def test_panel_evaluates(panel):
     """
     tab, steps = panel.evaluation, list[str]()
     tab.job.text.observe(lambda change: steps.append(change["new"]), "value")
-    panel.controls.ratio.value = "0.5"
-    press(tab.job)
+    evaluate(panel, "0.5")
     assert panel.error.value == ""
     assert not tab.job.button.disabled
     assert tab.job.cancel_button.disabled
@@ -77,8 +74,7 @@ def test_panel_evaluates(panel):
     for ratio, takes_time in (("0.25", True), ("7", False), ("0.5", False)):
         panel.controls.ratio.value = ratio  # not measured, infeasible, measured
         assert ("about " in tab.job.text.value) == takes_time
-    panel.controls.ratio.value = "0.25"
-    press(tab.job)
+    evaluate(panel, "0.25")
     assert bytes(tab.chart.value) != first
     assert re.findall(r"(\d+\.0)%", tab.results.value) == ["0.0", "25.0", "50.0"]
     settings = "heapr, global, by atom, ragged, masked"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pressing import press, told
+from pressing import told
 from random_tables import random_table, small_table
 
 from heapr_lab.panel import jobs, keeping
@@ -16,7 +16,6 @@ from heapr_lab.panel.opening import explore
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session_file import VERSION
 from heapr_lab.pruning.options import Selection
-from heapr_lab.text.calibration_spec import Calibration
 
 WAIT_SECONDS = 30
 
@@ -118,30 +117,6 @@ def test_one_may_go_while_the_panel_opens(tmp_path, monkeypatch):
     assert label == f"{datetime.fromtimestamp(0):%F %T}"
 
 
-def test_another_text_is_noticed(bench, root, tmp_path):
-    """Evaluations on what a file was before do not stand beside those on what it is."""
-    file = tmp_path / "mine.txt"
-    file.write_text((root / "text.txt").read_text())
-    options: dict[str, Any] = {
-        "corpora": (str(file),), "tasks": (),
-        "calibration": Calibration(str(root / "text.txt"), seed=3),
-    }  # fmt: skip
-    first = displayed(bench, **options)
-    press(first.evaluation.job)
-    kept(first, lambda text: '"nll"' in text)
-    file.write_text((root / "text.txt").read_text()[::-1])
-    again = displayed(bench, **options)
-    again.last.resume.click()
-    assert "mine.txt is another text" in again.last.message.value
-    assert again.session.points.empty
-    assert again.files.undo_button.layout.display == "none"
-    press(first.evaluation.job)
-    first.last.write()
-    again.last.resume.click()
-    assert len(again.session.points) == 2
-    assert again.numbers.value == first.numbers.value
-
-
 def test_nothing_is_kept_of_a_panel_that_nobody_sees(folder):
     """Nothing is kept of one that was only opened either."""
     explore(small_table()).controls.ratio.value = "0.5"
@@ -208,16 +183,6 @@ def test_weights_that_choose_are_opened_too(panel, tmp_path):
         assert 'role="alert"' not in files.message.value
         assert weights.value == value
     assert panel.session.recipe == panel.comparison.pins[0].recipe == recipe
-
-
-def test_the_home_of_nobody_is_said(panel):
-    """A path that the system cannot expand is not passed over in silence."""
-    panel.files.file.value = panel.comparison.folder.value = "~nosuch/s.json"
-    panel.files.save_button.click()
-    panel.comparison.pin()
-    panel.comparison.export_button.click()
-    for said in (panel.files.message, panel.comparison.exported):
-        assert "~nosuch/s.json is in the home of an unknown user" in said.value
 
 
 @pytest.mark.parametrize("wrong", ['"version": 3', "}"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from pressing import press, told
+from pressing import evaluate, press, told
 from random_tables import random_table, small_table
 
 from heapr_lab.errors import SpecError
@@ -226,12 +226,16 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
     (("methods", 0), {"foo": 1.0}), (("methods", 0, "label"), None),
     (("methods", 0, "achieved_ratio"), "many"),
     (("methods", 0, "bytes_reduction"), "1"),
+    (("points", 0), KeyError), (("points", 1), KeyError),
 ]  # fmt: skip
 SAID: list[tuple[tuple[Any, ...], Any, str]] = [
     (("version",), 9, "Invalid enum value 9 - at `$.version`"),
     (("kind",), "notebook", "no session of the panel"),
     (("pins",), KeyError, "missing required field `pins`"),
     (("selection", "ratio"), "half", "`float`, got `str` - at `$.selection.ratio`"),
+    (("points", 0), KeyError, "no point of the dense model"),
+    (("points", 1), KeyError, "no point of the dense model"),
+    (("points", -1, "stderr"), -1.0, "negative values"),  # as what draws it says
 ]
 
 
@@ -255,33 +259,6 @@ def test_a_wrong_file_changes_nothing(saved, fresh, tmp_path):
     assert state(panel) != before
 
 
-@pytest.mark.parametrize("dataset", ["text.txt", "continuation"])
-def test_points_without_the_dense_model_are_refused(saved, fresh, tmp_path, dataset):
-    """They are shown as differences to it; nothing of the panel changes."""
-    plain, file = json.loads(saved[1].read_text()), tmp_path / "s.json"
-    plain["points"] = [
-        point
-        for point in plain["points"]
-        if point["selection"] or dataset not in point["dataset"]
-    ]
-    file.write_text(json.dumps(plain))
-    panel = fresh()
-    before = state(panel)
-    assert "no point of the dense model" in told(panel, file, "open")
-    assert state(panel) == before
-
-
-def test_a_point_that_cannot_be_drawn_is_said(saved, fresh, tmp_path):
-    """What draws the points is told of them; what it raises is not lost."""
-    plain, file = json.loads(saved[1].read_text()), tmp_path / "s.json"
-    for point in plain["points"]:
-        point["stderr"] = -1.0
-    file.write_text(json.dumps(plain))
-    said = told(fresh(), file, "open")
-    assert 'role="alert"' in said
-    assert "negative values" in said
-
-
 def test_a_point_of_no_selection_has_no_setting(saved, fresh, tmp_path):
     """A file that an editor changed is opened; such a point is of no curve."""
     plain, file = json.loads(saved[1].read_text()), tmp_path / "s.json"
@@ -299,8 +276,7 @@ def test_undo_brings_back_the_differences_of_settings(fresh, tmp_path):
     panel, file = fresh(), tmp_path / "s.json"
     save(panel, file)
     for weights in ("unchanged", "compensated"):
-        panel.weights.weights.value = weights
-        press(panel.evaluation.job)
+        evaluate(panel, weights=weights)
     before = panel.evaluation.differences.value
     assert before
     assert "Opened" in told(panel, file, "open")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from keeps import window_nll
+from keeps import masked_nll, window_nll
 from pressing import error_of, panel_on, press
 from tiny_folder import write_text
 
@@ -21,7 +21,6 @@ from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import Sweep, differences, read_ratios, sweep_of
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.weights import WeightRecipe
 from heapr_lab.tasks.harness import continuation_items
 from heapr_lab.text.corpora import load_corpus
@@ -40,7 +39,6 @@ def corpora(root) -> tuple[str, str]:
 @pytest.fixture
 def swept(panel) -> Explorer:
     """A panel whose button was pressed, for two ratios and two estimators."""
-    panel.weights.weights.value = "unchanged"
     tab = panel.evaluation.sweep
     tab.ratios.value, tab.estimators.value = "25%, 0.5", ("heapr", "magnitude")
     press(tab.job)
@@ -58,21 +56,17 @@ def test_ratios_that_are_none(text):
         read_ratios(text)
 
 
-def test_windows_are_paired_as_a_loop_does(bench, session, corpora):
-    """Mean and standard error of single windows, each measured alone."""
+def test_windows_are_paired(bench, session, corpora):
+    """Δloss and its standard error are of the differences, window by window."""
     chosen = Selection(0.5)
     session.evaluate(corpora[:1], selection=chosen)
     row = session.points.iloc[-1]
     ids = bench.test_windows(corpora[0]).ids
-    apart = []
-    for window in ids:
-        dense = float(window_nll(bench.model, window[None])[0])
-        with masking(bench.model, session.keep_of(chosen)):
-            apart.append(float(window_nll(bench.model, window[None])[0]) - dense)
-    mean = sum(apart) / len(apart)
-    variance = sum((change - mean) ** 2 for change in apart) / (len(apart) - 1)
-    assert row["delta_nll"] == pytest.approx(mean, rel=1e-4)
-    assert row["stderr"] == pytest.approx(math.sqrt(variance / len(apart)), rel=1e-3)
+    pruned = masked_nll(bench.model, ids, session.keep_of(chosen))
+    change = pruned - window_nll(bench.model, ids)
+    assert row["delta_nll"] == pytest.approx(float(change.mean()), rel=1e-4)
+    error = float(change.std()) / math.sqrt(len(ids))
+    assert row["stderr"] == pytest.approx(error, rel=1e-3)
 
 
 def test_without_windows_of_the_dense_model_there_is_no_error(

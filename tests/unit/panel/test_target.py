@@ -37,7 +37,6 @@ def panel(bench, root, monkeypatch) -> Explorer:
     monkeypatch.setattr(making, "check_table", lambda *_: None)
     corpora = (str(root / "text.txt"), str(write_text(root / "other.txt")))
     panel = panel_on(session, corpora)
-    panel.weights.weights.value = "unchanged"
     panel.controls.rise.value = RISE
     panel.controls.budget.value = TARGET
     return panel

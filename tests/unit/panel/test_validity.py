@@ -1,14 +1,13 @@
 """What the panel shows is of what is chosen, or says that it is not."""
 
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
 import pytest
 from figure_rows import dots_of
 from matplotlib.colors import to_hex
-from pressing import error_of, export, is_stale, press
+from pressing import error_of, evaluate, export, is_stale, press
 from random_tables import random_table
 
 from heapr_lab.errors import SpecError
@@ -65,16 +64,6 @@ def test_the_box_says_what_is_chosen():
     assert panel.error.value == ""
 
 
-def test_a_move_of_the_slider_selects_once(monkeypatch):
-    """One selection and one picture, as the box and the slider follow each other."""
-    panel = explore(random_table(2, 4, 16))
-    draw = Mock(wraps=panel._picture.draw)
-    monkeypatch.setattr(panel._picture, "draw", draw)
-    panel.controls.slider.value = 50
-    panel.controls.ratio.value = "0.75"
-    assert [call.args[0].achieved_ratio for call in draw.mock_calls] == [0.5, 0.75]
-
-
 # --- what is out of date --------------------------------------------------------------
 
 
@@ -111,8 +100,7 @@ def test_nothing_goes_on_with_the_choice_of_before(panel, tmp_path):
     assert panel.session.points.empty
     assert not (tmp_path / "pruned").exists()
     assert "Nothing can be written" in panel.export.note.value
-    panel.controls.ratio.value = "40%"
-    press(panel.evaluation.job)
+    evaluate(panel, "40%")
     assert len(panel.session.points) == 2
 
 
@@ -122,8 +110,7 @@ def test_inspections_are_marked_when_choice_or_text_change(panel):
     panel.tabs.selected_index = 2
     tab.text.value = "aaab bbba abab"
     panel.controls.ratio.value = "0.4"
-    shown = [tab.compare, tab.route, tab.show_contexts]
-    shown += [tab.attribute, tab.explain]
+    shown = [tab.compare, tab.route, tab.show_contexts, tab.attribute, tab.explain]
     for job in shown:
         press(job)
         assert not is_stale(job._view)
@@ -154,8 +141,7 @@ def test_an_evaluation_is_marked_when_settings_or_corpora_change(panel):
     tab = panel.evaluation
     panel.tabs.selected_index = 1
     assert tab.note.value == ""
-    panel.controls.ratio.value = "0.4"
-    press(tab.job)
+    evaluate(panel, "0.4")
     assert (tab.note.value, is_stale(tab.message)) == ("", False)
     controls: list[tuple[Any, Any]] = [
         (panel.controls.ratio, "0.6"),
@@ -169,8 +155,7 @@ def test_an_evaluation_is_marked_when_settings_or_corpora_change(panel):
         assert is_stale(tab.message)
         control.value = before
         assert (tab.note.value, is_stale(tab.message)) == ("", False)
-    panel.controls.ratio.value = "0.6"
-    press(tab.job)
+    evaluate(panel, "0.6")
     assert not is_stale(tab.message)
 
 

@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import numpy as np
 import pandas as pd
 import pytest
-from pressing import cancel, export, held, panel_on, press
+from html_text import cells
+from pressing import cancel, evaluate, export, held, panel_on, press
 
 from heapr_lab.checkpoints import folder as folders
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
@@ -74,17 +75,14 @@ def test_another_panel_of_the_session_does_not_choose(session):
 
 
 @pytest.mark.parametrize("weights", ["compress", "compensated", "unchanged"])
-def test_what_is_evaluated_is_what_is_exported(panel, tmp_path, weights):
+def test_what_is_evaluated_is_what_is_exported(panel, bench, tmp_path, weights):
     """The loss of the files, loaded again, is that of the point and of the card."""
-    panel.weights.weights.value = weights
     panel.weights.own.value = 0
-    panel.controls.ratio.value = "0.5"
-    press(panel.evaluation.job)
+    evaluate(panel, "0.5", weights)
     point = last_point(panel)
     assert point["weights"] == weights.replace("unchanged", "masked")
     assert f"Last point, {point['weights']}:" in panel.evaluation.message.value
     export(panel, tmp_path / "out")
-    bench: Any = panel.session.workbench
     windows = bench.test_windows(panel.evaluation.corpora.value[0])
     loaded = load_like(tmp_path / "out", bench.model)
     measured = evaluate_perplexity(loaded, windows.ids)
@@ -100,17 +98,13 @@ def test_weights_are_made_once(panel, tmp_path, monkeypatch):
     """All corpora and Export share them; another ratio or recipe makes them again."""
     fit = Mock(wraps=making.fit_compensation)
     monkeypatch.setattr(making, "fit_compensation", fit)
-    panel.weights.weights.value = "compensated"
-    panel.controls.ratio.value = "0.5"
-    press(panel.evaluation.job)
-    press(panel.evaluation.job)
+    evaluate(panel, "0.5", "compensated")
+    evaluate(panel)
     export(panel, tmp_path / "out")
     assert fit.call_count == 1
-    panel.controls.ratio.value = "0.25"
-    press(panel.evaluation.job)
+    evaluate(panel, "0.25")
     assert fit.call_count == 2
-    panel.weights.weights.value = "unchanged"
-    press(panel.evaluation.job)
+    evaluate(panel, weights="unchanged")
     ratios = [call.args[1].achieved_ratio for call in fit.mock_calls]
     assert ratios == [0.5, 0.25]
     assert last_point(panel)["weights"] == "masked"
@@ -132,10 +126,9 @@ def test_a_switch_that_moves_does_not_change_running_work(panel, tmp_path, monke
     assert manifest["weights"].startswith("W_down compensated")
 
 
-def test_a_cancelled_evaluation_leaves_the_model_dense(panel):
+def test_a_cancelled_evaluation_leaves_the_model_dense(panel, bench):
     """Neither the mask nor the new W_down stay in the model, whatever ends the work."""
     session = panel.session
-    bench: Any = session.workbench
     ids = bench.test_windows(panel.evaluation.corpora.value[0]).ids
     before = evaluate_perplexity(bench.model, ids).nll
     panel.controls.ratio.value = "0.5"
@@ -210,7 +203,6 @@ def test_a_point_has_the_sum_of_the_scores_that_ranked(panel):
     session.choose(
         Selection(0.5, estimator="camera", scope="layer", estimator_options=by_energy)
     )
-    panel.weights.weights.value = "unchanged"
     press(panel.evaluation.job)
     (point,) = session.measured().to_dict("records")
     scores = session.table.scores("camera", **by_energy)
@@ -223,10 +215,8 @@ def test_points_of_each_way_stay_apart(panel):
     A pin's loss is of its own weights.
     """
     for weights in ("unchanged", "compensated"):
-        panel.weights.weights.value = weights
         for ratio in ("0.25", "0.5"):
-            panel.controls.ratio.value = ratio
-            press(panel.evaluation.job)
+            evaluate(panel, ratio, weights)
         panel.comparison.pin()
     points = panel.session.points
     assert points["weights"].tolist().count("dense") == 1
@@ -244,7 +234,7 @@ def test_points_of_each_way_stay_apart(panel):
     assert pins[name].to_dict() == losses.to_dict()
 
 
-def test_inspect_follows_the_switch(panel):
+def test_inspect_follows_the_switch(panel, bench):
     """Losses of tokens are of the same weights; another recipe outdates them."""
     tab, session = panel.inspection, panel.session
     tab.text.value = "the sum of the elements"
@@ -252,7 +242,6 @@ def test_inspect_follows_the_switch(panel):
     panel.weights.weights.value = "compensated"
     press(tab.compare)
     assert "ragged, compensated)" in tab.compare.value
-    bench: Any = session.workbench
     passage = tab._passage(tab.text.value)
     made = session.made(session.selection, session.recipe)
     down_projs = made.compensation.down_projs
@@ -264,5 +253,8 @@ def test_inspect_follows_the_switch(panel):
     panel.weights.weights.value = "unchanged"
     assert "Out of date" in tab.compare.note.value
     press(tab.compare)
+    assert "50.0% of the atoms removed" in tab.compare.value
     assert "ragged, masked)" in tab.compare.value
+    worst = masked["delta_nll"].max()
+    assert cells(tab.compare.value)[0][1] == f"{worst:+.3f}"
     pd.testing.assert_frame_equal(tab.losses, masked)
