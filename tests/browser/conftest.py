@@ -24,18 +24,14 @@ OPEN = """\
 import dataclasses, time
 from heapr_lab import explore, open_workbench
 bench = open_workbench({model!r}, profile="small")
-panel = explore(bench, corpora=("pydocs",), tasks=("continuation",))
-panel.weights.weights.value = "unchanged"
-panel"""
+explore(bench, corpora=("pydocs",), tasks=("continuation",))"""
 SLOW = """\
 slow = open_workbench({model!r}, profile="small")
 slow.profile = dataclasses.replace(slow.profile, n_test=1000)
 embedding = slow.model.get_input_embeddings()
 quick = embedding.forward
 embedding.forward = lambda ids: time.sleep(0.3) or quick(ids)
-slow_panel = explore(slow, corpora=("pydocs",), tasks=())
-slow_panel.weights.weights.value = "unchanged"
-slow_panel"""
+explore(slow, corpora=("pydocs",), tasks=())"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

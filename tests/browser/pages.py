@@ -116,11 +116,6 @@ class Panel:
         return self.root.get_by_role("slider", name="ratio", exact=True)
 
     @property
-    def track(self) -> Locator:
-        """What the handle is dragged along."""
-        return self.root.locator(".widget-slider .noUi-base").first
-
-    @property
     def counts(self) -> Locator:
         """The line that says what is removed."""
         return self.root.get_by_role("status").filter(has_text=_COUNTS)
@@ -159,10 +154,6 @@ class Panel:
     def fold_all(self) -> None:
         """Close every section that is seen."""
         self.unfold_all(but=".jupyter-widget-Collapse-open")
-
-    def mask(self) -> None:
-        """Have pruned models masked as HEAPr: the weights that stay are unchanged."""
-        self.choice("weights").select_option("as the paper (masked)")
 
     def is_ready(self) -> None:
         """Wait until it shows counts and a picture, and that is painted."""
@@ -214,7 +205,8 @@ class Panel:
         """Drag the handle to `share` of its track; the ratios that were shown."""
         page, shown = self.root.page, []
         self.handle.scroll_into_view_if_needed()
-        handle, track = self.handle.bounding_box(), self.track.bounding_box()
+        handle = self.handle.bounding_box()
+        track = self.root.locator(".widget-slider .noUi-base").first.bounding_box()
         assert handle is not None
         assert track is not None
         x, y = (handle[a] + handle[b] / 2 for a, b in (("x", "width"), ("y", "height")))

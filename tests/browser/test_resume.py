@@ -25,7 +25,6 @@ def test_a_panel_opens_as_it_was_left(visit, tiny_model, environment, server):
     run_all(page)
     panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
     panel.is_ready()
-    panel.mask()
     panel.type_ratio("0.5")
     explain(panel)
     carry_as_code(panel, str(tiny_model))

@@ -52,7 +52,6 @@ def test_the_pictures_of_the_readme(page, shots):
     """Choose, evaluate at three ratios, and look where pruning hurts a text."""
     panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
     panel.is_ready()
-    panel.mask()
     panel.unfold("Advanced")
     panel.choice("estimator").select_option("fisher")
     panel.root.get_by_text("Advanced").click()
