@@ -97,9 +97,9 @@ def test_a_job_says_how_long_it_takes_yet(monkeypatch):
     job: Job
 
     def work(report: Report) -> None:
-        for done, seconds in enumerate((30, 30, 1, 30, 1)):
+        for done, seconds in enumerate((30, 30, 20, 30, 20)):
             clock.now += seconds
-            report(done, 4, "window", cached=seconds == 1)
+            report(done, 4, "window", cached=seconds == 20)
             shown.append(job.text.value)
 
     job = Job("Go", work)
