@@ -1,4 +1,4 @@
-"""What several files of unit tests start from: a tiny model, a panel, a table."""
+"""What several files of unit tests start from: a tiny model and its table."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +8,11 @@ from commands import run, text_of
 from families import tiny_model
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from pressing import panel_on
 from tiny_folder import write_model, write_text
 from torch import nn
 
-from heapr_lab import Calibration, Workbench, open_workbench
+from heapr_lab import Workbench, open_workbench
 from heapr_lab.panel import pictures
-from heapr_lab.panel.panel import Explorer
-from heapr_lab.panel.session import PruningSession
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -65,16 +62,6 @@ def source(root) -> Path:
 def bench(source) -> Workbench:
     """The tiny model on a bench."""
     return open_workbench(str(source), profile="small")
-
-
-@pytest.fixture
-def panel(bench, root) -> Explorer:
-    """A panel that can evaluate the masked model on the text."""
-    text = str(root / "text.txt")
-    table = bench.measure(bench.test_windows(text))
-    calibration = Calibration(text)
-    session = PruningSession(table, workbench=bench, calibration=calibration)
-    return panel_on(session, (text,), (f"continuation:{text}",))
 
 
 @pytest.fixture(scope="session")

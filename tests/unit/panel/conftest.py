@@ -1,11 +1,10 @@
-"""What several tests start from: a session that was measured, and a passage."""
+"""What several tests start from: a session that was measured, and its panel."""
 
 import pytest
+from pressing import panel_on
 
-from heapr_lab.inspection.passages import Passage, read_passage
-from heapr_lab.panel.inspect_tab import InspectTab
+from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
-from heapr_lab.pruning.options import Selection
 from heapr_lab.text.calibration_spec import Calibration
 
 
@@ -18,16 +17,7 @@ def session(bench, root) -> PruningSession:
 
 
 @pytest.fixture
-def tab(session) -> InspectTab:
-    """The tab that inspects, with a short text, half of the model pruned."""
-    session.choose(Selection(ratio=0.5))
-    tab = InspectTab(session)
-    tab.text.value = "the <b>other</b> & 漢"
-    tab.n_tokens.value = 5
-    return tab
-
-
-@pytest.fixture
-def passage(tab, bench) -> Passage:
-    """The text of the tab."""
-    return read_passage(bench.model, bench.tokenizer, text=tab.text.value)
+def panel(session) -> Explorer:
+    """A panel that can evaluate the masked model on the text."""
+    text = session.calibration.corpus
+    return panel_on(session, (text,), (f"continuation:{text}",))

@@ -34,10 +34,9 @@ def code_of(panel: Explorer) -> str:
 
 
 @pytest.fixture
-def shown(session, tmp_path, monkeypatch) -> Explorer:
+def shown(panel, tmp_path, monkeypatch) -> Explorer:
     """A panel of the model and the text, whose code is shown."""
     monkeypatch.chdir(tmp_path)
-    panel = panel_on(session, (session.calibration.corpus,))
     shown_by(panel)
     return panel
 
@@ -70,15 +69,16 @@ def test_each_control_of_the_tab_is_followed(shown):
     assert "hl.compensate" in code_of(shown)
 
 
-def test_what_code_cannot_do_is_said(shown, panel, root):
+def test_what_code_cannot_do_is_said(shown, source):
     """Infeasible settings, another calibration, no name."""
     shown.controls.ratio.value = "half"
     assert "infeasible" in shown_by(shown)
-    # Its table is of other windows.
-    assert "the table was measured on: 4 windows" in shown_by(panel)
-    unnamed = open_workbench(str(root / "moe"), profile="small")
+    bench, calibration = shown.session.bench, shown.session.calibration
+    shown.session.table = bench.measure(bench.test_windows(calibration.corpus))
+    shown.controls.ratio.value = "0.5"
+    assert "the table was measured on: 4 windows" in shown_by(shown)
+    unnamed = open_workbench(str(source), profile="small")
     unnamed.opening = None
-    calibration = Calibration(str(root / "text.txt"))
     other = explore(unnamed, corpora=(), tasks=(), calibration=calibration)
     assert "a model in memory" in shown_by(other)
 

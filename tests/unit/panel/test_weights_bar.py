@@ -32,9 +32,8 @@ def last_point(panel: Explorer) -> dict[str, Any]:
     return dict(panel.session.points.iloc[-1])
 
 
-def test_what_waits_for_weights_can_be_cancelled(session, tmp_path):
+def test_what_waits_for_weights_can_be_cancelled(panel, tmp_path):
     """Export does not wait to the end of Evaluate, which makes the same."""
-    panel = panel_on(session, (session.calibration.corpus,))
     panel.controls.ratio.value, panel.weights.weights.value = "0.43", "compress"
     job, panel.export.folder.value = panel.export.job, str(tmp_path / "pruned")
     with held(panel.evaluation.job, "in all"):
@@ -43,9 +42,8 @@ def test_what_waits_for_weights_can_be_cancelled(session, tmp_path):
     assert panel.evaluation.job.error.value == ""
 
 
-def test_the_mask_of_the_first_weights_is_known(session):
+def test_the_mask_of_the_first_weights_is_known(session, panel):
     """Others have a share of self-generated text; a table alone has no switch."""
-    panel = panel_on(session, ())
     assert session.recipe == MASKED
     assert panel.weights.weights.layout.display is None
     panel.weights.weights.value = "compress"
