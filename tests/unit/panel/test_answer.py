@@ -64,6 +64,7 @@ def test_losses_say_what_they_are_of(panel, bench):
     evaluate(panel, "0.25")
     caution = "Perplexity was only measured on what was calibrated on"
     assert caution in tab.cautions.value
+    assert "accuracy on continuation:" in tab.message.value
     perplexity, accuracy = answers(session)[2:]
     dense, pruned = session.points[session.points["nll"].notna()].itertuples()
     assert perplexity.values == f"{dense.perplexity:,.1f} → {pruned.perplexity:,.1f}"

@@ -12,18 +12,6 @@ from heapr_lab.panel.pictures import figure_points
 SAME_TEXT = "Perplexity was only measured on what was calibrated on"
 
 
-def test_tasks_are_evaluated_and_remembered(panel):
-    """Accuracy of both models, in the table and in words."""
-    panel.evaluation.corpora.value = ()
-    panel.evaluation.tasks.value = panel.evaluation.tasks.options
-    evaluate(panel)
-    points = panel.session.points
-    assert points["dataset"].tolist() == [*panel.evaluation.tasks.options] * 2
-    assert points["accuracy"].between(0, 1).all()
-    assert "accuracy on continuation:" in panel.evaluation.message.value
-    assert panel.evaluation.chart.layout.display is None
-
-
 @pytest.mark.parametrize("weights", ["unchanged", "compress"])
 def test_at_ratio_0_the_dense_model_is_what_is_asked_for(panel, weights):
     """Nothing is left to evaluate, and the numbers are those of the dense model."""

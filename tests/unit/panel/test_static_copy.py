@@ -5,10 +5,8 @@ import hashlib
 import io
 import re
 import time
-from pathlib import Path
 from typing import Any
 
-import nbformat
 import pandas as pd
 import pytest
 from nbclient import NotebookClient
@@ -135,22 +133,16 @@ CELLS = (
 )
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """A notebook that was run, changed in a later cell, saved; its kernel is gone."""
-    folder = tmp_path_factory.mktemp("saved")
-    small_table().write(folder / "table.parquet")
-    cells = [new_code_cell(source) for source in CELLS]
-    resources = {"metadata": {"path": str(folder)}}
-    notebook = new_notebook(cells=cells)
+def test_a_notebook_needs_no_kernel(tmp_path):
+    """nbconvert, as nbviewer, shows the last selection, which a later cell made.
+
+    The normal form, which is committed, has the copy, but no widget and no made-up
+    name.
+    """
+    small_table().write(tmp_path / "table.parquet")
+    notebook = new_notebook(cells=[new_code_cell(source) for source in CELLS])
+    resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, resources=resources, store_widget_state=False).execute()
-    nbformat.write(notebook, folder / "saved.ipynb")
-    return folder / "saved.ipynb"
-
-
-def test_a_saved_notebook_becomes_a_page_without_a_kernel(saved):
-    """nbconvert, as nbviewer, shows the last selection, which a later cell made."""
-    notebook = nbformat.read(saved, as_version=4)
     page, _ = HTMLExporter().from_notebook_node(notebook)
     (picture,) = pictures(page)
     assert hashlib.sha256(picture).hexdigest() in notebook.cells[2].outputs[0].text
@@ -159,11 +151,6 @@ def test_a_saved_notebook_becomes_a_page_without_a_kernel(saved):
     assert table.loc["atomic experts"].tolist() == [16, 4, "75.0%"]
     assert "heapr, 0.75 of the atoms" in page
     assert "0.25 of the atoms" not in page
-
-
-def test_a_committed_notebook_keeps_the_copy(saved):
-    """The normal form has the copy, but no widget and no made-up name."""
-    notebook = nbformat.read(saved, as_version=4)
     normalise(notebook)
     outputs = notebook.cells[1].outputs
     assert not any(WIDGET in output.data for output in outputs)
