@@ -293,12 +293,16 @@ def test_a_fraction_is_not_rounded_in_silence(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_columns_are_told_apart_by_their_names():
-    """A table in which two have changed places is another one."""
+def test_tables_without_a_record_differ_by_names_and_numbers():
+    """One changed number is another table, as is a column of another name."""
     table = random_table(2, 2, 4)
-    swapped = table.frame.rename(columns={"sum_h2": "sum_g2", "sum_g2": "sum_h2"})
-    renamed = ImportanceTable.from_frame(swapped, **table.metadata)
-    assert fingerprint_of(renamed) != fingerprint_of(table)
+    frame = table.frame
+    for other in (
+        frame.assign(sum_h2=frame["sum_h2"] + 1e-9),
+        frame.rename(columns={"sum_ph2": "sum_hg2"}),
+    ):
+        changed = ImportanceTable.from_frame(other, **table.metadata)
+        assert fingerprint_of(changed) != fingerprint_of(table)
 
 
 def test_an_edited_table_is_another(fresh, tmp_path):
