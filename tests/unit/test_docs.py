@@ -1,7 +1,6 @@
 """The site says what is there, and every command and cell of its tutorial runs."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -17,6 +16,7 @@ import pandas as pd
 import pytest
 import run_tutorial
 import typer.main
+from fences import blocks, fence, updated
 from IPython.core.interactiveshell import InteractiveShell
 from ipywidgets import Widget
 from tiny_folder import write_model
@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import heapr_lab
 from benchmarks import advice
 from benchmarks.quality import PASSES
-from benchmarks.readme import as_block, fill_blocks
+from benchmarks.readme import as_block
 from heapr_lab import methods
 from heapr_lab.cli.app import app
 from heapr_lab.panel.glossary import label_of
@@ -33,7 +33,6 @@ from heapr_lab.storage import paths
 from heapr_lab.text import corpora, pydocs
 from heapr_lab.workbench import settings
 
-UPDATE = os.environ.get("HEAPR_UPDATE_README") == "1"
 ROOT = paths.project_dir()
 DOCS = ROOT / "docs"
 TUTORIAL = run_tutorial.TUTORIAL.read_text("utf-8")
@@ -87,7 +86,8 @@ def test_the_tutorial_runs(tiny_lab, capsys):
     done = list(run_tutorial.run(steps, in_process, InteractiveShell()))
     assert [entry.step for entry in done] == steps
     panel = next(entry.output for entry in done if entry.step.language == "ipython")
-    named = set(re.findall(r"\*\*(.+?)\*\*", section("Explore")))
+    _, _, explore = TUTORIAL.partition("\n## Explore\n")
+    named = set(re.findall(r"\*\*(.+?)\*\*", explore.partition("\n## ")[0]))
     assert {"ratio", "Evaluate", "Pin", "Export"} <= named <= names_of(panel)
     assert "Return the sum of" in capsys.readouterr().out
     best, paper = (
@@ -105,22 +105,14 @@ def test_the_tutorial_runs(tiny_lab, capsys):
 
 def test_its_perplexities_are_those_of_the_figures():
     """The dense lab model, and HEAPr at 40 %, on the same windows."""
-    block = re.search(r"<!-- perplexity -->(.*?)<!-- end -->", TUTORIAL, re.DOTALL)
-    assert block is not None
-    told = dict(re.findall(r"`heapr-lab evaluate (\w+)[^`]*` \| ([\d.]+)", block[1]))
+    table = blocks(run_tutorial.TUTORIAL)["perplexity"]
+    told = dict(re.findall(r"`heapr-lab evaluate (\w+)[^`]*` \| ([\d.]+)", table))
     rows = pd.read_csv(paths.figures_dir() / "data" / "4_boundary.csv")
     rows = rows[rows["dataset"].eq("pydocs") & rows["metric"].eq("perplexity")]
     ours = rows[rows["source"].eq("ours")]
     losses = ours.set_index(ours["ratio"].round(3))["value"]
     assert told["lab"] == f"{losses[0.0]:.2f}"
     assert told["as_published"] == f"{losses[0.4]:.2f}"
-
-
-def section(title: str) -> str:
-    """The text under a heading of the tutorial."""
-    match = re.search(rf"^## {title}\n(.*?)^## ", TUTORIAL, re.MULTILINE | re.DOTALL)
-    assert match is not None
-    return match[1]
 
 
 def names_of(widget: Widget) -> set[str]:
@@ -155,9 +147,8 @@ def test_every_command_for_the_large_model_can_be_read(tmp_path, monkeypatch):
 
 def test_the_sizes_are_those_of_the_code():
     """The table of the large model is what its configuration gives today."""
-    match = re.search(r"<!-- sizes -->(.*?)<!-- end -->", TUTORIAL, re.DOTALL)
-    assert match is not None
-    assert match[1] == run_tutorial.as_block(run_tutorial.sizes())
+    shown = blocks(run_tutorial.TUTORIAL)["sizes"]
+    assert shown == as_block(run_tutorial.sizes())
 
 
 # --- the other pages --------------------------------------------------------------
@@ -173,12 +164,9 @@ def test_what_is_generated_inside_pages():
             "uses": as_block(advice.uses_table()),
         },
     }
-    for name, blocks in expected.items():
-        if UPDATE:
-            fill_blocks(DOCS / name, blocks)
-        text = (DOCS / name).read_text("utf-8")
-        for block, content in blocks.items():
-            assert f"<!-- {block} -->{content}<!-- end -->" in text
+    for name, made in expected.items():
+        shown = updated(DOCS / name, made)
+        assert {block: shown[block] for block in made} == made
     deviations = expected["comparing.md"]["deviations"]
     assert all(f"`{name}`" in deviations for name in methods.names())
 
@@ -260,10 +248,8 @@ def test_links_to_what_is_no_page_are_text():
 
 def test_the_many_runs_of_the_docs(tiny_lab):
     """Each writes its row once, and one that has a row ends at once."""
-    page = (DOCS / "clusters.md").read_text("utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     names: dict[str, Any] = {"__name__": "runs"}
-    exec(code, names)
+    exec(fence("docs/clusters.md", "python"), names)
     for number in (1, 3, 1):
         names["run"](number)
     files = {path.name for path in Path("rows").iterdir()}
@@ -284,15 +270,15 @@ class Fetched(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.urls: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note what the tag makes a browser fetch."""
         values = dict(attrs)
         if tag == "link" and values.get("rel") not in {"index", "search", "next"}:
-            self.found.append(values.get("href") or "")
+            self.urls.append(values.get("href") or "")
         if tag in {"script", "img", "iframe", "source", "video"}:
-            self.found.append(values.get("src") or "")
+            self.urls.append(values.get("src") or "")
 
 
 @pytest.mark.slow
@@ -315,7 +301,7 @@ def test_the_site_is_made_without_a_warning(tmp_path):
     for path in site.rglob("*.html"):
         page = Fetched()
         page.feed(path.read_text("utf-8"))
-        assert [url for url in page.found if remote.match(url)] == [], path.name
+        assert [url for url in page.urls if remote.match(url)] == [], path.name
     for path in site.rglob("*.css"):
         text = path.read_text("utf-8")
         assert re.search(r"@import|url\([\"']?(https?:)?//", text) is None, path.name

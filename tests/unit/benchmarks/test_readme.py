@@ -1,19 +1,16 @@
-"""What the READMEs say is what the tests prove and the scripts measured.
-
-HEAPR_UPDATE_README=1 writes the blocks anew, from what is committed; so does
-`make publish`, from what it measures.
-"""
+"""What the READMEs say is what the tests prove and the scripts measured."""
 
 import functools
 import importlib
-import os
 import re
 from itertools import groupby
-from pathlib import Path
 
 import pandas as pd
 import pytest
+from families import FAMILIES
+from fences import UPDATE, blocks, updated
 from house import WINGS
+from wrappers import WRAPPERS
 
 from benchmarks import advice, questions, readme
 from benchmarks.index import measured
@@ -33,20 +30,6 @@ MOST_ROWS = 12
 MOST_WORDS = 2500
 NOT_ASKED = {"13_damage"}
 """Figures that answer no question of the page."""
-UPDATE = os.environ.get("HEAPR_UPDATE_README") == "1"
-
-
-def blocks(path: Path) -> dict[str, str]:
-    """What stands between `<!-- name -->` and `<!-- end -->`, by name."""
-    pattern = r"<!-- (\w+) -->(.*?)<!-- end -->"
-    return dict(re.findall(pattern, path.read_text("utf-8"), re.DOTALL))
-
-
-def updated(path: Path, made: dict[str, str]) -> dict[str, str]:
-    """The blocks of a page, written anew where that is asked for."""
-    if UPDATE:
-        readme.fill_blocks(path, made)
-    return blocks(path)
 
 
 @functools.cache
@@ -64,9 +47,6 @@ def committed() -> tuple[pd.DataFrame, pd.DataFrame, dict[str, pd.DataFrame]]:
 
 def test_the_supported_families_are_those_proven():
     """Their number is that of test_families."""
-    from families import FAMILIES
-    from wrappers import WRAPPERS
-
     proven = f"{len(FAMILIES)} text families and {len(WRAPPERS)} multimodal wrappers"
     assert updated(README, {"families": proven})["families"] == proven
 
@@ -136,29 +116,22 @@ def test_the_claims_are_those_of_the_committed_results():
     assert updated(CLAIMS, made) == made
 
 
-def test_only_the_named_block_is_filled(tmp_path):
-    """Text around a block stays; a block that is not there is an error."""
-    path = tmp_path / "text.md"
-    path.write_text("a <!-- x -->old<!-- end --> b <!-- y -->kept<!-- end --> c")
-    readme.fill_blocks(path, {"x": "new"})
-    assert path.read_text() == (
-        "a <!-- x -->new<!-- end --> b <!-- y -->kept<!-- end --> c"
-    )
-    with pytest.raises(SpecError, match="no block '<!-- z -->"):
-        readme.fill_blocks(path, {"z": ""})
+def test_only_named_blocks_are_filled_and_a_new_benchmark_gets_a_section(tmp_path):
+    """What the file lacks is added at its end, under its title, once.
 
-
-def test_a_new_benchmark_gets_a_section(tmp_path):
-    """What the file lacks is added at its end, under its title, once."""
+    Text around a block stays; to fill one that is not there is an error.
+    """
     path = tmp_path / "results.md"
-    path.write_text("## Old\n\n<!-- old -->1<!-- end -->\n")
+    old = "## Old\n\n<!-- old -->{}<!-- end --> a <!-- b -->kept<!-- end -->\n"
+    path.write_text(old.format(1))
     sections = {"old": readme.Section("Old", "2"), "new": readme.Section("New", "3")}
     for _ in range(2):
         readme.fill_sections(path, sections)
         assert path.read_text() == (
-            "## Old\n\n<!-- old -->2<!-- end -->\n"
-            "\n## New\n\n<!-- new -->3<!-- end -->\n"
+            old.format(2) + "\n## New\n\n<!-- new -->3<!-- end -->\n"
         )
+    with pytest.raises(SpecError, match="no block '<!-- z -->"):
+        readme.fill_blocks(path, {"z": ""})
 
 
 # --- the whole page ---------------------------------------------------------------
