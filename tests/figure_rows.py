@@ -1,6 +1,8 @@
 """Small results, as the package and its benchmarks give them, and what was drawn."""
 
+import itertools
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -25,16 +27,22 @@ VARIANTS = (
 )
 
 
-def evaluation(ratio: float, dataset: str, value: float, **other: Any) -> dict:
-    """One evaluation row, a pruned HEAPr model's unless `other` says otherwise."""
-    accuracy = dataset == "continuation"
-    row = {
+def pruned_to(ratio: float) -> dict[str, Any]:
+    """The columns of HEAPr's setting, global, atoms, at a ratio."""
+    return {
         "estimator": "heapr",
         "scope": "global",
         "granularity": "atom",
         "structure": "ragged",
         "ratio": ratio,
         "achieved_ratio": ratio,
+    }
+
+
+def evaluation(ratio: float, dataset: str, value: float, **other: Any) -> dict:
+    """One evaluation row, a pruned HEAPr model's unless `other` says otherwise."""
+    accuracy = dataset == "continuation"
+    row = {
         "calibration": "pydocs",
         "n_sequences": 128,
         "seed": 0,
@@ -43,44 +51,57 @@ def evaluation(ratio: float, dataset: str, value: float, **other: Any) -> dict:
         "value": value,
         "stderr": 0.01 if accuracy else math.nan,
     }
-    return row | other
+    return pruned_to(ratio) | row | other
 
 
 def evaluation_rows() -> pd.DataFrame:
     """Perplexity 20 · (1 + harm · ratio) and accuracy 0.5 · (1 − harm · ratio)."""
     none = {"estimator": "dense", "scope": "", "granularity": "", "structure": ""}
     rows = [evaluation(0.0, name, value, **none) for name, value in DENSE.items()]
-    for setting, harm in VARIANTS:
-        for ratio in RATIOS:
-            rows.append(
-                evaluation(ratio, "wikitext2", 20 * (1 + harm * ratio), **setting)
-            )
-            rows.append(
-                evaluation(ratio, "continuation", 0.5 * (1 - harm * ratio), **setting)
-            )
+    for (setting, harm), ratio in itertools.product(VARIANTS, RATIOS):
+        change = {"wikitext2": 1 + harm * ratio, "continuation": 1 - harm * ratio}
+        for name, value in DENSE.items():
+            rows.append(evaluation(ratio, name, value * change[name], **setting))
     return pd.DataFrame(rows)
 
 
 def saving_rows() -> pd.DataFrame:
     """0.75 of the model is routed; atoms save 0.4 of their ratio in FLOPs."""
+    shares = {
+        "parameter_reduction": ROUTED_SHARE,
+        "flops_reduction": 0.4,
+        "routed_flops_reduction": 0.5,
+    }
     rows = [
-        {
-            "estimator": "heapr",
-            "scope": "global",
-            "granularity": "atom",
-            "structure": "ragged",
-            "ratio": ratio,
-            "achieved_ratio": ratio,
-            "parameter_reduction": ROUTED_SHARE * ratio,
-            "flops_reduction": 0.4 * ratio,
-            "routed_flops_reduction": 0.5 * ratio,
-            "seq_len": 256,
-        }
+        pruned_to(ratio)
         | setting
+        | {name: share * ratio for name, share in shares.items()}
         for setting, _ in VARIANTS
         for ratio in RATIOS
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).assign(seq_len=256)
+
+
+def window_rows(
+    losses: Mapping[tuple[str, float], float], corpus: str = "text"
+) -> pd.DataFrame:
+    """Four windows of each state, which differ by 1 nat and share their order."""
+    rows = [
+        (method, ratio, corpus, window, loss + window)
+        for (method, ratio), loss in losses.items()
+        for window in range(4)
+    ]
+    return pd.DataFrame(rows, columns=["method", "ratio", "corpus", "window", "nll"])
+
+
+def item_rows(states: Mapping[tuple[str, float], Iterable[int]]) -> pd.DataFrame:
+    """Which items of one task each state has right."""
+    rows = [
+        {"method": method, "ratio": ratio, "task": "t", "item": item, "acc": right}
+        for (method, ratio), answers in states.items()
+        for item, right in enumerate(answers)
+    ]
+    return pd.DataFrame(rows).assign(acc_norm=0.0, p_right=0.0)
 
 
 def keep_of(*removed: int) -> KeepMask:

@@ -1,6 +1,7 @@
 """What docs/when_not.md says is counted from rows of known outcome."""
 
 import pandas as pd
+from figure_rows import item_rows, window_rows
 
 from benchmarks import advice
 from benchmarks.figures import real
@@ -114,25 +115,23 @@ def test_self_generated_text_costs_something_and_saves_more():
 
 def test_more_text_is_compared_with_the_same_method_on_less(monkeypatch):
     """0.25 nats less on each window; other draws, and text of other kinds, are out."""
-    state = {"model": "smolmoe", "method": "heapr", "ratio": 0.4, "seed": 0}
-    texts = {"wikitext2": 1.0, "wikitext2, 128 windows": 0.75, "c4": 9.0}
-    both = [state | {"fitted_to": text, "nll": nll} for text, nll in texts.items()]
-    both.append(both[1] | {"seed": 1, "nll": 5.0})
-    corpora = ("wikitext2", "ptb")
-    places = [{"corpus": name, "window": at} for name in corpora for at in range(3)]
-    answers = {"task": "piqa", "acc": 1.0, "acc_norm": 1.0, "p_right": 1.0}
-    parts = {
-        "windows": pd.DataFrame([row | place for row in both for place in places]),
-        "items": pd.DataFrame(
-            [row | answers | {"item": at} for row in both for at in range(4)]
-        ),
-    }
-    monkeypatch.setattr(advice, "rows_beside", lambda _name, part: parts[part])
+    more, state = "wikitext2, 128 windows", ("heapr", 0.4)
+    draws = [("wikitext2", 0, 1.0), (more, 0, 0.75), ("c4", 0, 9.0), (more, 1, 5.0)]
+    windows, items = [], []
+    for text, seed, nll in draws:
+        run = {"model": "smolmoe", "fitted_to": text, "seed": seed}
+        for corpus in ("wikitext2", "ptb"):
+            windows.append(window_rows({state: nll}, corpus).assign(**run))
+        items.append(item_rows({state: [1] * 3}).assign(**run))
+    parts = {"windows": pd.concat(windows), "items": pd.concat(items)}
+    monkeypatch.setattr(
+        advice, "rows_beside", lambda _name, part: parts[part].reset_index(drop=True)
+    )
     row = real.said(advice.more_text_gaps().iloc[0].to_dict())
     assert (row["method"], row["removed"]) == ("heapr", "40%")
-    assert row["calibrated on"] == "wikitext2, 128 windows"
+    assert row["calibrated on"] == more
     for name in ("WikiText-2", "PTB and C4"):
         gap = row[f"Δloss, {name} [nats per token] ↓"]
         assert gap == "-0.250 (-0.250 to -0.250)"
     assert row["mean accuracy of seven ↑"].startswith("+0.0%")
-    assert (row["windows of each corpus"], row["items of a task"]) == ("3", "4")
+    assert (row["windows of each corpus"], row["items of a task"]) == ("4", "3")

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 import pytest
-from figure_rows import real_row
+from figure_rows import item_rows, real_row, window_rows
 
 from benchmarks.figures import real
 
@@ -64,24 +64,15 @@ def test_the_figure_has_both_methods_named_at_their_ends():
 def test_the_main_table_is_of_whole_splits():
     """Lowest perplexity first; a state with fewer windows is left out."""
     whole = {"windows": "2, 2, 2", "items": 2}
-    states = ("dense", 0.0), ("heapr", 0.2), ("naee", 0.2), ("d2-moe", 0.2)
-    rows = pd.DataFrame([real_row(*state, **whole) for state in states])
+    losses = {("dense", 0.0): 2.0, ("heapr", 0.2): 1.5, ("naee", 0.2): 1.0}
+    losses["d2-moe", 0.2] = 2.0
+    rows = pd.DataFrame([real_row(*state, **whole) for state in losses])
     rows.loc[rows["method"].eq("naee"), "perplexity wikitext2"] = 1.0
     rows.loc[rows["method"].eq("d2-moe"), "windows"] = "1, 1, 1"
     keys = {"model": "smolmoe", "fitted_to": "wikitext2", "seed": 0}
-    windows, items = (
-        pd.DataFrame(
-            keys | {"method": method, "ratio": ratio, of: one, number: 0} | values
-            for method, ratio in states
-            for one in ones
-        )
-        for of, ones, number, values in (
-            ("corpus", ("wikitext2", "ptb"), "window", {}),
-            ("task", ("t",), "item", {"acc": 1.0, "acc_norm": 1.0, "p_right": 1.0}),
-        )
-    )
-    windows["nll"] = windows["method"].map({"heapr": 1.5, "naee": 1.0}).fillna(2.0)
-    table = real.main_table(rows, windows, items)
+    corpora = [window_rows(losses, corpus) for corpus in ("wikitext2", "ptb")]
+    windows, items = pd.concat(corpora), item_rows({state: [1] for state in losses})
+    table = real.main_table(rows, windows.assign(**keys), items.assign(**keys))
     assert table["method"].tolist() == ["dense", "naee", "heapr"]
     gaps = table.filter(like="minus HEAPr's")
     assert gaps.iloc[[0, 2]].eq("–").all(axis=None)

@@ -1,18 +1,9 @@
 """What is said of benchmarks is what their numbers say."""
 
 import pandas as pd
+from figure_rows import window_rows
 
 from benchmarks import sentences
-
-
-def windows(gaps: dict[str, float]) -> pd.DataFrame:
-    """Two windows of each method at 20 %, above those of `heapr`."""
-    rows = [
-        (method, 0.2, "a", window, 1.0 + window + gap)
-        for method, gap in gaps.items()
-        for window in (0, 1)
-    ]
-    return pd.DataFrame(rows, columns=["method", "ratio", "corpus", "window", "nll"])
 
 
 def test_merging_is_compared_with_random_atoms_and_dropping():
@@ -56,12 +47,8 @@ def test_merging_is_compared_with_random_atoms_and_dropping():
 
 def test_the_default_stands_beside_heapr():
     """Δloss of both on the calibrated corpus and elsewhere, paired."""
-    losses = pd.concat(
-        [
-            windows({"default": 0.3, "heapr": 0.4}),
-            windows({"dense": 0.0}).assign(ratio=0.0),
-        ]
-    )
+    states = {("dense", 0.0): 1.0, ("default", 0.2): 1.3, ("heapr", 0.2): 1.4}
+    losses = window_rows(states, "a")
     text = repr(sentences.quality(losses, pd.DataFrame(), "default", "a"))
     assert "default avoids 25% on a of the Δloss that HEAPr has, where 20% of" in text
     assert "at 20% 0.30 against 0.40 (-0.10 to -0.10) on a" in text

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 import pytest
-from figure_rows import bins_frame
+from figure_rows import bins_frame, item_rows, window_rows
 
 from benchmarks.index import results_of
 from benchmarks.readme import claims_table, in_short, kept_of_items
@@ -12,28 +12,6 @@ from heapr_lab.experiments import claims as tested
 from heapr_lab.experiments.claims import Evidence, answer_of, claims
 from heapr_lab.figures import bins_data
 from heapr_lab.storage import paths
-
-
-def windows(
-    losses: dict[tuple[str, float], float], corpus: str = "text"
-) -> pd.DataFrame:
-    """Four windows of each state, which differ by 1 nat and share their order."""
-    rows = [
-        (method, ratio, corpus, window, loss + window)
-        for (method, ratio), loss in losses.items()
-        for window in range(4)
-    ]
-    return pd.DataFrame(rows, columns=["method", "ratio", "corpus", "window", "nll"])
-
-
-def items(states: dict[tuple[str, float], list[int]]) -> pd.DataFrame:
-    """The same items of one task in every state."""
-    rows = [
-        {"method": method, "ratio": ratio, "task": "t", "item": item, "acc": right}
-        for (method, ratio), answers in states.items()
-        for item, right in enumerate(answers)
-    ]
-    return pd.DataFrame(rows).assign(acc_norm=0.0, p_right=0.0)
 
 
 def bins(slope: float) -> pd.DataFrame:
@@ -92,8 +70,8 @@ def verdicts(**changes: object) -> "pd.Series[str]":
         ("camera-p", 0.2): 1.2,
         ("heapr-expert", 0.2): 1.3,
     }
-    fields: dict[str, object] = {"calibrated_on": "text", "windows": windows(losses)}
-    table = claims(Evidence(**(fields | changes)))  # type: ignore[arg-type]
+    fields: dict[str, object] = {"windows": window_rows(losses)}
+    table = claims(Evidence("text", **(fields | changes)))  # type: ignore[arg-type]
     return table.set_index("number")["verdict"]
 
 
@@ -150,7 +128,7 @@ def test_orders_of_the_paper_agree():
 )
 def test_an_order_is_refuted_or_undecided(loss, verdict):
     """Layer-wise ranking beside a global loss of 1.01: less, equal, more."""
-    losses = windows(
+    losses = window_rows(
         {("dense", 0.0): 1.0, ("heapr", 0.2): 1.01, ("heapr-l", 0.2): loss}
     )
     assert verdicts(windows=losses)[6] == verdict
@@ -158,8 +136,8 @@ def test_an_order_is_refuted_or_undecided(loss, verdict):
 
 def test_a_claim_has_to_hold_on_other_text_too():
     """Whole experts lose more on the calibrated corpus and less on another."""
-    calibrated = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
-    other = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 0.9}, "other")
+    calibrated = window_rows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
+    other = window_rows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 0.9}, "other")
     both = pd.concat([calibrated, other])
     assert verdicts(windows=both)[7] == "disagrees"
     texts = claims(Evidence("text", both)).set_index("number")["found"]
@@ -172,21 +150,21 @@ def test_a_claim_has_to_hold_on_other_text_too():
 @pytest.mark.parametrize(("pruned", "verdict"), [(1.04, "agrees"), (1.3, "disagrees")])
 def test_lossless_is_what_the_paper_lost(pruned, verdict):
     """Its worst perplexity at up to 25 % is 9.10 of 8.64, which is 0.052 nats."""
-    losses = windows({("dense", 0.0): 1.0, ("heapr", 0.2): pruned})
+    losses = window_rows({("dense", 0.0): 1.0, ("heapr", 0.2): pruned})
     assert verdicts(windows=losses)[3] == verdict
 
 
 def test_accuracy_counts_item_by_item():
     """Half of the items lost on all of forty is more than 0.03."""
     right = {("dense", 0.0): [1] * 40, ("heapr", 0.2): [1, 0] * 20}
-    assert verdicts(items=items(right))[3] == "disagrees"
-    kept = kept_of_items(items(right), removed())
+    assert verdicts(items=item_rows(right))[3] == "disagrees"
+    kept = kept_of_items(item_rows(right), removed())
     assert kept["value"].tolist() == [0.5]
     assert kept["guessing"].tolist() == pytest.approx([2.2 / 7])
     assert verdicts(kept=kept)[9] == "disagrees"
     # What is kept is of the items that both were asked.
     more = {("dense", 0.0): [1] * 40 + [0] * 40, ("heapr", 0.2): [1, 0] * 20}
-    kept = kept_of_items(items(more), removed())
+    kept = kept_of_items(item_rows(more), removed())
     assert kept["value"].tolist() == [0.5]
 
 
@@ -201,7 +179,7 @@ def test_accuracy_counts_item_by_item():
 def test_the_boundary_is_of_accuracy_and_flops(flops, verdict, said):
     """Where all answers are kept, the FLOPs decide; half of the model are atoms."""
     right = {("dense", 0.0): [1, 0] * 20, ("heapr", 0.2): [1, 0] * 20}
-    kept = kept_of_items(items(right), removed(flops_saved=flops))
+    kept = kept_of_items(item_rows(right), removed(flops_saved=flops))
     row = claims(Evidence("text", kept=kept)).set_index("number").loc[9]
     assert row["verdict"] == verdict
     assert said in row["found"]
@@ -219,7 +197,7 @@ def test_flops_are_those_of_the_abstract_or_of_the_table(saved, verdict):
 
 def test_whole_experts_save_what_is_counted_here():
     """The count is told beside the losses, and what the paper's way saves."""
-    losses = windows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
+    losses = window_rows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
     evidence = Evidence("text", losses, savings=savings(atom=0.3, expert=0.07))
     text = claims(evidence).set_index("number")["found"]
     assert "; whole experts save 7.0% at 20% of the FLOPs where nothing" in text[7]
@@ -274,9 +252,9 @@ def test_an_answer_begins_with_what_is_refuted():
 )
 def test_a_corpus_matters_by_loss_or_accuracy(loss, on_c4, verdict):
     """That nothing is affected can be refuted by either, and not shown."""
-    losses = windows({("heapr", 0.25): 1.0, (tested.ON_C4, 0.25): loss})
+    losses = window_rows({("heapr", 0.25): 1.0, (tested.ON_C4, 0.25): loss})
     right = {("heapr", 0.25): [1] * 40, (tested.ON_C4, 0.25): on_c4 * 20}
-    fields = {"windows": losses, "items": items(right)}
+    fields = {"windows": losses, "items": item_rows(right)}
     assert verdicts(**fields)[10] == verdict
     text = claims(Evidence("text", **fields)).set_index("number")["found"][10]
     assert "in place of c4 at 25% (1 draw of each): nats per token" in text
@@ -335,16 +313,16 @@ def test_rivals_lose_more_on_every_model(least, verdict):
 def test_rivals_lose_more_on_every_window(naee, verdict):
     """One model, on which two rivals were measured at one ratio."""
     losses = {("heapr", 0.25): 1.01, ("naee", 0.25): naee, ("hc-smoe", 0.25): 2.0}
-    assert verdicts(windows=windows(losses))[2] == verdict
-    right = items({state: [1, 0] * 20 for state in losses})
-    text = claims(Evidence("text", windows(losses), right)).set_index("number")
+    assert verdicts(windows=window_rows(losses))[2] == verdict
+    right = item_rows({state: [1, 0] * 20 for state in losses})
+    text = claims(Evidence("text", window_rows(losses), right)).set_index("number")
     found = text["found"][2]
     assert "of 2 comparisons and more in" in found
     assert "the closest rival is naee at 25%: " in found
     assert "its accuracy is higher in 0 of 2, lower in 0" in found
     del losses["hc-smoe", 0.25]  # no more than undecided without it
     least = "undecided" if verdict == "agrees" else verdict
-    assert verdicts(windows=windows(losses))[2] == least
+    assert verdicts(windows=window_rows(losses))[2] == least
 
 
 def test_refuted_claims_come_first():

@@ -4,6 +4,7 @@ import math
 
 import pandas as pd
 import pytest
+from figure_rows import item_rows
 
 from heapr_lab.experiments.intervals import (
     accuracy_difference,
@@ -49,16 +50,7 @@ def test_every_corpus_counts_as_much():
 
 def test_items_are_paired():
     """Only items that both were asked count: the dense model had one more here."""
-    rows = [
-        (method, ratio, "task", item, right, right)
-        for method, ratio, rights in (
-            ("a", 0.2, (1, 0, 0)),
-            ("dense", 0.0, (1, 0, 1, 1)),
-        )
-        for item, right in enumerate(rights)
-    ]
-    columns = ["method", "ratio", "task", "item", "acc", "acc_norm"]
-    items = pd.DataFrame(rows, columns=columns)
+    items = item_rows({("a", 0.2): (1, 0, 0), ("dense", 0.0): (1, 0, 1, 1)})
     difference = accuracy_difference(items, "a", "dense", 0.2)
     assert difference is not None
     assert difference.value == pytest.approx(-1 / 3)

@@ -14,24 +14,16 @@ CONTEXT = "at 256 tokens of context"
 def test_calibration_size_is_mean_and_spread_over_seeds():
     """Values and error bars are pandas' mean and standard deviation over seeds."""
     rng = np.random.default_rng(0)
-    frame = pd.DataFrame(
-        [
-            evaluation(
-                0.2,
-                "wikitext2",
-                20 + rng.normal(),
-                calibration=corpus,
-                n_sequences=size,
-                seed=seed,
-            )
-            for corpus in ("pydocs", "ptb")
-            for size in (8, 128)
-            for seed in range(3)
-        ]
-        + [evaluation(0.0, "wikitext2", 19.5, estimator="dense")]
-    )
-    data = figures.calibration_size_data(frame, ratio=0.2)
-    pruned = frame[frame["estimator"].eq("heapr")]
+    draws = [
+        {"calibration": corpus, "n_sequences": size, "seed": seed}
+        for corpus in ("pydocs", "ptb")
+        for size in (8, 128)
+        for seed in range(3)
+    ]
+    rows = [evaluation(0.2, "wikitext2", 20 + rng.normal(), **draw) for draw in draws]
+    dense = evaluation(0.0, "wikitext2", 19.5, estimator="dense")
+    pruned = pd.DataFrame(rows)
+    data = figures.calibration_size_data(pd.DataFrame([*rows, dense]), ratio=0.2)
     expected = pruned.groupby(["calibration", "n_sequences"])["value"].agg(
         ["mean", "std"]
     )

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from carved_models import D_VOCAB, dense_model, one_expert_state
+from figure_rows import item_rows
 
 from benchmarks.lab_model import smolmoe, smolmoe_card
 from benchmarks.lab_model.healing import HealSpec
@@ -114,12 +115,10 @@ def test_the_card_calls_items_the_same_where_they_are(tmp_path):
 
     def written(n_items: dict[str, int]) -> str:
         rows = [
-            {"model": model, "method": "dense", "task": "a", "item": i, "acc": i % 2}
-            | {"acc_norm": 0.0, "p_right": 0.5}
+            item_rows({("dense", 0.0): [i % 2 for i in range(n)]}).assign(model=model)
             for model, n in n_items.items()
-            for i in range(n)
         ]
-        pd.DataFrame(rows).to_parquet(tmp_path / "real_items.parquet")
+        pd.concat(rows).to_parquet(tmp_path / "real_items.parquet")
         return smolmoe_card._tests(tmp_path, 512)
 
     facts = {"method": "dense", "windows": "5, 5, 5", "spread": 0}
