@@ -10,21 +10,6 @@ from processes import says
 from heapr_lab import figures
 from heapr_lab.figures.files import format_column, table_markdown
 
-
-def test_the_same_figure_is_the_same_bytes(tmp_path):
-    """A figure saved twice is equal files, unless it was made from something else."""
-    figure = figures.figure_layer_ratios(
-        figures.layer_ratios_data({0.25: keep_of(4, 1)})
-    )
-    first, again, other = (
-        figures.save_figure(figure, tmp_path / f"{n}" / "bars", provenance={"n": spec})
-        for n, spec in enumerate("aab")
-    )
-    assert [path.name for path in first] == ["bars.png", "bars.pdf"]
-    for one, two, three in zip(first, again, other, strict=True):
-        assert one.read_bytes() == two.read_bytes() != three.read_bytes()
-
-
 _DRAW = """
 import shutil, sys
 from pathlib import Path
