@@ -278,6 +278,18 @@ def test_the_balance_loss_pushes_towards_balance():
     assert (logits.grad[:, 1:] < 0).all()
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_every_family_gives_the_routers_logits(family):
+    """They are what the balancing loss is computed from."""
+    model = build_lab_model(dataclasses.replace(SPEC, family=family))
+    ids = torch.arange(32).view(2, 16)
+    logits = model(ids, output_router_logits=True).router_logits
+    assert {part.shape for part in logits} == {(32, 4)}
+    balance, z = balance_losses(logits, top_k=2)
+    assert balance > 0.9
+    assert z > 0
+
+
 def test_the_learning_rate_warms_up_stays_and_decays():
     """Warmup 4 of 100 steps, decay over the last 20, by hand."""
     spec = TrainSpec(n_steps=100, warmup_steps=4, decay_fraction=0.2, learning_rate=1.0)
