@@ -62,16 +62,8 @@ def code_lines(path: Path) -> int:
         and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    layout = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in layout:
+        if token.string.strip() and token.type != tokenize.COMMENT:
             lines |= set(range(token.start[0], token.end[0] + 1))
     return len(lines - skipped)

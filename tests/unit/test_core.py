@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from house import CORE, PACKAGE, TOP, WINGS, code_lines
+from house import CORE, PACKAGE, TOP, code_lines
 from processes import run_each
 from tiny_folder import write_text
 
@@ -40,11 +40,6 @@ class Refuse(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Refuse())
 """
 """Makes unimportable what is not in THERE."""
-
-
-def test_the_core_is_below_all_others():
-    """A wing around it may import all of it."""
-    assert WINGS[: len(CORE)] == CORE
 
 
 @pytest.mark.parametrize("wing", CORE)
