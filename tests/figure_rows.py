@@ -111,61 +111,27 @@ def keep_of(*removed: int) -> KeepMask:
 
 def bins_frame() -> pd.DataFrame:
     """Ten bins by index whose order is spoilt by one swap, ten by score in order."""
-    by_index = [1, 0, *range(2, 10)]
     rows = [
-        {
-            "order": order,
-            "bin": number,
-            "score_sum": 1.0 + number,
-            "delta_nll": 2.0 + (by_index[number] if order == "index" else number),
-            "estimator": "heapr",
-            "dataset": "pydocs",
-        }
-        for order in ("index", "score")
-        for number in range(10)
+        (order, number, 1.0 + number, 2.0 + place)
+        for order, first in (("index", (1, 0)), ("score", (0, 1)))
+        for number, place in enumerate([*first, *range(2, 10)])
     ]
-    return pd.DataFrame(rows)
-
-
-def cost_rows() -> pd.DataFrame:
-    """Two methods on one model: 10 s and 12 s."""
-    shape = {"model": "lab", "d_model": 8, "d_inter": 4, "n_experts": 2}
-    sizes = {"peak_bytes": 2 * 2**20, "state_bytes": 2**20}
-    rows = [
-        {"method": "plain", "seconds": 10.0} | shape | sizes,
-        {"method": "one_pass", "seconds": 12.0} | shape | sizes,
-    ]
-    return pd.DataFrame(rows)
-
-
-def streamed_runs() -> pd.DataFrame:
-    """Rows as `benchmarks/streaming.py` writes them: one model, two ways."""
-    stages = ("identity", "scores", "loss", "masked loss", "pruning", "pruned loss")
-    row = {"model": "m", "checkpoint_bytes": 3e9, "tokens": 8, "nll": 3.0}
-    row |= {"masked nll": 4.0, "pruned nll": 4.5, "reading": 1.0}
-    times = {name: 2.0 + number for number, name in enumerate(stages)}
-    return pd.DataFrame(
-        [
-            row | times | {"way": "streamed", "peak_bytes": 1.5e9, "bytes_read": 6e9},
-            row | times | {"way": "in memory", "peak_bytes": 9e9, "bytes_read": None},
-        ]
+    columns = ["order", "bin", "score_sum", "delta_nll"]
+    return pd.DataFrame(rows, columns=columns).assign(
+        estimator="heapr", dataset="pydocs"
     )
 
 
 def measured_models() -> pd.DataFrame:
     """Two models; on the second HEAPr loses next to nothing at 20 %."""
-    losses = {
-        # model, variant, ratio: Δloss
-        ("a", "heapr", 0.2): 0.02, ("a", "heapr", 0.4): 0.1,
-        ("a", "compress", 0.2): 0.01, ("a", "compress", 0.4): 0.03,
-        ("b", "heapr", 0.2): 0.001, ("b", "heapr", 0.4): 0.3,
-        ("b", "compress", 0.2): 0.004, ("b", "compress", 0.4): 0.15,
-    }  # fmt: skip
     rows = [
-        {"model": model, "variant": variant, "ratio": ratio, "delta_nll": value}
-        for (model, variant, ratio), value in losses.items()
-    ]
-    frame = pd.DataFrame(rows).assign(
+        ("a", "heapr", 0.2, 0.02), ("a", "heapr", 0.4, 0.1),
+        ("a", "compress", 0.2, 0.01), ("a", "compress", 0.4, 0.03),
+        ("b", "heapr", 0.2, 0.001), ("b", "heapr", 0.4, 0.3),
+        ("b", "compress", 0.2, 0.004), ("b", "compress", 0.4, 0.15),
+    ]  # fmt: skip
+    columns = ["model", "variant", "ratio", "delta_nll"]
+    frame = pd.DataFrame(rows, columns=columns).assign(
         calibration="pydocs",
         test="pydocs",
         seed=0,

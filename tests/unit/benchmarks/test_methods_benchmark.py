@@ -80,16 +80,6 @@ def test_the_rows_of_a_method_that_removes_atoms(tiny):
     assert rows[0]["fit_seconds"] > 0
 
 
-def test_a_fit_alone_finds_what_a_shared_one_finds(tiny):
-    """What is timed is what is measured."""
-    case = script.case_of(tiny)
-    alone, shared = (
-        case.fitted(script.Task(tiny, "heapr"), 0.5, alone=flag)
-        for flag in (True, False)
-    )
-    assert alone.keep == shared.keep
-
-
 def test_a_refused_ratio_has_a_row_with_the_reason(tiny):
     """Two of four experts can go, not three."""
     rows = rows_of(tiny, "reap", 0.5, 0.75)

@@ -50,14 +50,6 @@ def test_what_a_model_refuses_is_counted():
     assert not data[data["group"].eq("experts")]["best"].any()
 
 
-def test_nothing_is_refused_if_the_column_is_empty():
-    """As it is where a table without any refusal was read from a file."""
-    measured = measured_methods().query("variant == 'heapr'")
-    data = methods.methods_data(measured.assign(refused=np.nan))
-    pd.testing.assert_frame_equal(data, methods.methods_data(measured))
-    assert data["n_refused"].eq(0).all()
-
-
 def test_a_kind_is_at_one_ratio_of_the_pretrained_moe():
     """That at which most of its methods were measured, and of two the larger."""
     rows = pd.DataFrame(

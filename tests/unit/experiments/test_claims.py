@@ -37,28 +37,20 @@ def shares(last: float) -> pd.DataFrame:
 
 def savings(**shares: float) -> pd.DataFrame:
     """The share of the FLOPs that each granularity saves at 20 %."""
-    rows = [
-        {"ratio": 0.2, "granularity": grain, "flops_reduction": share, "seq_len": 2048}
-        for grain, share in shares.items()
-    ]
-    return pd.DataFrame(rows)
+    columns = {"granularity": [*shares], "flops_reduction": [*shares.values()]}
+    return pd.DataFrame(columns).assign(ratio=0.2, seq_len=2048)
 
 
 def draws(wikitext2: float) -> pd.DataFrame:
     """Three draws of two corpora, of which C4 loses 1.0 nats."""
-    return pd.DataFrame(
-        {
-            "metric": "nll",
-            "ratio": 0.2,
-            "calibration": corpus,
-            "n_sequences": 8,
-            "seed": seed,
-            "dataset": "ptb",
-            "value": value + 0.01 * seed * (corpus == "c4"),
-        }
-        for corpus, value in (("wikitext2", wikitext2), ("c4", 1.0))
-        for seed in range(3)
-    )
+    losses = {"wikitext2": 3 * [wikitext2], "c4": [1.0, 1.01, 1.02]}
+    rows = [
+        (corpus, seed, loss)
+        for corpus, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    frame = pd.DataFrame(rows, columns=["calibration", "seed", "value"])
+    return frame.assign(metric="nll", ratio=0.2, n_sequences=8, dataset="ptb")
 
 
 def verdicts(**changes: object) -> "pd.Series[str]":
@@ -96,14 +88,9 @@ def test_the_cost_on_a_gpu_is_compared(gigabytes, verdict):
 
     The other model of the paper's table is open then.
     """
-    slow = {
-        "model": "DeepSeekMoE-16B",
-        "way": "a",
-        "device": "x",
-        "seconds": 361,
-        "peak_bytes": 1e10,
-    }
-    fast = slow | {"way": "b", "seconds": 30, "peak_bytes": gigabytes * 1e9}
+    run = {"model": "DeepSeekMoE-16B", "device": "x"}
+    slow = run | {"way": "a", "seconds": 361, "peak_bytes": 1e10}
+    fast = run | {"way": "b", "seconds": 30, "peak_bytes": gigabytes * 1e9}
     gpu = pd.DataFrame([slow, fast])
     text = claims(Evidence("text", gpu=gpu)).set_index("number")["found"][12]
     assert verdicts(gpu=gpu)[12] == verdict
@@ -286,17 +273,12 @@ def two_rivals(monkeypatch) -> None:
 def test_rivals_lose_more_on_every_model(least, verdict):
     """The interval is over models."""
     rows = [
-        {
-            "model": model,
-            "seed": 0,
-            "variant": name,
-            "ratio": 0.2,
-            "delta_nll text": loss + model,
-        }
+        (model, name, loss + model)
         for model in range(3)
         for name, loss in (("heapr", 0.0), ("naee", least), ("hc-smoe", 0.6))
     ]
-    measured = pd.DataFrame(rows)
+    columns = ["model", "variant", "delta_nll text"]
+    measured = pd.DataFrame(rows, columns=columns).assign(seed=0, ratio=0.2)
     assert verdicts(rivals=measured)[2] == verdict
     missing = measured["model"].eq(2) & measured["variant"].eq("naee")
     assert verdicts(rivals=measured[~missing])[2] == verdict
