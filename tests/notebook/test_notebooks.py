@@ -1,10 +1,13 @@
 """The committed notebooks: how they are made up, and that they run."""
 
 import ast
+import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from clone import Clone, copy_tracked
 
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments.notebooks import (
@@ -141,6 +144,41 @@ class TestStructure:
         ]
         assert [text for text in shown if " at 0x" in str(text)] == []
         assert [text for text in shown if str(paths.project_dir()) in str(text)] == []
+
+
+# --- the main job as a stranger runs it: no data, no variable, a hub that refuses ---
+
+
+TIMEOUT_SECONDS = 1080
+"""The limit on two busy cores; some three minutes are enough on idle ones."""
+
+
+def with_little_text(path: Path) -> None:
+    """Let the module harvest every eighth file of two packages: all take a minute."""
+    few = {
+        r"^PYDOCS_PACKAGES = \(.*?^\)": 'PYDOCS_PACKAGES = ("stdlib", "torch")',
+        r"sorted\(root\.rglob\(\"\*\.py\"\)\)": r"\g<0>[::8]",
+    }
+    text = path.read_text("utf-8")
+    for all_of_them, some in few.items():
+        text, n = re.subn(all_of_them, some, text, flags=re.M | re.S)
+        assert n == 1
+    path.write_text(text, "utf-8")
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory) -> Clone:
+    """`heapr-lab reproduce` on the small profile in a fresh repository."""
+    root = tmp_path_factory.mktemp("stranger")
+    clone = Clone(root / "heapr-lab", root / "cache")
+    copy_tracked(paths.project_dir(), clone.folder)
+    with_little_text(clone.folder / "heapr_lab" / "text" / "pydocs.py")
+    clone.git("init", "--quiet")
+    clone.git("add", "--all")
+    author = ("-c", "user.name=stranger", "-c", "user.email=stranger@example.org")
+    clone.git(*author, "commit", "--quiet", "--message", "as cloned")
+    job = ("-m", "heapr_lab", "reproduce", "--profile", "small", "--workers", "2")
+    return dataclasses.replace(clone, output=clone.run(*job, timeout=TIMEOUT_SECONDS))
 
 
 @pytest.mark.notebook
