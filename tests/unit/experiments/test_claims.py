@@ -53,26 +53,18 @@ def draws(wikitext2: float) -> pd.DataFrame:
     return frame.assign(metric="nll", ratio=0.2, n_sequences=8, dataset="ptb")
 
 
-def verdicts(**changes: object) -> "pd.Series[str]":
-    """The verdicts by number, for an order of methods in which the paper is right."""
-    losses = {
-        ("dense", 0.0): 1.0,
-        ("heapr", 0.2): 1.01,
-        ("heapr-l", 0.2): 1.1,
-        ("camera-p", 0.2): 1.2,
-        ("heapr-expert", 0.2): 1.3,
-    }
-    fields: dict[str, object] = {"windows": window_rows(losses)}
-    table = claims(Evidence("text", **(fields | changes)))  # type: ignore[arg-type]
-    return table.set_index("number")["verdict"]
+def judged(**evidence: object) -> pd.DataFrame:
+    """The claims by number, where nothing else was measured."""
+    table = claims(Evidence("text", **evidence))  # type: ignore[arg-type]
+    return table.set_index("number")
 
 
 def test_there_are_twelve_each_with_a_verdict():
     """What was not measured says so, and the paper's numbers are from its tables."""
-    table = claims(Evidence("text"))
-    assert table["number"].tolist() == list(range(1, 13))
+    table = judged()
+    assert table.index.tolist() == list(range(1, 13))
     assert table["verdict"].tolist() == ["agrees", *["cannot be tested here"] * 11]
-    paper = table.set_index("number")["paper"]
+    paper = table["paper"]
     assert "first, alone or with another, in 14 of 14 perplexities" in paper[2]
     assert "8% at 20%" in paper[4]
     assert "59.5, 60.0, 60.7" in paper[5]
@@ -92,12 +84,12 @@ def test_the_cost_on_a_gpu_is_compared(gigabytes, verdict):
     slow = run | {"way": "a", "seconds": 361, "peak_bytes": 1e10}
     fast = run | {"way": "b", "seconds": 30, "peak_bytes": gigabytes * 1e9}
     gpu = pd.DataFrame([slow, fast])
-    text = claims(Evidence("text", gpu=gpu)).set_index("number")["found"][12]
-    assert verdicts(gpu=gpu)[12] == verdict
-    assert f"0.5 min, {gigabytes} GB (b)" in text
-    assert "Qwen2-57B-A14B: not measured as a whole" in text
+    row = judged(gpu=gpu).loc[12]
+    assert row["verdict"] == verdict
+    assert f"0.5 min, {gigabytes} GB (b)" in row["found"]
+    assert "Qwen2-57B-A14B: not measured as a whole" in row["found"]
     whole = pd.DataFrame([fast, fast | {"model": "Qwen2-57B-A14B"}])
-    assert verdicts(gpu=whole.assign(peak_bytes=1e10))[12] == "agrees"
+    assert judged(gpu=whole.assign(peak_bytes=1e10))["verdict"][12] == "agrees"
 
 
 def test_the_proof_of_equal_scores_is_there():
@@ -107,28 +99,33 @@ def test_the_proof_of_equal_scores_is_there():
 
 def test_orders_of_the_paper_agree():
     """Every window of the method that should lose more has a higher loss."""
-    assert verdicts()[[3, 5, 6, 7]].tolist() == ["agrees"] * 4
+    losses = {
+        ("dense", 0.0): 1.0,
+        ("heapr", 0.2): 1.01,
+        ("heapr-l", 0.2): 1.1,
+        ("camera-p", 0.2): 1.2,
+        ("heapr-expert", 0.2): 1.3,
+    }
+    table = judged(windows=window_rows(losses))
+    assert table["verdict"][[3, 5, 6, 7]].tolist() == ["agrees"] * 4
 
 
-@pytest.mark.parametrize(
-    ("loss", "verdict"), [(1.0, "disagrees"), (1.01, "undecided"), (1.1, "agrees")]
-)
+@pytest.mark.parametrize(("loss", "verdict"), [(1.0, "disagrees"), (1.01, "undecided")])
 def test_an_order_is_refuted_or_undecided(loss, verdict):
-    """Layer-wise ranking beside a global loss of 1.01: less, equal, more."""
+    """Layer-wise ranking beside a global loss of 1.01: less, or equal."""
     losses = window_rows(
         {("dense", 0.0): 1.0, ("heapr", 0.2): 1.01, ("heapr-l", 0.2): loss}
     )
-    assert verdicts(windows=losses)[6] == verdict
+    assert judged(windows=losses)["verdict"][6] == verdict
 
 
 def test_a_claim_has_to_hold_on_other_text_too():
     """Whole experts lose more on the calibrated corpus and less on another."""
     calibrated = window_rows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
     other = window_rows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 0.9}, "other")
-    both = pd.concat([calibrated, other])
-    assert verdicts(windows=both)[7] == "disagrees"
-    texts = claims(Evidence("text", both)).set_index("number")["found"]
-    assert texts[7] == (
+    row = judged(windows=pd.concat([calibrated, other])).loc[7]
+    assert row["verdict"] == "disagrees"
+    assert row["found"] == (
         "heapr-expert loses less than heapr in 1 of 2 comparisons and more in 1 "
         "(-0.100 ± 0.000 nats at 20% on other text)"
     )
@@ -138,17 +135,17 @@ def test_a_claim_has_to_hold_on_other_text_too():
 def test_lossless_is_what_the_paper_lost(pruned, verdict):
     """Its worst perplexity at up to 25 % is 9.10 of 8.64, which is 0.052 nats."""
     losses = window_rows({("dense", 0.0): 1.0, ("heapr", 0.2): pruned})
-    assert verdicts(windows=losses)[3] == verdict
+    assert judged(windows=losses)["verdict"][3] == verdict
 
 
 def test_accuracy_counts_item_by_item():
     """Half of the items lost on all of forty is more than 0.03."""
     right = {("dense", 0.0): [1] * 40, ("heapr", 0.2): [1, 0] * 20}
-    assert verdicts(items=item_rows(right))[3] == "disagrees"
+    assert judged(items=item_rows(right))["verdict"][3] == "disagrees"
     kept = kept_of_items(item_rows(right), removed())
     assert kept["value"].tolist() == [0.5]
     assert kept["guessing"].tolist() == pytest.approx([2.2 / 7])
-    assert verdicts(kept=kept)[9] == "disagrees"
+    assert judged(kept=kept)["verdict"][9] == "disagrees"
     # What is kept is of the items that both were asked.
     more = {("dense", 0.0): [1] * 40 + [0] * 40, ("heapr", 0.2): [1, 0] * 20}
     kept = kept_of_items(item_rows(more), removed())
@@ -167,42 +164,39 @@ def test_the_boundary_is_of_accuracy_and_flops(flops, verdict, said):
     """Where all answers are kept, the FLOPs decide; half of the model are atoms."""
     right = {("dense", 0.0): [1, 0] * 20, ("heapr", 0.2): [1, 0] * 20}
     kept = kept_of_items(item_rows(right), removed(flops_saved=flops))
-    row = claims(Evidence("text", kept=kept)).set_index("number").loc[9]
+    row = judged(kept=kept).loc[9]
     assert row["verdict"] == verdict
     assert said in row["found"]
     end = "measured to 10%; 90% cannot be reached: routed experts are 50%"
     assert row["found"].endswith(end)
-    reached = claims(Evidence("text", kept=kept.assign(removed=0.19)))
-    assert "cannot be reached" not in reached.set_index("number").loc[9, "found"]
+    reached = judged(kept=kept.assign(removed=0.19))
+    assert "cannot be reached" not in reached["found"][9]
 
 
 @pytest.mark.parametrize(("saved", "verdict"), [(0.07, "disagrees"), (0.19, "agrees")])
 def test_flops_are_those_of_the_abstract_or_of_the_table(saved, verdict):
     """The paper says nearly 20 % in one place and 8 % in another."""
-    assert verdicts(savings=savings(atom=saved))[4] == verdict
+    assert judged(savings=savings(atom=saved))["verdict"][4] == verdict
 
 
 def test_whole_experts_save_what_is_counted_here():
     """The count is told beside the losses, and what the paper's way saves."""
     losses = window_rows({("heapr", 0.2): 1.0, ("heapr-expert", 0.2): 1.1})
-    evidence = Evidence("text", losses, savings=savings(atom=0.3, expert=0.07))
-    text = claims(evidence).set_index("number")["found"]
+    text = judged(windows=losses, savings=savings(atom=0.3, expert=0.07))["found"]
     assert "; whole experts save 7.0% at 20% of the FLOPs where nothing" in text[7]
     assert text[4].startswith("30.0% at 20% of the atoms (at 2,048 tokens of context)")
-    evidence = Evidence("text", losses, savings=savings(atom=0.3))
-    assert "save" not in claims(evidence).set_index("number")["found"][7]
+    alone = judged(windows=losses, savings=savings(atom=0.3))
+    assert "save" not in alone["found"][7]
 
 
-def test_scores_predict_or_do_not():
-    """Losses in the order of the scores, and in the opposite one."""
-    assert verdicts(bins=bins(2.0))[8] == "agrees"
-    assert verdicts(bins=bins(-2.0))[8] == "disagrees"
+def test_scores_in_the_opposite_order_do_not_predict():
+    """In the order of the losses they do, as an answer says below."""
+    assert judged(bins=bins(-2.0))["verdict"][8] == "disagrees"
 
 
 def test_layers_fall_and_rise_again():
-    """The last layer loses more than the middle one, or less, in every draw."""
-    assert verdicts(shares=shares(0.3))[11] == "agrees"
-    assert verdicts(shares=shares(0.1))[11] == "disagrees"
+    """The last layer loses more than the middle one, in every draw; below, less."""
+    assert judged(shares=shares(0.3))["verdict"][11] == "agrees"
 
 
 def test_an_answer_begins_with_what_is_refuted():
@@ -241,25 +235,26 @@ def test_a_corpus_matters_by_loss_or_accuracy(loss, on_c4, verdict):
     """That nothing is affected can be refuted by either, and not shown."""
     losses = window_rows({("heapr", 0.25): 1.0, (tested.ON_C4, 0.25): loss})
     right = {("heapr", 0.25): [1] * 40, (tested.ON_C4, 0.25): on_c4 * 20}
-    fields = {"windows": losses, "items": item_rows(right)}
-    assert verdicts(**fields)[10] == verdict
-    text = claims(Evidence("text", **fields)).set_index("number")["found"][10]
-    assert "in place of c4 at 25% (1 draw of each): nats per token" in text
-    assert "the paper speaks, +" in text
-    assert f"nats per token {1 - loss:+.3f} (" in text
-    unasked = {"windows": losses}
-    assert verdicts(**unasked)[10] == ("undecided" if loss == 1.0 else "disagrees")
+    row = judged(windows=losses, items=item_rows(right)).loc[10]
+    assert row["verdict"] == verdict
+    assert "in place of c4 at 25% (1 draw of each): nats per token" in row["found"]
+    assert "the paper speaks, +" in row["found"]
+    assert f"nats per token {1 - loss:+.3f} (" in row["found"]
+    unasked = judged(windows=losses)["verdict"]
+    assert unasked[10] == ("undecided" if loss == 1.0 else "disagrees")
 
 
 def test_a_corpus_matters_over_draws():
     """The interval is over draws of the calibration windows."""
-    assert verdicts(draws=draws(2.0))[10] == "disagrees"
-    assert verdicts(draws=draws(1.01))[10] == "undecided"
+    assert judged(draws=draws(2.0))["verdict"][10] == "disagrees"
     same = draws(1.01)
+    row = judged(draws=same).loc[10]
+    assert row["verdict"] == "undecided"
+    assert row["found"].startswith(
+        "wikitext2 in place of c4 at 20% (3 draws of each): nats"
+    )
     answers = draws(2.0).assign(metric="accuracy", dataset="continuation")
-    assert verdicts(draws=pd.concat([same, answers]))[10] == "disagrees"
-    text = claims(Evidence("text", draws=same)).set_index("number")["found"][10]
-    assert text.startswith("wikitext2 in place of c4 at 20% (3 draws of each): nats")
+    assert judged(draws=pd.concat([same, answers]))["verdict"][10] == "disagrees"
 
 
 @pytest.fixture
@@ -279,13 +274,13 @@ def test_rivals_lose_more_on_every_model(least, verdict):
     ]
     columns = ["model", "variant", "delta_nll text"]
     measured = pd.DataFrame(rows, columns=columns).assign(seed=0, ratio=0.2)
-    assert verdicts(rivals=measured)[2] == verdict
+    assert judged(rivals=measured)["verdict"][2] == verdict
     missing = measured["model"].eq(2) & measured["variant"].eq("naee")
-    assert verdicts(rivals=measured[~missing])[2] == verdict
+    assert judged(rivals=measured[~missing])["verdict"][2] == verdict
     heapr = measured["variant"].eq("heapr")
     worse = measured[heapr].assign(seed=1, **{"delta_nll text": 9.0})
     drawn_again = pd.concat([measured, worse])  # where no rival was measured
-    assert verdicts(rivals=drawn_again)[2] == verdict
+    assert judged(rivals=drawn_again)["verdict"][2] == verdict
 
 
 @pytest.mark.usefixtures("two_rivals")
@@ -295,16 +290,15 @@ def test_rivals_lose_more_on_every_model(least, verdict):
 def test_rivals_lose_more_on_every_window(naee, verdict):
     """One model, on which two rivals were measured at one ratio."""
     losses = {("heapr", 0.25): 1.01, ("naee", 0.25): naee, ("hc-smoe", 0.25): 2.0}
-    assert verdicts(windows=window_rows(losses))[2] == verdict
+    assert judged(windows=window_rows(losses))["verdict"][2] == verdict
     right = item_rows({state: [1, 0] * 20 for state in losses})
-    text = claims(Evidence("text", window_rows(losses), right)).set_index("number")
-    found = text["found"][2]
-    assert "of 2 comparisons and more in" in found
-    assert "the closest rival is naee at 25%: " in found
-    assert "its accuracy is higher in 0 of 2, lower in 0" in found
+    text = judged(windows=window_rows(losses), items=right)["found"][2]
+    assert "of 2 comparisons and more in" in text
+    assert "the closest rival is naee at 25%: " in text
+    assert "its accuracy is higher in 0 of 2, lower in 0" in text
     del losses["hc-smoe", 0.25]  # no more than undecided without it
     least = "undecided" if verdict == "agrees" else verdict
-    assert verdicts(windows=window_rows(losses))[2] == least
+    assert judged(windows=window_rows(losses))["verdict"][2] == least
 
 
 def test_refuted_claims_come_first():
