@@ -11,14 +11,14 @@ MOST_AT_THE_TOP = 8
 
 RANK = dict.fromkeys(TOP, 0) | {wing: 1 + i for i, wing in enumerate(WINGS)}
 RANK["errors"] = -1  # below the others
-MODULES = sorted(
-    path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in TOP
-)
 
 
-def unit_of(path: Path) -> str:
-    """The wing, or the module at the top, that a file belongs to."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def files_of(unit: str) -> list[Path]:
+    """The modules of a wing, or the one at the top."""
+    return [*PACKAGE.glob(f"{unit}.py"), *PACKAGE.glob(f"{unit}/**/*.py")]
+
+
+MODULES = [path for unit in (*TOP, *WINGS) for path in files_of(unit)]
 
 
 def module_of(name: str) -> str:
@@ -30,14 +30,13 @@ def module_of(name: str) -> str:
 
 def imports_within(wing: str) -> dict[str, set[str]]:
     """Which modules of its wing each module of `wing` imports."""
-    files = sorted((PACKAGE / wing).glob("*.py"))
     return {
         f"{wing}.{path.stem}": {
             module
             for module in map(module_of, imported_modules(path))
             if module.startswith(f"{wing}.") and module != f"{wing}.{path.stem}"
         }
-        for path in files
+        for path in files_of(wing)
     }
 
 
@@ -52,8 +51,7 @@ def test_imports_point_downward(wing):
     """A wing imports only from itself and from wings below it."""
     above = [
         (path.name, name)
-        for path in MODULES
-        if unit_of(path) == wing
+        for path in files_of(wing)
         for name in imported_modules(path)
         if name.split(".")[0] != wing
         and RANK.get(name.split(".")[0], len(RANK)) >= RANK[wing]
