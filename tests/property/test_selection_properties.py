@@ -156,23 +156,18 @@ def selected(table: ImportanceTable, **settings: Any) -> Choice:
 # --- what goes and what stays --------------------------------------------------
 
 
-@given(tables(most=MANY), ratios)
-def test_global_count_is_exact(table, ratio):
-    """Exactly ⌊r · n⌋ atoms go, ties or not, and they have the lowest scores."""
-    keep = select(table, ratio=ratio)
-    assert keep.n_removed == math.floor(Fraction(str(ratio)) * table.n_atoms)
-    scores = table.score("heapr").to_numpy()
-    lowest = np.sort(scores)[: keep.n_removed]
-    assert np.sort(scores[~keep.rows]).tolist() == lowest.tolist()
+@given(tables(most=MANY), ratios, st.sampled_from(("global", "layer")))
+def test_the_count_is_exact(table, ratio, scope):
+    """Exactly ⌊r · n⌋ atoms go, ties or not, and they have the lowest scores.
 
-
-@given(tables(most=MANY), ratios)
-def test_layer_count_is_exact(table, ratio):
-    """With scope layer exactly ⌊r · n⌋ atoms of every layer go."""
-    keep = select(table, ratio=ratio, scope="layer")
-    for layer in keep.layers:
-        kept = keep.by_layer(layer)
-        assert (~kept).sum() == math.floor(Fraction(str(ratio)) * kept.size)
+    They are of the model or, with scope layer, of every layer.
+    """
+    keep = select(table, ratio=ratio, scope=scope)
+    frame = table.frame.assign(score=table.score("heapr"), gone=~keep.rows)
+    for _, rows in frame.groupby(frame["layer"] * (scope == "layer")):
+        scores, gone = rows["score"].sort_values(), rows.loc[rows["gone"], "score"]
+        assert len(gone) == math.floor(Fraction(str(ratio)) * len(rows))
+        assert gone.sort_values().tolist() == scores[: len(gone)].tolist()
 
 
 @given(tables(most=MANY), ratios, ratios, st.sampled_from((*ANY, CAMERA)))

@@ -220,22 +220,6 @@ def test_select_takes_one_way_of_saying_it():
         select(table, selection, ratio=0.5)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"estimator": ["heapr"]}, r"estimator must be one of .*, got \['heapr'\]"),
-        ({"estimator_options": "abc"}, "estimator_options must be values by name"),
-        ({"estimator_options": 1}, "estimator_options must be values by name"),
-        ({"protect_unrouted": "no"}, "protect_unrouted must be one of .*, got 'no'"),
-        ({"protect_unrouted": None}, "protect_unrouted must be one of .*, got None"),
-    ],
-)
-def test_fields_of_another_type_are_refused(fields, message):
-    """What was expected is said."""
-    with pytest.raises(SpecError, match=message):
-        Selection(0.25, **fields)
-
-
 def test_a_calibration_survives_json():
     """Read back it is equal."""
     calibration = Calibration("ptb", 8, 64, seed=-1)

@@ -16,14 +16,6 @@ from heapr_lab.storage.hashing import digest
 # --- ragged atoms ---------------------------------------------------------------
 
 
-def test_layer_removes_the_same_from_each():
-    """A quarter of each layer's 8 atoms goes."""
-    assert kept(make_table(TWO_LAYERS), ratio=0.25, scope="layer") == {
-        0: [[0, 1, 1, 1], [1, 1, 1, 0]],
-        1: [[0, 0, 1, 1], [1, 1, 1, 1]],
-    }
-
-
 @pytest.mark.parametrize(
     ("ratio", "removed"),
     [
@@ -73,14 +65,6 @@ def test_unrouted_atoms_go_first():
 # --- whole experts --------------------------------------------------------------
 
 
-def test_experts_layer_by_layer():
-    """With scope layer the lowest expert of each layer goes."""
-    keep = select(
-        make_table(TWO_LAYERS), ratio=0.5, granularity="expert", scope="layer"
-    )
-    assert keep.widths().to_numpy().tolist() == [[0, 4], [0, 4]]
-
-
 # --- widths ---------------------------------------------------------------------
 
 
@@ -90,14 +74,6 @@ def test_steps_of_different_sizes_may_remove_more_than_was_asked():
     table = make_table({0: [[1], [1], [1]], 1: [[2]]})
     keep = select(table, ratio=0.25, structure="per_layer")
     assert keep.layer_ratios().tolist() == [1, 0]
-
-
-def test_per_layer_within_layers():
-    """With scope layer every layer is cut to the same width."""
-    keep = select(
-        make_table(TWO_LAYERS), ratio=0.3, structure="per_layer", scope="layer"
-    )
-    assert set(keep.widths().to_numpy().ravel()) == {2}
 
 
 def test_uniform_width():
@@ -157,6 +133,11 @@ def test_every_expert_keeps_its_least():
     ("settings", "message"),
     [
         ({"scope": "expert"}, "scope must be one of 'global', 'layer', got 'expert'"),
+        ({"estimator": ["heapr"]}, r"estimator must be one of .*, got \['heapr'\]"),
+        ({"estimator_options": "abc"}, "estimator_options must be values by name"),
+        ({"estimator_options": 1}, "estimator_options must be values by name"),
+        ({"protect_unrouted": "no"}, "protect_unrouted must be one of .*, got 'no'"),
+        ({"protect_unrouted": None}, "protect_unrouted must be one of .*, got None"),
         ({"structure": "square"}, "structure must be one of"),
         ({"of": "flops"}, "of must be one of 'atoms', 'model'"),
         ({"estimator": "camera"}, "'camera' ranks atoms within a layer"),

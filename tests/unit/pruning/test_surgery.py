@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from families import tiny_ids, tiny_model
@@ -19,7 +18,7 @@ from heapr_lab import (
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.pruning.surgery import check_table, keeps_of, sliced
+from heapr_lab.pruning.surgery import check_table
 
 IDS = tiny_ids()
 
@@ -102,39 +101,7 @@ def test_pruned_experts_have_their_own_modes(model):
     assert not any(isinstance(m, RaggedExperts) for m in model.modules())
 
 
-def test_slices_of_a_layer_need_no_gradients():
-    """Also where the layer's weights have them; biases are those of the rows."""
-    layer = find_experts(tiny_model("gpt_oss"))[0]
-    keep = torch.zeros(4, 8, dtype=torch.bool)
-    keep[1, [2, 5]] = True
-    keep[3, 7] = True
-    experts = sliced(layer, keep, {})
-    assert experts.heapr_widths == [0, 2, 0, 1]
-    assert experts.down_columns.grad_fn is None
-    expected = [layer.down[1, :, 2], layer.down[1, :, 5], layer.down[3, :, 7]]
-    assert torch.equal(experts.down_columns, torch.stack(expected))
-    rows = [(1, [4, 5, 10, 11]), (3, [14, 15])]  # gate and up take turns
-    biases = torch.cat([layer.up_bias[e][index] for e, index in rows])
-    assert torch.equal(experts.up_bias, biases)
-    assert torch.equal(experts.down_bias, layer.down_bias)
-    new = torch.randn(layer.down.shape, dtype=layer.dtype)
-    replaced = sliced(layer, keep, {layer.layer: new})
-    assert torch.equal(replaced.down_columns[2], new[3, :, 7])
-    assert torch.equal(replaced.up_rows, experts.up_rows)
-
-
 # --- what belongs together --------------------------------------------------------
-
-
-def test_masks_come_as_tensors_in_the_order_of_the_layers(model):
-    """They are copies, so that nothing writes into the mask."""
-    keep = random_keep(model)
-    masks = keeps_of(find_experts(model), keep)
-    for number, kept in enumerate(masks):
-        assert kept.dtype == torch.bool
-        assert np.array_equal(kept.numpy(), keep.by_layer(number))
-        kept[:] = False
-    assert keep == random_keep(model)
 
 
 def test_a_table_is_of_the_model_it_was_measured_on(model):
