@@ -16,9 +16,8 @@ from heapr_lab.errors import CoverageError, LayoutError, SpecError
 from heapr_lab.importance import collect, resuming
 from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.models.experts import describe, find_experts
-from heapr_lab.models.hooks import Routed, edits_of, masked, observed, probed
+from heapr_lab.models.hooks import Routed, edits_of, masked, observed
 from heapr_lab.models.identity import identity_in_force
-from heapr_lab.models.likelihood import token_nll
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import CalibrationSet
 
@@ -26,24 +25,6 @@ WINDOWS = tiny_windows(n_sequences=5)
 
 
 # --- coverage ---------------------------------------------------------------------
-
-
-def test_a_layer_that_takes_part_twice_is_an_error():
-    """It is not counted once, nor are its two inputs added up."""
-    model = tiny_model("qwen2_moe")
-    mlp = model.model.layers[1].mlp
-    once = mlp.forward
-    mlp.forward = lambda states: once(once(states))
-    with probed(find_experts(model)) as probes:
-        hook = model.get_input_embeddings().register_forward_hook(
-            lambda _module, _args, output: output.requires_grad_(True)
-        )
-        token_nll(model, WINDOWS.ids).sum().backward()
-        hook.remove()
-    assert [probe.times for probe in probes.values()] == [1, 2]
-    message = "layer 1 took part 2 times in the pass over windows 0 to 1, expected once"
-    with pytest.raises(CoverageError, match=message):
-        collect_statistics(model, WINDOWS, batch_size=2)
 
 
 def test_experts_without_tokens_are_named(caplog):
