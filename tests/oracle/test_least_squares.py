@@ -14,17 +14,14 @@ import torch
 from families import tiny_model, tiny_windows
 from keeps import logits_of, random_keep, widths_keep
 from oracles.features import all_grams, features_of, problems
-from torch import nn
 
 from heapr_lab import (
-    CalibrationSet,
     ImportanceTable,
     KeepMask,
     collect_statistics,
-    compensate,
     select,
 )
-from heapr_lab.errors import CoverageError, LayoutError, SpecError
+from heapr_lab.errors import CoverageError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.hooks import observed
 from heapr_lab.refinement import elimination
@@ -159,41 +156,6 @@ def test_the_ridge_is_the_one_that_errs_least_on_held_out_tokens():
         gone = (others @ (W * ~kept).T).square().sum()
         least = min(*errors.values(), float(gone))  # else the weights stay
         assert row["compensated"] == pytest.approx(least / float(size))
-
-
-# --- edges ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("span", SPANS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_broken_expert_that_no_token_reaches(span, value):
-    """Its weights reach no other expert: it is named, before any pass."""
-    model = tiny_model("qwen2_moe")
-    few = CalibrationSet.from_ids(WINDOWS.ids[:2, :3])
-    number, expert = collect_statistics(model, few).unrouted().iloc[0]
-    layer = next(layer for layer in find_experts(model) if layer.layer == number)
-    with torch.no_grad():
-        layer.down[expert, 5, 6] = value
-    assert logits_of(model, few.ids).isfinite().all()
-    named = rf"layers.{number}.mlp.experts: 1 atoms .* w_down .* \({expert}, 6\)"
-    keep = widths_keep(model, 4, structure="ragged")
-    with pytest.raises(LayoutError, match=named):
-        compensate(model, keep, few, span=span)
-
-
-# --- in a model -------------------------------------------------------------------
-
-
-def test_normalised_experts_cannot_make_up_for_each_other():
-    """Outputs are not added up as they are; within an expert is the default there."""
-    model = tiny_model("qwen2_moe")
-    for layer in find_experts(model):
-        layer.module.has_post_expert_norm = True
-        layer.module.post_expert_norm = nn.Identity()
-    keep = random_keep(model)
-    assert fit_compensation(model, keep, WINDOWS).settings["span"] == "expert"
-    with pytest.raises(SpecError, match="normalises each expert's output"):
-        fit_compensation(model, keep, WINDOWS, span="layer")
 
 
 # --- elimination ------------------------------------------------------------------

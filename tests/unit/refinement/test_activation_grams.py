@@ -16,6 +16,7 @@ from heapr_lab.refinement import activation_grams
 from heapr_lab.refinement.activation_grams import (
     LayerGrams,
     StoredLayers,
+    checked_span,
     default_span,
     fits_in_memory,
     iter_grams,
@@ -197,6 +198,8 @@ def test_the_span_by_default(model, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(layers[1].module, "has_post_expert_norm", True)
     assert default_span(layers) == "expert"
+    with pytest.raises(SpecError, match="normalises each expert's output"):
+        checked_span(layers, "layer")
 
 
 # --- layers of a streamed model ---------------------------------------------------

@@ -9,22 +9,11 @@ from families import tiny_windows
 
 from heapr_lab import Selection, collect_statistics, select
 from heapr_lab.refinement import activation_grams
-from heapr_lab.refinement import calibrated as refinement
-from heapr_lab.refinement.activation_grams import iter_grams
 from heapr_lab.refinement.calibrated import CalibratedModel
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
 
 WINDOWS = tiny_windows(n_sequences=8, seq_len=12)
-
-
-def test_elimination_and_compensation_share_one_pass(model, monkeypatch):
-    """The sums for the scores are those that W_down is solved from."""
-    passes = Mock(wraps=iter_grams)
-    monkeypatch.setattr(refinement, "iter_grams", passes)
-    calibrated = CalibratedModel(model, WINDOWS)
-    calibrated.compensated(Selection(0.5, estimator="elimination"))
-    passes.assert_called_once()
 
 
 @pytest.mark.parametrize("largest", [0, 4096])

@@ -244,10 +244,15 @@ def test_a_ridge_below_0_is_refused(layer, ridge):
         solved(layer, grams_of(COUPLED, COUPLED), keep=without(1), ridge=ridge)
 
 
-def test_offloaded_weights_are_refused():
-    """They are not there to be solved for."""
+def test_weights_that_cannot_be_solved_for_are_refused():
+    """They are not finite, whether a token reaches them or not, or are not there."""
     model = tiny_model("qwen2_moe")
-    keep = random_keep(model)
-    find_experts(model)[1].module.to("meta")
+    keep, layer = random_keep(model), find_experts(model)[1]
+    named = r"layers\.1\.mlp\.experts: 1 atoms .* w_down .* \(2, 6\)"
+    for value in (torch.nan, torch.inf):
+        layer.down.data[2, 5, 6] = value
+        with pytest.raises(LayoutError, match=named):
+            fit_compensation(model, keep, WINDOWS)
+    layer.module.to("meta")
     with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.experts is offloaded"):
         fit_compensation(model, keep, WINDOWS)
