@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_model, tiny_windows
-from keeps import logits_of, random_keep, widths_keep
+from keeps import logits_of, widths_keep
 from oracles.features import all_grams, features_of, problems
 
 from heapr_lab import (
@@ -52,17 +52,11 @@ def test_another_thread_s_forward_is_not_summed():
 
 def test_a_layer_takes_part_once_in_every_forward():
     """One that is skipped, or runs twice, would leave sums of other tokens."""
-    for times, seen in ((0, 0), (2, 4)):
-        model = tiny_model("qwen2_moe")
-        mlp = model.model.layers[1].mlp
-        forward = mlp.forward
-
-        def run(
-            x: torch.Tensor, times: int = times, forward: Any = forward
-        ) -> torch.Tensor:
-            return sum((forward(x) for _ in range(times)), torch.zeros_like(x))
-
-        mlp.forward = run
+    model = tiny_model("qwen2_moe")
+    mlp = model.model.layers[1].mlp
+    once = mlp.forward
+    for forward, seen in ((lambda x: x, 0), (lambda x: once(once(x)), 4)):
+        mlp.forward = forward
         text = f"layer 1 took part in {seen} of 2 forwards, expected all"
         with pytest.raises(CoverageError, match=text):
             all_grams(model, WINDOWS)
@@ -117,24 +111,6 @@ def solved(
     masks = torch.from_numpy(keep.by_layer(layer.layer).reshape(len(dense), -1).copy())
     for (x, W), (_, W_new), kept in zip(dense, fitted, masks, strict=True):
         yield x, W, kept, W_new
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("span", SPANS)
-def test_no_error_over_the_calibration_tokens_rises(span, seed):
-    """The error of each expert, or of the layer, whatever the mask and the ridge."""
-    model = tiny_model("qwen2_moe", seed=seed)
-    keep = random_keep(model, seed=seed)
-    features = features_of(model, WINDOWS.ids)
-    for ridge in (0.0, 1e-3, 1.0, None):
-        compensation = fit_compensation(model, keep, WINDOWS, ridge=ridge, span=span)
-        for layer in find_experts(model):
-            for inputs, W, kept, new in solved(layer, keep, features, compensation):
-                errors = [
-                    (inputs @ (weights - W).T).square().sum()
-                    for weights in (new, W * kept)
-                ]
-                assert errors[0] <= errors[1] * (1 + 1e-9) + 1e-12
 
 
 def test_the_ridge_is_the_one_that_errs_least_on_held_out_tokens():

@@ -94,8 +94,12 @@ def test_new_columns_where_most_experts_are_active():
 
 
 def test_a_copy_of_a_masked_model_is_dense():
-    """A model copied inside a mask is not masked, and can be masked itself."""
-    model = tiny_model("qwen2_moe")
+    """A model copied inside a mask is not masked, and can be masked itself.
+
+    After its own mask it runs as the model did before the other one.
+    """
+    model = tiny_model("qwen2_moe", dtype=torch.float32)
+    model.set_experts_implementation("batched_mm")
     keep = random_keep(model)
     dense = logits_of(model, IDS)
     with masking(model, keep):
@@ -104,6 +108,8 @@ def test_a_copy_of_a_masked_model_is_dense():
         assert torch.equal(logits_of(twin, IDS), dense)
     assert torch.equal(logits_of(twin, IDS), dense)
     assert torch.equal(masked_logits(twin, IDS, keep), masked)
+    for each in (model, twin):
+        assert each.config._experts_implementation == "batched_mm"
 
 
 # --- what is refused --------------------------------------------------------------

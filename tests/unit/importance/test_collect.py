@@ -240,20 +240,13 @@ def test_quantised_experts_are_refused_by_name(dtype):
         collect_statistics(model, WINDOWS)
 
 
-def test_packed_experts_are_refused_by_name():
-    """Experts whose fused weight is gone, as after 4-bit packing, are refused."""
-    model = tiny_model("qwen3_moe", dtype=torch.float32)
-    module = find_experts(model)[0].module
-    del module.down_proj
-    module.down_proj = nn.Parameter(torch.zeros(4, 16), requires_grad=False)
-    with pytest.raises(LayoutError, match=r"layers\.0\S*\.experts .*has no fused 3-D"):
-        collect_statistics(model, WINDOWS)
-
-
-def test_unfused_experts_are_refused_by_name():
-    """A list of expert modules, as before transformers 5, is not measured."""
+def test_packed_and_unfused_experts_are_refused_by_name():
+    """No fused weight, as after 4-bit packing; a list, as before transformers 5."""
     model = tiny_model("qwen2_moe")
     block = model.model.layers[1].mlp
+    block.experts.down_proj = nn.Parameter(torch.zeros(4, 16), requires_grad=False)
+    with pytest.raises(LayoutError, match=r"layers\.1\S*\.experts .*has no fused 3-D"):
+        collect_statistics(model, WINDOWS)
     block.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
     with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.experts \(ModuleList\)"):
         collect_statistics(model, WINDOWS)

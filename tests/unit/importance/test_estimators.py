@@ -83,13 +83,6 @@ def test_magnitude_without_gates():
         score(frame, gated, estimator="magnitude")
 
 
-@pytest.mark.parametrize("estimator", ["heapr_total", "fisher"])
-def test_missing_predicted_tokens_is_an_error(estimator):
-    """Estimators per predicted token do not run without N."""
-    with pytest.raises(SpecError, match="number of predicted tokens"):
-        score(FRAME, {}, estimator=estimator)
-
-
 def test_scores_that_are_not_finite_are_refused():
     """Columns are finite in a table, but their product may overflow."""
     frame = pd.DataFrame({"layer": 1, "expert": 2, "atom": range(4), "tokens": 1.0})
@@ -133,7 +126,10 @@ def test_options_are_checked_and_settled():
 
 
 def test_needs_are_what_a_formula_reads():
-    """Each column that is needed is missed by name, and no other is read."""
+    """Each column that is needed is missed by name, and no other is read.
+
+    So is the number of predicted tokens.
+    """
     for name, estimator in ESTIMATORS.items():
         needed = [*estimator.needs, *estimator.needs_of_gated]
         only = FRAME[needed] if needed else FRAME[["layer"]]
@@ -141,6 +137,9 @@ def test_needs_are_what_a_formula_reads():
         for column in estimator.needs:
             with pytest.raises(SpecError, match=f"needs column {column};"):
                 score(FRAME.drop(columns=column), N, estimator=name)
+        if estimator.per_predicted_token:
+            with pytest.raises(SpecError, match="number of predicted tokens"):
+                score(FRAME, {}, estimator=name)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

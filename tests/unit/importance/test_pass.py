@@ -1,6 +1,5 @@
 """What a pass takes, says and writes down, beside what it counts."""
 
-import copy
 import platform
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -250,16 +249,3 @@ def test_replaced_weights_in_nested_masks(model):
             logits([two[0], None], [None, three[1]]), logits([two[0], three[1]])
         )
         assert not torch.allclose(logits(two), logits(three))
-
-
-def test_a_copy_knows_how_the_model_ran():
-    """Made while the model was masked, it goes back to that after a mask of its own."""
-    model = tiny_model("qwen2_moe", dtype=torch.float32)
-    model.set_experts_implementation("batched_mm")
-    drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in range(2)]
-    with masked(find_experts(model), drop):
-        twin = copy.deepcopy(model)
-    with masked(find_experts(twin), drop):
-        pass
-    assert twin.config._experts_implementation == "batched_mm"
-    assert model.config._experts_implementation == "batched_mm"

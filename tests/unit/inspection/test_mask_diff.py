@@ -1,7 +1,6 @@
 """Two masks compared: counts, chance and ranks, against Python sets."""
 
 import math
-import statistics
 import warnings
 from fractions import Fraction
 from typing import Any
@@ -124,32 +123,19 @@ def test_ranks_count_what_goes_before(within):
             assert rank[row] == pytest.approx(rank_by_hand(mask, row, among))
 
 
-def average_ranks(values: list[float]) -> list[float]:
-    """The rank of each value; equal values have the mean of their places."""
-    return [
-        statistics.mean(
-            place for place, other in enumerate(sorted(values)) if other == value
-        )
-        for value in values
-    ]
-
-
 def test_agreement_is_the_correlation_of_average_ranks():
     """Spearman's correlation by its definition, by layer and in all, with ties."""
     a, b = scored("A", 1), scored("B", 2)
     frame = rank_agreement(a, b)
     layers = np.array([layer for layer, _, _ in atoms()])
+    scores = pd.DataFrame({"a": a.scores, "b": b.scores})
     expected = {
-        layer: statistics.correlation(
-            average_ranks(a.scores[layers == layer].tolist()),
-            average_ranks(b.scores[layers == layer].tolist()),
-        )
-        for layer in SHAPES
+        layer: scores[layers == layer].rank().corr().loc["a", "b"] for layer in SHAPES
     }
     assert dict(zip(frame["layer"], frame["n_atoms"], strict=True)) == {1: 15, 4: 14}
     assert frame["spearman"].tolist() == pytest.approx([*expected.values()])
-    whole = [average_ranks(mask.scores.tolist()) for mask in (a, b)]
-    assert rank_agreement_in_all(a, b) == pytest.approx(statistics.correlation(*whole))
+    whole = scores.rank().corr().loc["a", "b"]
+    assert rank_agreement_in_all(a, b) == pytest.approx(whole)
     inside = scored("B", 2, within_layer=True)
     mean = (15 * expected[1] + 14 * expected[4]) / 29
     assert rank_agreement_in_all(a, inside) == pytest.approx(mean)

@@ -71,27 +71,6 @@ def test_copies_are_equal_and_as_fixed(keep):
             other.by_layer(0).setflags(write=True)
 
 
-def test_rows_are_those_of_a_table():
-    """Layers of other shapes: row after row is where the table's keys say it is."""
-    shapes = {1: (2, 3), 4: (3, 2), 5: (1, 5)}
-    keys = [
-        (layer, expert, atom)
-        for layer, (n_experts, d_inter) in shapes.items()
-        for expert in range(n_experts)
-        for atom in range(d_inter)
-    ]
-    frame = pd.DataFrame(keys, columns=["layer", "expert", "atom"])
-    table = ImportanceTable.from_frame(frame.assign(tokens=1, sum_h2=1.0, sum_g2=1.0))
-    stays = np.random.default_rng(0).random(len(keys)) < 0.5
-    keep = KeepMask.from_rows(table, stays, estimator="fisher")
-    bits = [keep.by_layer(k)[expert, atom] for k, expert, atom in keys]
-    assert bits == stays.tolist()
-    assert keep.rows.tolist() == bits
-    assert keep.shapes() == table.shapes() == shapes
-    assert keep.settings == {"estimator": "fisher"}
-    assert KeepMask.from_rows(keep, keep.rows) == keep
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
