@@ -108,11 +108,8 @@ def test_token_losses(tokenizer, family):
         ("dense_nll", model),
         ("pruned_nll", zeroed_twin(model, keep)),
     ):
-        log_probs = logits_of(twin, passage.ids)[0].log_softmax(-1)
-        expected = [
-            -float(log_probs[place - 1, passage.ids[0, place]])
-            for place in range(1, len(passage.tokens))
-        ]
+        log_probs = logits_of(twin, passage.ids)[0, :-1].log_softmax(-1)
+        expected = -log_probs.gather(1, passage.ids[0, 1:, None])[:, 0]
         assert np.isnan(losses[column].iloc[0])
         np.testing.assert_allclose(
             losses[column].iloc[1:], expected, **tolerance(family)
@@ -250,24 +247,15 @@ def test_top_contexts(tokenizer, family, monkeypatch):
     """The largest |h| of all, found batch by batch, with the text around each."""
     monkeypatch.setattr("heapr_lab.inspection.activations.TOKENS_AT_ONCE", 2 * 11)
     model = model_of(family)
-    layer, expert, atom = find_experts(model)[0].layer, 2, 3
+    query: dict[str, Any] = {"layer": find_experts(model)[0].layer}
+    query |= {"expert": 2, "atom": 3}
     every = atoms_by_hand(model, IDS)
-    top = every[every["layer"].eq(layer) & every["expert"].eq(expert)]
-    top = top[top["atom"].eq(atom)].assign(size=lambda frame: frame["h"].abs())
-    top = top.nlargest(6, "size")
+    top = every[every[[*query]].eq(query).all(axis=1)]
+    top = top.assign(size=top["h"].abs()).nlargest(6, "size")
     steps = Heard()
+    options: dict[str, Any] = {"n": 6, "width": 3, "progress": steps}
 
-    rows = top_contexts(
-        model,
-        WINDOWS,
-        tokenizer=tokenizer,
-        layer=layer,
-        expert=expert,
-        atom=atom,
-        n=6,
-        width=3,
-        progress=steps,
-    )
+    rows = top_contexts(model, WINDOWS, tokenizer=tokenizer, **query, **options)
 
     assert (rows["window"] * 11 + rows["position"]).tolist() == top["place"].tolist()
     np.testing.assert_allclose(rows["h"], top["h"], **CLOSE)

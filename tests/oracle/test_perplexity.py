@@ -1,13 +1,11 @@
 """Perplexity and divergence against transformers' own loss and sums by hand."""
 
-import math
-
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import full_keep, logits_of, masked_logits, random_keep
 
-from heapr_lab import evaluate_divergence, evaluate_perplexity
+from heapr_lab import evaluate_divergence
 from heapr_lab.models import likelihood
 from heapr_lab.models.likelihood import token_nll
 
@@ -47,17 +45,6 @@ def test_nll_is_the_family_s_own_loss(family, monkeypatch):
     # transformers' loss function itself works in float32.
     assert nll.mean().item() == pytest.approx(loss.item(), rel=1e-5)
     assert nll.std() > 0.05
-
-
-@pytest.mark.parametrize("batch_size", [None, 1, 3, 100])
-def test_batches_change_nothing(model, batch_size):
-    """Seven windows in batches of 1, of 3 with a last one of 1, and at once."""
-    ids = tiny_ids(n_sequences=7)
-    expected = token_nll(model, ids).mean().item()
-    result = evaluate_perplexity(model, ids, batch_size=batch_size)
-    assert result.nll == pytest.approx(expected, rel=ROUNDING)
-    assert result.value == pytest.approx(math.exp(expected), rel=ROUNDING)
-    assert result.n_tokens == 7 * 8
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])

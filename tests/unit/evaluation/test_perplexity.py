@@ -76,8 +76,10 @@ def test_nats_are_added_up_in_float64():
         terms = token_nll(model, ids)
     assert terms.dtype == torch.float32
     expected = terms.double().sum().item() / terms.numel()
-    nll = evaluate_perplexity(model, ids, batch_size=40).nll
-    assert nll == pytest.approx(expected, rel=1e-13)
+    result = evaluate_perplexity(model, ids, batch_size=40)
+    assert result.nll == pytest.approx(expected, rel=1e-13)
+    assert result.value == pytest.approx(math.exp(expected), rel=1e-12)
+    assert result.n_tokens == 40 * 8
 
 
 # --- numbers ----------------------------------------------------------------------

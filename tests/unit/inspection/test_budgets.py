@@ -65,16 +65,14 @@ CURVES: dict[str, Callable[[float], float]] = {
 def test_the_largest_ratio_below_a_rise_is_found_in_few_evaluations(curve, rise):
     """At most six evaluations, and the limit holds at the ratio but not beyond."""
     bench = Bench(CURVES[curve])
-    setting, history = ratio_for_loss(
-        bench, Setting(0.0, estimator="fisher"), "ptb", rise=rise
-    )
+    start = Setting(0.0, estimator="fisher")
+    setting, history = ratio_for_loss(bench, start, "ptb", rise=rise)
+    ratio = setting.selection.ratio
     assert len(bench.evaluated) <= 6
-    assert (
-        math.expm1(CURVES[curve](setting.selection.ratio)) <= rise * 1.01
-    )  # in whole atoms
-    assert math.expm1(CURVES[curve](setting.selection.ratio + 0.0105)) > rise
-    assert setting == Setting(setting.selection.ratio, estimator="fisher")
-    row = history.set_index("ratio").loc[setting.selection.ratio]
+    assert math.expm1(bench.delta(ratio)) <= rise * 1.01  # in whole atoms
+    assert math.expm1(bench.delta(ratio + 0.0105)) > rise
+    assert setting == Setting(ratio, estimator="fisher")
+    row = history.set_index("ratio").loc[ratio]
     assert row["rise"] <= rise
     assert row["perplexity"] <= math.exp(DENSE_NLL) * (1 + rise)
     assert history["achieved_ratio"].tolist() == [0.0, *bench.evaluated]
@@ -82,9 +80,8 @@ def test_the_largest_ratio_below_a_rise_is_found_in_few_evaluations(curve, rise)
 
 def test_a_limit_that_no_ratio_meets_leaves_the_model_whole():
     """Where any pruning breaks the limit the ratio is 0."""
-    setting, history = ratio_for_loss(
-        Bench(lambda _: 5.0), Setting(0.3), "ptb", rise=0.02
-    )
+    bench = Bench(lambda _: 5.0)
+    setting, history = ratio_for_loss(bench, Setting(0.3), "ptb", rise=0.02)
     assert setting.selection.ratio == 0
     assert history["rise"].iloc[0] == 0
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from score_tables import TWO_LAYERS, make_table
 
-from heapr_lab import ImportanceTable, KeepMask, select
+from heapr_lab import KeepMask, select
 from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.storage import files
 
@@ -132,11 +132,9 @@ def test_the_file_of_a_mask_has_a_row_for_each_atom(path):
 def test_a_file_of_another_kind_is_named(tmp_path):
     """A table of scores is no mask."""
     path = tmp_path / "table.parquet"
-    frame = pd.DataFrame({"layer": [0], "expert": [0], "atom": [0], "sum_h2": [1.0]})
-    ImportanceTable.from_frame(frame).write(path)
-    with pytest.raises(
-        CacheError, match=r"holds ImportanceTable, expected KeepMask; give"
-    ):
+    make_table(TWO_LAYERS).write(path)
+    message = "holds ImportanceTable, expected KeepMask; give"
+    with pytest.raises(CacheError, match=message):
         KeepMask.read(path)
 
 

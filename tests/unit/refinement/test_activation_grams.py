@@ -45,12 +45,9 @@ def expected(phi: torch.Tensor, span: str) -> torch.Tensor:
     """Σ φ φᵀ of the windows to fit and of those held out: 1 and 5."""
     sums = []
     for chosen in (~HELD, HELD):
-        rows = phi[chosen].reshape(-1, N_EXPERTS, D_INTER)
-        if span == "expert":
-            sums.append(torch.einsum("tei,tej->eij", rows, rows))
-        else:
-            flat = rows.reshape(len(rows), -1)
-            sums.append((flat.T @ flat)[None])
+        rows = phi[chosen].flatten(0, 1)
+        blocks = rows.movedim(1, 0) if span == "expert" else rows.flatten(1)[None]
+        sums.append(blocks.mT @ blocks)
     return torch.stack(sums)
 
 

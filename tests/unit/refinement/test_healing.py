@@ -189,12 +189,9 @@ def test_another_or_a_damaged_state_is_refused(dense, tmp_path, monkeypatch):
         heal(pruned_of(dense), dense, TEXT, state=state, progress=stop_at(2))
     with pytest.raises(CacheError, match="of another training"):
         heal(pruned_of(dense), dense, TEXT, state=state, learning_rate=1e-3)
-    content = state.read_bytes()
-    flipped = content[:-1] + bytes([content[-1] ^ 1])
-    for damaged, why in {flipped: "checksum", content[:100]: "truncated"}.items():
-        state.write_bytes(damaged)
-        with pytest.raises(CacheError, match=why):
-            heal(pruned_of(dense), dense, TEXT, state=state)
+    state.write_bytes(state.read_bytes()[:-1])
+    with pytest.raises(CacheError, match="truncated"):
+        heal(pruned_of(dense), dense, TEXT, state=state)
     assert state.exists()
 
 
