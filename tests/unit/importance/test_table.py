@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.importance.columns import atom_keys
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.storage import files
@@ -14,14 +15,9 @@ from heapr_lab.storage import files
 
 def table(*shapes: tuple[int, int], **metadata: Any) -> ImportanceTable:
     """Layers 1, 3, 5 … of these many experts and atoms; the first expert unrouted."""
-    rows = [
-        {"layer": 2 * i + 1, "expert": expert, "atom": atom}
-        for i, (n_experts, d_inter) in enumerate(shapes)
-        for expert in range(n_experts)
-        for atom in range(d_inter)
-    ]
-    frame = pd.DataFrame(rows)
-    frame["tokens"] = 10 * frame["expert"]
+    keys = [pd.DataFrame(atom_keys(2 * i + 1, *s)) for i, s in enumerate(shapes)]
+    frame = pd.concat(keys, ignore_index=True)
+    frame["tokens"] = 10 * frame["expert"].astype(np.int64)
     for name in ("sum_h2", "sum_g2"):
         frame[name] = (frame["tokens"] * (1 + frame["atom"])).astype(np.float64)
     return ImportanceTable.from_frame(frame, **metadata)

@@ -30,44 +30,31 @@ def model() -> nn.Module:
 
 
 def doubled(model: nn.Module, *numbers: int) -> dict[int, torch.Tensor]:
-    """Twice the W_down of these layers, or of all."""
-    return {
-        layer.layer: 2 * layer.down.detach()
-        for layer in find_experts(model)
-        if not numbers or layer.layer in numbers
-    }
-
-
-def with_doubled(model: nn.Module, *numbers: int) -> nn.Module:
-    """Another model with these weights."""
-    twin = tiny_model("qwen2_moe")
-    with torch.no_grad():
-        for layer in find_experts(twin):
-            if layer.layer in numbers:
-                layer.down.mul_(2)
-    return twin
+    """Twice the W_down of these layers."""
+    layers = find_experts(model)
+    return {number: 2 * layers[number].down.detach() for number in numbers}
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_pruned_model_knows_its_mask(model, inplace):
     """It knows, too, that its weights were replaced, if they were."""
     keep = random_keep(model)
-    pruned = prune(model, keep, inplace=inplace)
-    assert pruned.heapr_keep is keep
-    assert not hasattr(pruned, "heapr_weights")
-    assert hasattr(model, "heapr_keep") == inplace
-    model = tiny_model("qwen2_moe")
-    pruned = prune(model, keep, down_projs=doubled(model), inplace=inplace)
+    assert not hasattr(prune(model, keep), "heapr_weights")
+    pruned = prune(model, keep, down_projs=doubled(model, 0, 1), inplace=inplace)
     assert pruned.heapr_keep is keep
     assert pruned.heapr_weights == "W_down replaced, all else sliced"
-    assert hasattr(model, "heapr_weights") == inplace
+    for name in ("heapr_keep", "heapr_weights"):
+        assert hasattr(model, name) == inplace
 
 
 @pytest.mark.parametrize("numbers", [(0,), (1,), (0, 1)])
 def test_only_the_layers_that_are_given_are_replaced(model, numbers):
     """Masked, sliced and sliced in place, as if the weights had been those."""
     keep, down_projs = random_keep(model), doubled(model, *numbers)
-    expected = logits_of(prune(with_doubled(model, *numbers), keep), IDS)
+    twin = tiny_model("qwen2_moe")
+    for number in numbers:
+        find_experts(twin)[number].down.data.mul_(2)
+    expected = logits_of(prune(twin, keep), IDS)
     with masking(model, keep, down_projs) as same:
         assert same is model
         torch.testing.assert_close(logits_of(model, IDS), expected)

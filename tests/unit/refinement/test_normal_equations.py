@@ -1,6 +1,5 @@
 """Many problems at once are each problem by itself, in float32 as in float64."""
 
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -49,15 +48,10 @@ def test_problems_of_a_cpu_fit_its_cache():
 # --- batches ----------------------------------------------------------------------
 
 
-def layer_and_grams() -> tuple[Any, LayerGrams]:
-    """Four experts of eight atoms, and sums within them."""
-    layer = find_experts(tiny_model("qwen2_moe"))[0]
-    return layer, LayerGrams("expert", products(4, 8), torch.full((2, 4), 60))
-
-
 def test_problems_together_are_problems_alone(monkeypatch):
     """Costs and weights, of experts that keep from none to all of their atoms."""
-    layer, grams = layer_and_grams()
+    layer = find_experts(tiny_model("qwen2_moe"))[0]
+    grams = LayerGrams("expert", products(4, 8), torch.full((2, 4), 60))
     base = numbers(4, 8, seed=2).exp()
     kept = torch.arange(8)[None] < torch.tensor([0, 3, 5, 8])[:, None]
     solutions = []

@@ -4,7 +4,7 @@ import pytest
 from keeps import random_keep
 from tiny_folder import write_model, write_piqa, write_text
 
-from heapr_lab import KeepMask, Workbench, masking, open_workbench
+from heapr_lab import Workbench, masking, open_workbench
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.tasks.items import drawn_items, task_items
 from heapr_lab.tasks.paper_tasks import task_difference, task_summary
@@ -23,15 +23,10 @@ def bench(cache, tmp_path, monkeypatch) -> Workbench:
     return open_workbench(str(folder), profile="small", dtype="float32")
 
 
-@pytest.fixture
-def keep(bench) -> KeepMask:
-    """Half of the atoms."""
-    return random_keep(bench.model)
-
-
-def test_states_are_compared_on_the_same_drawn_items(bench, keep):
+def test_states_are_compared_on_the_same_drawn_items(bench):
     """As many as the profile has, not the first; the error is that of the pairs."""
     model, tokenizer = bench.model, bench.tokenizer
+    keep = random_keep(model)
     dense, pruned = (bench.task_accuracy(mask, "piqa") for mask in (None, keep))
     frames = [task_items(model, tokenizer, ["piqa"], n_items=50)]
     with masking(model, keep):
