@@ -38,14 +38,6 @@ def order(table: ImportanceTable, **settings: Any) -> list[tuple[int, int, int]]
     return gone
 
 
-def test_the_lowest_score_goes_first():
-    """It goes first over all layers, or layer by layer."""
-    assert order(TABLE) == [
-        *[(1, 0, 1), (1, 0, 2), (1, 0, 0), (1, 1, 2), (1, 1, 1), (1, 1, 0)],
-        *[(4, 1, 1), (4, 1, 0), (4, 2, 0), (4, 2, 1), (4, 0, 1)],
-    ]
-
-
 def test_whole_experts_go_by_their_sums():
     """Sums: 6, 15 of layer 1; 5, 15, 19 of layer 4; of equal ones the first goes.
 

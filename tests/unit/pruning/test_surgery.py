@@ -17,7 +17,6 @@ from heapr_lab import (
 )
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.pruning.surgery import check_table
 
 IDS = tiny_ids()
@@ -78,14 +77,6 @@ def test_methods_of_the_dense_model_are_left_behind(model):
     assert model.to is refuse
     # In place the model is the same, and so are they.
     assert prune(model, random_keep(model), inplace=True).to is refuse
-
-
-def test_pruned_experts_have_their_own_modes(model):
-    """They have them as all other modules of the copy do."""
-    model.train()
-    pruned = prune(model, random_keep(model))
-    assert all(module.training for module in pruned.modules())
-    assert not any(isinstance(m, RaggedExperts) for m in model.modules())
 
 
 # --- what belongs together --------------------------------------------------------
