@@ -5,14 +5,13 @@ Elimination is greedy least squares: what goes is made up for by what stays.
 
 import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import tiny_model, tiny_windows
-from keeps import logits_of, widths_keep
+from keeps import widths_keep
 from oracles.features import all_grams, features_of, problems
 
 from heapr_lab import (
@@ -23,7 +22,6 @@ from heapr_lab import (
 )
 from heapr_lab.errors import CoverageError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.hooks import observed
 from heapr_lab.refinement import elimination
 from heapr_lab.refinement.activation_grams import SPANS
 from heapr_lab.refinement.compensation import RIDGES, Compensation, fit_compensation
@@ -36,18 +34,6 @@ HELD = torch.tensor([False, True, False, False] * 2)
 
 
 # --- its sums -------------------------------------------------------------------
-
-
-def test_another_thread_s_forward_is_not_summed():
-    """What is watched is this thread's, as masks are."""
-    model = tiny_model("qwen2_moe")
-    layers, seen = find_experts(model), list[Any]()
-    with observed(layers, [seen.append] * len(layers)):
-        logits_of(model, WINDOWS.ids)
-        assert len(seen) == len(layers)
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(logits_of, model, WINDOWS.ids).result()
-    assert len(seen) == len(layers)
 
 
 def test_a_layer_takes_part_once_in_every_forward():

@@ -21,12 +21,6 @@ AFTER_THE_HEAD = {
 """Families that change their logits after the head, the change made large."""
 
 
-@pytest.fixture(scope="module")
-def model():
-    """A tiny qwen2_moe."""
-    return tiny_model("qwen2_moe")
-
-
 @pytest.mark.parametrize("family", [*REPRESENTATIVES, *AFTER_THE_HEAD])
 def test_nll_is_the_family_s_own_loss(family, monkeypatch):
     """The mean of token_nll is the loss that transformers computes of whole logits."""
@@ -48,9 +42,10 @@ def test_nll_is_the_family_s_own_loss(family, monkeypatch):
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_divergence_from_whole_logits(model, batch_size):
+def test_divergence_from_whole_logits(batch_size):
     """KL and agreement are those of whole logits; keeping everything changes none."""
-    ids, keep = tiny_ids(), random_keep(model)
+    model, ids = tiny_model("qwen2_moe"), tiny_ids()
+    keep = random_keep(model)
     result = evaluate_divergence(model, keep, ids, batch_size=batch_size)
     log_p = logits_of(model, ids)[:, :-1].log_softmax(-1)
     log_q = masked_logits(model, ids, keep)[:, :-1].log_softmax(-1)

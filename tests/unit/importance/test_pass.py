@@ -1,6 +1,7 @@
 """What a pass takes, says and writes down, beside what it counts."""
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from families import tiny_ids, tiny_model, tiny_windows
+from keeps import logits_of
 
 from heapr_lab.errors import CoverageError, LayoutError, SpecError
 from heapr_lab.importance import collect, resuming
@@ -198,35 +200,28 @@ def test_states_are_saved_when_a_minute_has_passed_and_cost_little(
 # --- masks and observers in nested contexts ------------------------------------------
 
 
-class Rows:
-    """Counts the calls and keeps the last activations."""
-
-    def __init__(self) -> None:
-        self.h: list[torch.Tensor] = []
-
-    def __call__(self, call: Routed) -> None:
-        """Note one call."""
-        self.h.append(call.h.detach().clone())
-
-
 def test_observers_see_the_dense_model(model):
-    """The mask around them does not matter, and is there again afterwards."""
+    """The mask around them does not matter, and is there again afterwards.
+
+    They see the forwards of their own thread.
+    """
     layers = find_experts(model)
     drop = [torch.zeros(4, 8, dtype=torch.bool) for _ in layers]
-    dense, inside = [Rows(), Rows()], [Rows(), Rows()]
+    dense, inside = list[Routed](), list[Routed]()
     with torch.no_grad():
-        with observed(layers, dense):
+        with observed(layers, [dense.append] * 2), ThreadPoolExecutor(1) as pool:
             expected = model(WINDOWS.ids).logits
+            pool.submit(logits_of, model, WINDOWS.ids).result()
         with masked(layers, drop):
-            with observed(layers, inside):
+            with observed(layers, [inside.append] * 2):
                 assert torch.equal(model(WINDOWS.ids).logits, expected)
             assert len(edits_of(model)) == 2
             assert not torch.allclose(model(WINDOWS.ids).logits, expected)
         model(WINDOWS.ids)
     assert edits_of(model) == {}
+    assert len(dense) == len(layers)
     for one, other in zip(dense, inside, strict=True):
-        assert len(one.h) == len(other.h) == 1
-        assert torch.equal(one.h[0], other.h[0])
+        assert torch.equal(one.h, other.h)
 
 
 def test_replaced_weights_in_nested_masks(model):
