@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from random_tables import random_table
+from scipy.stats import hypergeom
 
 from heapr_lab import ImportanceTable, KeepMask, Selection
 from heapr_lab.errors import SpecError
@@ -48,21 +49,13 @@ def atoms() -> list[Atom]:
     ]
 
 
-def chance(n: int, n_a: int, n_b: int) -> tuple[float, float]:
-    """Mean and standard deviation of `both`, by counting the masks that give it."""
-    masks = [math.comb(n_a, k) * math.comb(n - n_a, n_b - k) for k in range(n_b + 1)]
-    mean = sum(k * ways for k, ways in enumerate(masks)) / sum(masks)
-    squares = sum((k - mean) ** 2 * ways for k, ways in enumerate(masks))
-    return mean, math.sqrt(squares / sum(masks))
-
-
 def removed(keep: KeepMask) -> set[Atom]:
     """The removed atoms, one by one."""
     return {(k, e, i) for k, e, i in atoms() if not keep.by_layer(k)[e, i]}
 
 
 def test_overlap_is_that_of_sets():
-    """Every count; chance by counting masks."""
+    """Every count; by chance, as many as in draws without replacement."""
     a, b = scored("A", 1), scored("B", 2, share=0.7)
     frame = overlap(a.keep, b.keep)
     assert frame["layer"].tolist() == [*SHAPES]
@@ -74,11 +67,11 @@ def test_overlap_is_that_of_sets():
         counts = [len(every), len(mine), len(other), len(mine & other)]
         names = ["n_atoms", "removed_a", "removed_b", "both"]
         assert [row[name] for name in names] == counts
-        mean, sd = chance(len(every), len(mine), len(other))
-        assert row["expected"] == pytest.approx(mean)
-        assert row["sd"] == pytest.approx(sd)
-        if sd:
-            assert row["z"] == pytest.approx((len(mine & other) - mean) / sd)
+        drawn = hypergeom(*counts[:3])
+        assert row["expected"] == pytest.approx(drawn.mean())
+        assert row["sd"] == pytest.approx(drawn.std())
+        z = (len(mine & other) - drawn.mean()) / drawn.std()
+        assert row["z"] == pytest.approx(z)
 
 
 def test_what_is_divided_by_nothing_is_missing():
