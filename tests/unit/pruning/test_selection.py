@@ -161,11 +161,10 @@ def test_settings_that_cannot_be_used(settings, message):
 def test_options_reach_the_estimator():
     """Another seed selects other atoms, the same seed the same."""
     table = make_table({0: np.ones((8, 32))})
-    choices = (
-        Selection(0.5, "random", estimator_options={"seed": np.int64(seed)})  # type: ignore[arg-type]
-        for seed in (0, 0, 1)
+    a, b, c = (
+        select(table, ratio=0.5, estimator="random", estimator_options=options)
+        for options in ({"seed": np.int64(seed)} for seed in (0, 0, 1))
     )
-    a, b, c = (select(table, choice) for choice in choices)
     assert a == b
     assert a != c
     assert a.settings["estimator_options"] == {"seed": 0}
