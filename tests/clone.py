@@ -3,9 +3,10 @@
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from processes import says
 
 CLOSED = "http://127.0.0.1:9"
 """An address where nothing listens."""
@@ -26,18 +27,8 @@ class Clone:
 
     def run(self, *arguments: str, timeout: float | None = None) -> str:
         """What Python says, which has to succeed."""
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.folder,
-            env=bare_environment(self.folder, cache=self.cache),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=timeout,
-        )
-        assert done.returncode == 0, done.stdout[-5000:]
-        return done.stdout
+        env = bare_environment(self.folder, cache=self.cache)
+        return says(*arguments, cwd=self.folder, env=env, timeout=timeout)
 
     def git(self, *arguments: str) -> str:
         """What git says."""

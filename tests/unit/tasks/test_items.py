@@ -10,11 +10,13 @@ from heard import Heard, stop_at
 from keeps import random_keep
 from text_models import byte_model, corpus_of
 
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.pruning.surgery import masking
+from heapr_lab.storage.cache import cache_path
+from heapr_lab.storage.files import write_frame
 from heapr_lab.tasks import items as module
 from heapr_lab.tasks.harness import continuation_task, run_tasks
-from heapr_lab.tasks.items import drawn_items, task_items
+from heapr_lab.tasks.items import cached_rows, drawn_items, task_items
 from heapr_lab.tasks.paper_tasks import task_difference, task_summary
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -111,6 +113,38 @@ def test_refusals(tokenizer):
         task_items(byte_model(), tokenizer, [])
     with pytest.raises(SpecError, match="n_items must be a whole number from 1"):
         task_items(byte_model(), tokenizer, [task()], n_items=0)
+
+
+# --- rows -------------------------------------------------------------------------
+
+
+def test_only_missing_rows_are_computed():
+    """Their order is that of the numbers, some at a time; another key has its own."""
+    asked: list[list[int]] = []
+    heard = Heard()
+
+    def squares(numbers: list[int]) -> pd.DataFrame:
+        asked.append(numbers)
+        back = numbers[::-1]
+        return pd.DataFrame({"square": [float(n * n) for n in back]}, index=back)
+
+    first = cached_rows("rows", {"of": "dense"}, [5, 2, 4], squares, at_once=2)
+    assert first["square"].to_dict() == {5: 25.0, 2: 4.0, 4: 16.0}
+    options: dict[str, Any] = {"at_once": 2, "progress": heard}
+    more = cached_rows("rows", {"of": "dense"}, [9, 5, 1, 7], squares, **options)
+    assert list(more.index) == [9, 5, 1, 7]
+    assert asked == [[5, 2], [4], [9, 1], [7]]
+    assert heard == [(1, 4), (3, 4), (4, 4)]
+    cached_rows("rows", {"of": "pruned"}, [5], squares, at_once=2)
+    assert asked[4:] == [[5]]
+
+
+def test_rows_of_another_key_are_refused():
+    """A file that was renamed, say."""
+    path = cache_path("rows", {}, extension="parquet")
+    write_frame(path, pd.DataFrame({"x": [1.0]}, index=[1]), {"of": "else"})
+    with pytest.raises(CacheError, match="made for another key"):
+        cached_rows("rows", {}, [1], pd.DataFrame, at_once=1)
 
 
 # --- tables -----------------------------------------------------------------------
