@@ -18,7 +18,7 @@ from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from methods_by_hand import reloaded
 from quantised_folder import POWERS, WIDE, in_fp4, in_fp8, in_pairs, of_each_weight
 from stored_tensors import changed_tensors, same_bits, same_tensors, tensors_in
-from tiny_folder import D_VOCAB as TEXT_VOCABULARY
+from text_models import SIZES
 from tiny_folder import write_text, write_tokenizer
 from torch import nn
 from wrappers import WRAPPERS, tiny_wrapper
@@ -125,8 +125,7 @@ def random_tensors(
 
 def with_tokenizer(folder: Path, **options: int) -> Path:
     """A tiny model that reads text."""
-    sizes = {"vocab_size": TEXT_VOCABULARY, "max_position_embeddings": 2048}
-    write_tokenizer(source_of(folder, "glm4_moe", **sizes, **options))
+    write_tokenizer(source_of(folder, "glm4_moe", **SIZES, **options))
     return folder
 
 

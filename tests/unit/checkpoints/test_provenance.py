@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -47,7 +46,7 @@ def test_figures_of_earlier_versions_are_read(tmp_path):
 
 
 def test_parquet_files_say_where_they_came_from(tmp_path):
-    """A table its measurement, a mask its choice, a comparison what it is of."""
+    """A table its measurement, a mask its choice."""
     rows = {"layer": [0, 0], "expert": [0, 0], "atom": [0, 1], "sum_hg2": [2.0, 6]}
     facts = {"spec": {"schema": 1}, "provenance": {"device": "cpu"}}
     table = ImportanceTable.from_frame(pd.DataFrame(rows), N=2, **facts)
@@ -58,9 +57,6 @@ def test_parquet_files_say_where_they_came_from(tmp_path):
     choice = {"ratio": 0.5, "estimator": "fisher", "table": HASH}
     KeepMask.from_arrays({0: [[True, False]]}, **choice).write(tmp_path / "m.parquet")
     assert read_provenance(tmp_path / "m.parquet")["settings"].items() >= choice.items()
-    metadata: dict[str, Any] = {"kind": "comparison", "pins": [1], "importance": HASH}
-    files.write_frame(tmp_path / "c.parquet", pd.DataFrame({"x": [1]}), metadata)
-    assert read_provenance(tmp_path / "c.parquet") == metadata
 
 
 def test_a_checkpoint_says_where_it_came_from(tmp_path):

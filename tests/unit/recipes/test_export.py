@@ -1,17 +1,16 @@
 """What is saved and written: one number for all who ask, and files as their source."""
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import manifest_of, one_line, run
+from commands import manifest_of, one_line, run, said, text_of
 from families import tiny_model
 from pressing import cancel, export, failed, panel_on
 from stored_tensors import tensors_in
-from tiny_folder import D_VOCAB, write_model, write_text, write_tokenizer
+from tiny_folder import write_model, write_text, write_tokenizer
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints import model_card
@@ -27,6 +26,7 @@ from heapr_lab.workbench.settings import Setting
 from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 SEQ_LEN = 32
+"""Tokens in each window of the commands."""
 QUARTER = Selection(ratio=0.25)
 
 
@@ -34,15 +34,10 @@ QUARTER = Selection(ratio=0.25)
 def root(tmp_path_factory) -> Path:
     """A tiny model in bfloat16 in `moe`, a text, a table of windows of 32 tokens."""
     folder = tmp_path_factory.mktemp("export")
-    sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
-    model: Any = tiny_model("qwen2_moe", dtype=torch.bfloat16, seed=0, **sizes)
-    model.save_pretrained(folder / "moe")
-    write_tokenizer(folder / "moe")
+    write_model(folder / "moe", dtype=torch.bfloat16)
     write_text(folder / "text.txt")
-    run(
-        "score", folder / "moe", "--corpus", folder / "text.txt",
-        "--profile", "small", "--seq-len", SEQ_LEN, "--out", folder / "table.parquet",
-    )  # fmt: skip
+    out = ("--out", folder / "table.parquet")
+    run("score", folder / "moe", *text_of(folder), *out)
     return folder
 
 
@@ -61,12 +56,9 @@ def panel_of(root: Path, bench: Workbench) -> Explorer:
 
 def test_a_manifest_says_how_to_make_it_again(root, tmp_path):
     """Its selection and calibration, read back, select the same atoms."""
-    run(
-        "prune", root / "moe", "--ratio", 0.3,
-        "--estimator", "fisher", "--corpus", root / "text.txt", "--n-sequences", 4,
-        "--seq-len", SEQ_LEN, "--profile", "small",
-        "--out", tmp_path / "pruned",
-    )  # fmt: skip
+    chosen = ("--ratio", 0.3, "--estimator", "fisher", "--n-sequences", 4)
+    out = ("--out", tmp_path / "pruned")
+    run("prune", root / "moe", *chosen, *text_of(root), *out)
     manifest = manifest_of(tmp_path / "pruned")
     of_selection = {field.name for field in fields(Selection)}
     chosen = {k: v for k, v in manifest["selection"].items() if k in of_selection}
@@ -89,16 +81,14 @@ def test_all_who_ask_count_operations_alike(root, tmp_path):
     numbers = panel.session.savings()
     assert numbers is not None
     export(panel, tmp_path / "pruned", weights="unchanged")
-    out = run(
-        "prune", root / "moe", "--importance", root / "table.parquet",
-        "--estimator", "heapr", "--ratio", 0.25, "--json",
-    )  # fmt: skip
+    line = ("prune", root / "moe", "--importance", root / "table.parquet")
+    line = (*line, "--estimator", "heapr", "--ratio", 0.25)
     # The workbench measures with its own profile, here of the table's windows.
     setting = Setting(0.25, calibration=str(root / "text.txt"))
     bench.profile = type(bench.profile)("small", 8, SEQ_LEN, 4, 8)
     rows = [
         numbers,
-        json.loads(out),
+        said(*line),
         manifest_of(tmp_path / "pruned")["savings"],
         bench.savings(setting).iloc[0].to_dict(),
     ]
@@ -109,13 +99,7 @@ def test_all_who_ask_count_operations_alike(root, tmp_path):
     told = "at 2,048 tokens of context"
     assert told in panel.numbers.value
     assert told in (tmp_path / "pruned" / "README.md").read_text()
-
-
-def test_the_command_line_says_the_context(root):
-    """The text has it beside the counts."""
-    base = ("prune", root / "moe", "--importance", root / "table.parquet")
-    shown = run(*base, "--ratio", 0.25)
-    assert "at 2,048 tokens of context" in shown
+    assert told in run(*line)
 
 
 # --- files -----------------------------------------------------------------------
@@ -130,11 +114,8 @@ def test_a_checkpoint_has_the_type_and_size_of_its_source(root, tmp_path, weight
     panel.controls.ratio.value = "0.4"
     told = export(panel, tmp_path / "panel", weights=weights)
     method = "best" if weights == "compress" else "paper"
-    facts = json.loads(run(
-        "prune", root / "moe", "--corpus", root / "text.txt", "--profile", "small",
-        "--seq-len", SEQ_LEN, "--method", method, "--ratio", 0.4,
-        "--out", tmp_path / "line", "--json",
-    ))  # fmt: skip
+    chosen = (*text_of(root), "--method", method, "--ratio", 0.4)
+    facts = said("prune", root / "moe", *chosen, "--out", tmp_path / "line")
     sizes = {name: weights_bytes(tmp_path / name) for name in ("panel", "line")}
     ours, theirs = (tensors_in(tmp_path / name).values() for name in sizes)
     assert {t.dtype for t in (*ours, *theirs)} == {torch.bfloat16}

@@ -238,9 +238,7 @@ def test_guessing_is_right_as_often_as_items_have_answers(tmp_path, monkeypatch)
 @local_tasks
 def test_prompts_are_the_stock_ones(tmp_path, monkeypatch):
     """Prompt and choices of ARC-Easy are those of the stock definition."""
-    from heapr_lab.tasks import harness
-
-    task = harness.load_tasks(["arc_easy"])["tasks"]["arc_easy"]
+    task = load_tasks(["arc_easy"])["tasks"]["arc_easy"]
     doc = task.eval_docs[0]
     assert len(task.eval_docs) == 2376
     assert task.doc_to_text(doc) == f"Question: {doc['question']}\nAnswer:"

@@ -113,13 +113,6 @@ def test_domains_are_their_packages_docstrings():
     assert all(len(text) >= 150 for text in networkx.texts)
 
 
-def test_a_package_that_is_not_installed_is_an_error():
-    """The message says what to install."""
-    for package in ("no_such_package", "no.such.package"):
-        with pytest.raises(CorpusError, match=rf"pip install {package}"):
-            load_corpus(f"pydocs:{package}")
-
-
 def test_docstrings_are_found_where_they_stand(tmp_path):
     """In modules, classes, functions and added by numpy's way; broken files skipped."""
     source = tmp_path / "source.py"
@@ -176,12 +169,8 @@ def test_the_fingerprint_is_that_of_the_texts():
     }
 
 
-def test_unknown_names_and_splits_are_errors():
+def test_names_and_splits():
     """The message lists what there is."""
-    with pytest.raises(
-        CorpusError, match="'enwik9' is unknown: expected one of pydocs"
-    ):
-        load_corpus("enwik9")
     with pytest.raises(CorpusError, match="split is 'dev', expected one of train"):
         load_corpus("pydocs", split="dev")
     assert {"pydocs", "pydocs:stdlib", "wikitext2", "ptb", "c4"} <= set(corpus_names())
@@ -210,11 +199,6 @@ def test_local_data_sets(name, text):
     assert text in loaded["test"].joined() or text in loaded["train"].joined()
     assert len({corpus.fingerprint for corpus in loaded.values()}) == 3
     assert all(folder.name in corpus.source for corpus in loaded.values())
-    if name == "c4":
-        train, test = set(loaded["train"].texts), set(loaded["test"].texts)
-        assert train
-        assert test
-        assert not train & test
 
 
 def stored(**columns: Any) -> bytes:
