@@ -10,7 +10,7 @@ from families import tiny_model
 from heard import Heard, stop_at
 from keeps import check_masked, random_keep, widths_keep
 from processes import run_each
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from stored_tensors import (
     INDEX,
     SINGLE,
@@ -20,14 +20,13 @@ from stored_tensors import (
     source_of,
     tensors_in,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from heapr_lab import KeepMask, prune, save_pruned
 from heapr_lab.checkpoints.folder import partial_of
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import CacheError, LayoutError, SpecError
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.folders import skeleton_of
 from heapr_lab.streaming.opening import open_streamed
 
 FAMILIES = (
@@ -141,26 +140,13 @@ sys.stdout.write(str(peak() - before))
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not on Linux")
 def test_memory_holds_a_layer(tmp_path):
     """The peak grows by less than half of the file, which has eight layers."""
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        num_experts=8,
-        num_hidden_layers=8,
-        hidden_size=512,
-        moe_intermediate_size=1024,
-        num_attention_heads=4,
-        vocab_size=64,
-        dtype="bfloat16",
-    )
-    config.save_pretrained(tmp_path / "source")
-    skeleton: Any = skeleton_of(config)
-    tensors = {
-        name: torch.zeros(weight.shape, dtype=torch.bfloat16)
-        for name, weight in skeleton.state_dict().items()
-    }
-    save_file(tensors, tmp_path / "source" / SINGLE)
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 2048}
+    sizes |= {"num_hidden_layers": 8, "dtype": torch.bfloat16}
+    model = tiny_model("qwen3_moe", **sizes)
+    model.save_pretrained(tmp_path / "source")
     n_bytes = (tmp_path / "source" / SINGLE).stat().st_size
     assert n_bytes > 200e6
-    random_keep(skeleton).write(tmp_path / "keep.parquet")
+    random_keep(model).write(tmp_path / "keep.parquet")
     printed = run_each(MEASURED.format(folder=str(tmp_path)))
     assert float(printed) < n_bytes / 2
 
