@@ -31,11 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-DEEPSEEK = {
-    "num_hidden_layers": 3,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-}
+DEEPSEEK = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_shared_experts": 1}
 LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,

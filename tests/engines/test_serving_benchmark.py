@@ -76,14 +76,8 @@ def test_all_of_it(dtype, tmp_path, monkeypatch):
     serving.main()
     rows = pd.read_csv(tmp_path / f"{serving.NAMES[dtype]}.csv")
     assert rows["structure"].tolist() == ["dense", *serving.STRUCTURES] * 2
-    assert (
-        rows["experts_by"].tolist()
-        == [
-            *["UnquantizedFusedMoEMethod"] * 2,
-            *["NarrowMethod", "RaggedMethod"],
-        ]
-        * 2
-    )
+    experts = ["UnquantizedFusedMoEMethod"] * 2 + ["NarrowMethod", "RaggedMethod"]
+    assert rows["experts_by"].tolist() == experts * 2
     assert (rows["tokens_per_second"] > 0).all()
     dense = rows["structure"].eq("dense")
     assert (rows["predicted_by_flops"][~dense] > 1.3).all()

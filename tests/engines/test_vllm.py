@@ -44,10 +44,7 @@ with warnings.catch_warnings():
     from heapr_lab.serving import vllm_plugin
     from heapr_lab.serving.vllm_experts import expert_of, pack, ragged_sum
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 BF16 = torch.bfloat16
 N_NEW, N_LONG = 12, 48

@@ -5,13 +5,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import FAMILIES, tiny_ids, tiny_model
+from fences import fence
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from keeps import check_masked, logits_of, masked_logits, random_keep, widths_keep
@@ -28,7 +28,6 @@ from heapr_lab.methods.compression import ExpertComposition, Made
 from heapr_lab.models.experts import describe, find_experts, sliced_experts
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.ragged_experts import RaggedExperts
-from heapr_lab.storage import paths
 
 IDS = tiny_ids()
 LAYOUTS = (
@@ -318,15 +317,11 @@ def test_weights_that_changed_are_rounded(halves, tmp_path):
 
 
 class LocalHub:
-    """A hub whose repositories are folders."""
+    """A hub whose repositories are folders in the working folder."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def create_repo(self, repo_id: str, **_options: Any) -> Any:
+    def create_repo(self, repo_id: str, **_options: Any) -> None:
         """Make the folder."""
-        (self.root / repo_id).mkdir(parents=True)
-        return SimpleNamespace(repo_id=repo_id)
+        Path(repo_id).mkdir(parents=True)
 
     def upload_folder(
         self, *, repo_id: str, folder_path: str, allow_patterns: list[str]
@@ -334,14 +329,7 @@ class LocalHub:
         """Copy the files whose names match."""
         names = [path.name for path in Path(folder_path).iterdir()]
         for name in filter_repo_objects(names, allow_patterns=allow_patterns):
-            shutil.copyfile(Path(folder_path) / name, self.root / repo_id / name)
-
-
-def publish_code() -> str:
-    """The cell of docs/checkpoints.md that uploads the folder `pruned`."""
-    text = (paths.project_dir() / "docs" / "checkpoints.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(from huggingface_hub.*?)```", text, re.DOTALL)
-    return str(code)
+            shutil.copyfile(Path(folder_path) / name, Path(repo_id) / name)
 
 
 @pytest.mark.parametrize("structure", ["ragged", "uniform"])
@@ -359,8 +347,8 @@ def test_the_upload_of_the_docs(structure, tmp_path, monkeypatch):
     files = {path.name for path in out.iterdir()}
     (out / "notes.txt").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: LocalHub(tmp_path))
-    exec(publish_code(), {})
+    monkeypatch.setattr("huggingface_hub.HfApi", LocalHub)
+    exec(fence("docs/checkpoints.md", "python upload"), {})
     pushed = tmp_path / "me" / "my-moe-pruned"
     assert {path.name for path in pushed.iterdir()} == files
     again, _ = load_model(pushed, device="cpu")

@@ -226,6 +226,7 @@ def test_compensated_weights_are_not_resumed(tmp_path):
 
 
 LAST = "model.layers.1.mlp.experts.2.up_proj.weight"
+SCALES = f"{LAST}_scale_inv"
 BIAS = "model.layers.1.mlp.experts.down_proj_bias"
 UP = "model.layers.1.mlp.experts.gate_up_proj"
 OTHER = torch.ones(8, 16)
@@ -246,12 +247,7 @@ EIGHT_BITS = OTHER.to(torch.float8_e4m3fn)
         ),
         # It is joined with others: the first of them is named, and both shapes.
         ("qwen3_moe", LAST, OTHER[:3], r"\.0\.gate_proj.* \[8, 16\] .* \[3, 16\]"),
-        (
-            "qwen3_moe",
-            f"{LAST}_scale_inv",
-            OTHER,
-            f"json does not, 1 .*{LAST}_scale_inv",
-        ),
+        ("qwen3_moe", SCALES, OTHER, f"json does not, 1 .*{SCALES}"),
         ("qwen3_moe", f"{UP}_blocks", OTHER, "1 of its weights"),
         ("qwen3_moe", LAST.replace(".2.", ".4."), OTHER, f"lacks 1 .*{UP}"),
         ("qwen3_moe", LAST.replace(".2.", ".02."), OTHER, f"lacks 1 .*{UP}"),
@@ -277,7 +273,7 @@ def with_stray_name(source: Path) -> None:
         index["weight_map"]["lost"] = sorted(index["weight_map"].values())[0]
 
 
-def with_tensor_twice(source: Path) -> None:
+def twice(source: Path) -> None:
     """Add a tensor of the first file to the second."""
     first, second = sorted(source.glob("*.safetensors"))[:2]
     name, tensor = next(iter(load_file(first).items()))
@@ -295,10 +291,7 @@ def with_unknown_type(source: Path) -> None:
     ("damage", "message"),
     [
         (with_stray_name, r"lacks lost, which model.safetensors.index.json expects"),
-        (
-            with_tensor_twice,
-            r"is in .*model-00002.* and in model-00001.* expected it once",
-        ),
+        (twice, r"is in .*model-00002.* and in model-00001.* expected it once"),
         (with_unknown_type, r"model-00002.*F99.*download it again"),
     ],
 )

@@ -118,11 +118,7 @@ def test_defaults_are_left_out():
     """What everyone has need not be said."""
     opening, calibration = Opening("lab"), Calibration(own_text=0.25)
     code = python_of_model(
-        opening,
-        calibration,
-        Selection(0.25),
-        WeightRecipe("compress"),
-        folder="pruned",
+        opening, calibration, Selection(0.25), WeightRecipe("compress"), folder="pruned"
     )
     assert code.splitlines() == [
         "import heapr_lab as hl",

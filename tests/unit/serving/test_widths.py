@@ -5,10 +5,8 @@ import pytest
 from heapr_lab.errors import HeaprLabError
 from heapr_lab.serving.widths import shard, widths_by_layer
 
-WIDTHS = {
-    "model.layers.1.mlp.experts": [3, 0],
-    "model.layers.10.mlp.experts": [2, 2],
-}
+WIDTHS = {"model.layers.1.mlp.experts": [3, 0], "model.layers.10.mlp.experts": [2, 2]}
+TWICE = WIDTHS | {"vision.layers.1.experts": [1]}
 
 
 def test_by_layer():
@@ -26,10 +24,7 @@ def test_by_layer():
         ({"quantised": "int8", "format_version": 3}, "integers, which heapr-lab 0"),
         ({"widths": {"model.experts": [1]}}, "no numbered layer"),
         ({"widths": {"mtp.layers.0.mlp.experts": [1]}}, "without speculative"),
-        (
-            {"widths": WIDTHS | {"vision.layers.1.experts": [1]}},
-            "layer 1 has two experts modules",
-        ),
+        ({"widths": TWICE}, "layer 1 has two experts modules"),
     ],
 )
 def test_refused(change, message):

@@ -341,16 +341,8 @@ def test_own_files_that_cannot_be_used(tmp_path):
         ("latin.jsonl", b'{"text": "\xe9"}\n', "not UTF-8"),
         ("texts.parquet", stored(text=not_utf8), r"texts\.parquet' is not UTF-8"),
         ("b.parquet", stored(body=["a"]), r"columns \['body'\], expected one called"),
-        (
-            "numbers.parquet",
-            stored(text=[1, 2]),
-            r"parquet, row 1: .*a text, not a int",
-        ),
-        (
-            "holes.parquet",
-            stored(text=["a", None]),
-            r"parquet, row 2: .*not a NoneType",
-        ),
+        ("ints.parquet", stored(text=[1, 2]), r"parquet, row 1: .*a text, not a int"),
+        ("gap.parquet", stored(text=["a", None]), r"parquet, row 2: .*not a NoneType"),
     ):
         path = tmp_path / name
         path.write_bytes(content)
