@@ -267,43 +267,6 @@ def test_experts_that_are_not_those_of_the_model(family, name, new, message, tmp
     assert not (tmp_path / "out").exists()
 
 
-def with_stray_name(source: Path) -> None:
-    """Let the index name a tensor that is nowhere."""
-    with changed_json(source / INDEX) as index:
-        index["weight_map"]["lost"] = sorted(index["weight_map"].values())[0]
-
-
-def twice(source: Path) -> None:
-    """Add a tensor of the first file to the second."""
-    first, second = sorted(source.glob("*.safetensors"))[:2]
-    name, tensor = next(iter(load_file(first).items()))
-    with changed_tensors(second) as tensors:
-        tensors[name] = tensor
-
-
-def with_unknown_type(source: Path) -> None:
-    """Let a tensor have a type of the future."""
-    file = sorted(source.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F99"', 1))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (with_stray_name, r"lacks lost, which model.safetensors.index.json expects"),
-        (twice, r"is in .*model-00002.* and in model-00001.* expected it once"),
-        (with_unknown_type, r"model-00002.*F99.*download it again"),
-    ],
-)
-def test_indexes_and_headers_that_do_not_fit(damage, message, tmp_path):
-    """The file and the tensor are named, and nothing is written."""
-    model, source = source_of(tmp_path, max_shard_size="9KB")
-    damage(source)
-    with pytest.raises(SpecError, match=message):
-        prune_folder(source, random_keep(model), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_masks_of_other_models(tmp_path):
     """Masks have other layers, other sizes, or several widths where one is needed."""
     model, source = source_of(tmp_path)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from families import tiny_ids
 from keeps import logits_of, random_keep
-from safetensors.torch import save_file
-from stored_tensors import INDEX, tensors_in
+from safetensors.torch import load_file, save_file
+from stored_tensors import INDEX, changed_tensors, tensors_in
 from tiny_folder import write_model
 
 from heapr_lab.checkpoints.save import prune_folder
@@ -91,6 +91,13 @@ def outside(path: Path) -> None:
     (folder / INDEX).write_text(index.replace(path.name, f"../{path.name}"))
 
 
+def in_two_files(path: Path) -> None:
+    """Add a tensor of the first file."""
+    name, tensor = next(iter(load_file(shards(path.parent)[0]).items()))
+    with changed_tensors(path) as tensors:
+        tensors[name] = tensor
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
@@ -100,6 +107,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "dangling": lambda path: replaced(path, lambda p: p.symlink_to("nowhere")),
     "a folder": lambda path: replaced(path, Path.mkdir),
     "tensor twice": changed_header(twice),
+    "in two files": in_two_files,
+    "type of the future": changed_header(lambda text: text.replace("F32", "F99", 1)),
     "other shape": changed_header(lambda text: shaped(text, [10**6])),
     "text as shape": changed_header(lambda text: shaped(text, "16")),
     "no header": changed_header(lambda _: "[]"),
@@ -107,7 +116,12 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "outside": outside,
 }
 """What is done to the second file."""
-SAID = {"swapped": "their versions differ", "outside": r"\.\./model-00002"}
+SAID = {
+    "swapped": f"lacks .*, which {INDEX} expects there: their versions differ",
+    "outside": r"\.\./model-00002",
+    "in two files": "is in .*model-00002.* and in model-00001.* expected it once",
+    "type of the future": "model-00002.*F99.*download it again",
+}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
