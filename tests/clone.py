@@ -32,19 +32,19 @@ class Clone:
 
     def git(self, *arguments: str) -> str:
         """What git says."""
-        command = ["git", "-C", str(self.folder), *arguments]
-        return subprocess.run(
-            command, check=True, capture_output=True, text=True
-        ).stdout
+        return git(self.folder, *arguments)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What git says in a folder."""
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def copy_tracked(source: Path, target: Path) -> None:
     """Copy what git tracks or would track."""
     listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    process = subprocess.run(
-        ["git", "-C", str(source), *listing], check=True, capture_output=True, text=True
-    )
-    for name in filter(None, process.stdout.split("\0")):
+    for name in filter(None, git(source, *listing).split("\0")):
         if (source / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)

@@ -13,12 +13,10 @@ from heapr_lab.cli import options
 from heapr_lab.errors import SpecError
 from heapr_lab.pruning.options import STRUCTURES
 
-DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
-
 
 def test_the_documentation_says_the_same():
     """A row for each engine, and the help of `--for` names them all."""
-    text = DOCS.read_text()
+    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
     for name, engine in ENGINES.items():
         row = f"| `{name}` | {engine.structure} | {engine.multiple} | {engine.why} |"
         assert row in text

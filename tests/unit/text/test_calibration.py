@@ -110,7 +110,6 @@ def test_a_mixture_shares_out_the_windows(tmp_path, letters, tokenizer):
 @pytest.mark.parametrize(
     ("mixture", "text"),
     [
-        ("0.5*pydocs + ptb", "cannot read the mixture"),
         ("0.5*pydocs + much*ptb", "cannot read the mixture"),
         ("1.2.3*pydocs + 1*ptb", "cannot read the mixture"),
         ("0.5*ptb + 0.5*ptb", "repeats a corpus"),

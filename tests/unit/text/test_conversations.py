@@ -24,13 +24,6 @@ CHATS = [
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
 
 
-def by_hand(chats: list[Any]) -> str:
-    """What `TEMPLATE` makes of all conversations, one after the other."""
-    return "".join(
-        f"[{turn['role']}]{turn['content']}\n" for chat in chats for turn in chat
-    )
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A tiny model in the hub's layout."""
@@ -65,7 +58,8 @@ def test_windows_are_those_of_the_rendered_text(tmp_path, tokenizer, write, suff
     path = write(tmp_path / f"chats{suffix}", CHATS)
     corpus = load_corpus(path)
     assert (corpus.chat, len(corpus.texts)) == (True, len(CHATS))
-    ids = tokenizer(by_hand(CHATS), add_special_tokens=False)["input_ids"]
+    turns = [f"[{turn['role']}]{turn['content']}\n" for chat in CHATS for turn in chat]
+    ids = tokenizer("".join(turns), add_special_tokens=False)["input_ids"]
     windows = load_windows(path, tokenizer, seq_len=16)
     assert windows.ids.flatten().tolist() == ids[: windows.ids.numel()]
     drawn = load_calibration(path, tokenizer, n_sequences=3, seq_len=16)
