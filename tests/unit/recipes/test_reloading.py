@@ -19,7 +19,6 @@ from heapr_lab.models.loading import load_model
 from heapr_lab.models.sources import read_source
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.options import Selection
-from heapr_lab.pruning.selection import select
 from heapr_lab.recipes import export
 from heapr_lab.recipes.making import PruningResult, healing_of, make
 from heapr_lab.recipes.weights import WeightRecipe
@@ -32,6 +31,16 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 BOTH_LOSSES = r"is \d+\.\d{6} nats per token in place of"
 
 
+def half(
+    bench: Workbench, root: Path, *, structure: str = "ragged", **recipe: Any
+) -> PruningResult:
+    """Half of the model, and the weights of a recipe."""
+    text = str(root / "text.txt")
+    setting = Setting(Selection(0.5, structure=structure), Calibration(text))
+    table = bench.importance(setting.calibration)
+    return make(bench, table, setting, WeightRecipe(**recipe))
+
+
 def write(
     root: Path, out: Path, *, weights: str = "unchanged", **options: Any
 ) -> dict[str, Any]:
@@ -39,19 +48,14 @@ def write(
     structure = options.pop("structure", "ragged")
     corpora = options.pop("corpora", [str(root / "text.txt")])
     bench: Workbench = open_workbench(str(root / "moe"), profile="small", **options)
-    text = str(root / "text.txt")
-    setting = Setting(Selection(0.5, structure=structure), Calibration(text))
-    table = bench.importance(setting.calibration)
-    made = make(bench, table, setting, WeightRecipe(weights))
+    made = half(bench, root, structure=structure, weights=weights)
     export.write_checkpoint(out, made, bench, corpora=corpora)
     return manifest_of(out)
 
 
 def test_a_training_is_kept_until_its_weights_are_written(bench, root):
     """By an error it is not forgotten; no other process has it meanwhile."""
-    setting = Setting(0.5, str(root / "text.txt"))
-    table = bench.importance(setting.calibration)
-    made = make(bench, table, setting, WeightRecipe(heal=8))
+    made = half(bench, root, heal=8)
     with contextlib.suppress(OSError), healing_of(bench, made) as healing:
         assert healing is not None
         healing[1].write_text("trained")
@@ -67,17 +71,14 @@ def test_a_training_is_kept_until_its_weights_are_written(bench, root):
 
 def test_a_table_without_sizes_is_refused_before_a_training(bench, root, tmp_path):
     """The card needs them, and nothing slow is done for one that cannot be written."""
-    setting = Setting(0.5, str(root / "text.txt"))
-    table = bench.importance(setting.calibration)
-    made = make(bench, table, setting, WeightRecipe(heal=8))
-    alone = ImportanceTable.from_frame(table.frame)
+    made = half(bench, root, heal=8)
+    made = replace(made, table=ImportanceTable.from_frame(made.table.frame))
     parts: list[str] = []
 
     def part(label: str, _unit: str) -> Progress:
         parts.append(label)
         return no_report
 
-    made = replace(made, table=alone)
     with pytest.raises(SpecError, match="architecture"):
         export.write_checkpoint(tmp_path / "out", made, bench, corpora=(), part=part)
     assert parts == []
@@ -153,10 +154,7 @@ def test_sliced_files_are_compared_with_the_mask(
     bench, root, tmp_path, monkeypatch, structure
 ):
     """A wrong tensor leaves nothing, not even a folder to resume from."""
-    text = str(root / "text.txt")
-    setting = Setting(Selection(0.5, structure=structure), Calibration(text))
-    table = bench.importance(setting.calibration)
-    made = PruningResult(select(table, setting.selection), table=table)
+    text, made = str(root / "text.txt"), half(bench, root, structure=structure)
 
     def write_slices(out: Path) -> dict[str, Any]:
         options: Any = {"base": "moe", "bench": bench, "corpora": [text]}
