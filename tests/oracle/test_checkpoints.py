@@ -53,13 +53,11 @@ def keep_of(model: nn.Module, structure: str) -> KeepMask:
     return widths_keep(model, *WIDTHS[structure], structure=structure)
 
 
-def saved(
-    folder: Path, family: str, structure: str, **kwargs: Any
-) -> tuple[nn.Module, KeepMask]:
+def saved(folder: Path, family: str, structure: str) -> tuple[nn.Module, KeepMask]:
     """A tiny model, the mask, and the pruned model saved in `folder`."""
     model = tiny_model(family, dtype=torch.float32)
     keep = keep_of(model, structure)
-    save_pruned(prune(model, keep), folder, **kwargs)
+    save_pruned(prune(model, keep), folder)
     return model, keep
 
 

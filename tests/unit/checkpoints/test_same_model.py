@@ -15,9 +15,6 @@ from heapr_lab.models.identity import model_identity
 from heapr_lab.recipes.making import with_model
 from heapr_lab.storage.hashing import digest
 
-EXPERTS = "model.layers.1.mlp.experts"
-Tensors = dict[str, torch.Tensor]
-
 
 def table_of(source: Path, dtype: torch.dtype = torch.float32) -> ImportanceTable:
     """A table of the model in a folder, measured in a type."""
@@ -40,21 +37,15 @@ def test_the_table_of_the_model_is_taken(dtype, source, tmp_path):
     assert own_table(tmp_path / "table.parquet", source, name="moe").n_atoms == 64
 
 
-def permuted(tensors: Tensors) -> None:
-    """Swap two experts, and their rows of the router: the same function."""
-    names = [name for name in tensors if name.startswith(f"{EXPERTS}.2.")]
-    for name in names:
-        other = name.replace(".2.", ".3.")
-        tensors[name], tensors[other] = tensors[other], tensors[name]
-    router = EXPERTS.replace("experts", "gate.weight")
-    tensors[router] = tensors[router][[0, 1, 3, 2]].contiguous()
-
-
 def test_a_table_of_a_twin_is_refused(source, table, tmp_path):
-    """Experts are in another order."""
+    """Two experts have changed places, with their rows of the router."""
     read_weights(source).save_pretrained(tmp_path / "twin")
     with changed_tensors(tmp_path / "twin") as tensors:
-        permuted(tensors)
+        for name in [name for name in tensors if ".1.mlp.experts.2." in name]:
+            other = name.replace(".2.", ".3.")
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+        router = "model.layers.1.mlp.gate.weight"
+        tensors[router] = tensors[router][[0, 1, 3, 2]]
     with pytest.raises(SpecError, match="another model than twin: weights v2:"):
         own_table(table, tmp_path / "twin", name="twin")
 

@@ -27,7 +27,6 @@ from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 SEQ_LEN = 32
 """Tokens in each window of the commands."""
-QUARTER = Selection(ratio=0.25)
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +133,7 @@ def test_a_checkpoint_has_the_type_and_size_of_its_source(root, tmp_path, weight
 def test_sizes_that_are_no_files_are_called_estimates(root):
     """Without a checkpoint the dense bytes are of files, the pruned ones estimated."""
     table = ImportanceTable.read(root / "table.parquet")
-    keep = PruningSession(table).keep_of(QUARTER)
+    keep = PruningSession(table).keep_of(Selection(ratio=0.25))
     source = read_source(root / "moe")
     facts = savings(keep, table, source=source)
     assert facts["bytes_before"] == source.n_bytes
