@@ -87,6 +87,19 @@ def replaced(model: nn.Module, new: dict[tuple[int, int], Any]) -> nn.Module:
     return twin
 
 
+def multiplied(expert: Any, name: str) -> torch.Tensor:
+    """One matrix or bias of an expert, of which it may have a part and factors."""
+    if f"{name}_left" not in expert:
+        return expert[name]
+    return expert.get(name, 0) + expert[f"{name}_left"] @ expert[f"{name}_right"]
+
+
+def truncated(matrix: torch.Tensor, rank: int) -> torch.Tensor:
+    """The nearest matrix of a rank: the first terms of Σ σ u vᵀ."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    return torch.stack([s[i] * torch.outer(u[:, i], v[i]) for i in range(rank)]).sum(0)
+
+
 def sets(groups: Any) -> set[frozenset[int]]:
     """Groups without their order."""
     return {frozenset(group) for group in groups}

@@ -1,20 +1,19 @@
 """Experts that are left out, shared or factored, against the same by hand."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import REPRESENTATIVES, tiny_ids, tiny_model
 from keeps import logits_of, weights_of
-from methods_by_hand import CLOSE, SIX, reloaded, replaced, without_experts
+from methods_by_hand import CLOSE, SIX, multiplied, reloaded, replaced
 from torch import nn
 
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.methods.composing import (
     Composition,
-    Matrices,
     composing,
     dense_experts,
     distinct,
@@ -53,35 +52,16 @@ def composed(
 
 def by_hand(model: Any, kept: dict[int, tuple[int, ...]]) -> torch.Tensor:
     """Logits of the dense model, where router logits of dropped experts are −∞."""
-    with ExitStack() as hooks:
-        for layer in find_experts(model):
-            block = model.get_submodule(layer.name.rpartition(".")[0])
-            router = getattr(block, "gate", None) or block.router
-            rule = _rule(model, kept[layer.layer])
-            hooks.enter_context(router.register_forward_hook(rule))
+    linear, layers = F.linear, iter(kept.values())
+
+    def without(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+        logits = linear(x, weight, *bias)
+        if len(weight) == 4:  # only a router's, of one layer after the other
+            logits[..., [*{0, 1, 2, 3} - {*next(layers)}]] = -torch.inf
+        return logits
+
+    with patch.object(F, "linear", without):
         return logits_of(model, IDS)
-
-
-def _rule(model: Any, kept: tuple[int, ...]) -> Callable[..., Any]:
-    config = model.config
-
-    def route(_router: Any, _args: Any, output: Any) -> Any:
-        logits = output[0].clone()
-        for expert in range(logits.shape[-1]):
-            if expert not in kept:
-                logits[..., expert] = -torch.inf
-        if config.model_type == "gpt_oss":
-            best, index = logits.topk(config.num_experts_per_tok)
-            return logits, best.softmax(-1), index
-        p = logits.float().softmax(-1)
-        weights, index = p.topk(config.num_experts_per_tok)
-        if config.model_type == "mixtral" or getattr(config, "norm_topk_prob", False):
-            weights = weights / weights.sum(-1, keepdim=True)
-        if config.model_type == "deepseek_v2":
-            weights = weights * config.routed_scaling_factor
-        return logits, weights.to(output[1].dtype), index
-
-    return route
 
 
 @pytest.mark.parametrize("family", REFERENCES)
@@ -157,15 +137,6 @@ def test_the_model_is_alone_while_it_is_copied():
 # --- what is refused --------------------------------------------------------------
 
 
-def test_groups_of_experts_are_refused_by_name():
-    """Routing that is limited to groups would change with their sizes."""
-    model = tiny_model("deepseek_v3", n_group=2, topk_group=1)
-    dense = logits_of(model, IDS)
-    with pytest.raises(LayoutError, match=r"gate .* of 2 groups .*num_group=2"):
-        without_experts(model, kept_of(model))
-    assert torch.equal(logits_of(model, IDS), dense)
-
-
 @pytest.mark.parametrize("family", NOT_DROPPABLE)
 def test_other_routers_are_refused_by_name(family):
     """Nothing is sliced by guessing."""
@@ -225,13 +196,6 @@ def by_product(model: nn.Module, experts: dict[int, Composition]) -> nn.Module:
         for expert in range(layer.n_experts)
     }
     return replaced(model, new)
-
-
-def multiplied(expert: Matrices, name: str) -> torch.Tensor:
-    """One matrix or bias of an expert."""
-    if f"{name}_left" not in expert:
-        return expert[name]
-    return expert[name] + expert[f"{name}_left"] @ expert[f"{name}_right"]
 
 
 @pytest.mark.parametrize("family", REFERENCES)

@@ -9,7 +9,16 @@ import pytest
 import torch
 from families import tiny_model
 from heard import Heard
-from methods_by_hand import IDS, SIX, WINDOWS, fitted, gradients_by_hand, routed
+from methods_by_hand import (
+    IDS,
+    SIX,
+    WINDOWS,
+    fitted,
+    gradients_by_hand,
+    multiplied,
+    routed,
+    truncated,
+)
 from oracles.token_by_token import RoutedToken
 from oracles.token_by_token import matrices as by_hand
 from torch import nn
@@ -17,7 +26,7 @@ from torch import nn
 from heapr_lab import CalibrationSet, HeaprLabError, methods
 from heapr_lab.errors import CoverageError, SpecError
 from heapr_lab.methods.collectors import Measurements, sum_over_windows
-from heapr_lab.methods.composing import Composition, Matrices, distinct
+from heapr_lab.methods.composing import Composition, distinct
 from heapr_lab.methods.compression import ExpertComposition
 from heapr_lab.methods.low_rank import (
     MOMENTS,
@@ -54,19 +63,7 @@ def moment(tokens: list[Any], name: str, *, d_in: int) -> torch.Tensor:
 def whitened(matrix: torch.Tensor, rank: int, second: torch.Tensor) -> torch.Tensor:
     """SVD-LLM as its authors write it: SVD of W S, truncated, times S⁻¹."""
     root = torch.linalg.cholesky(second)
-    u, s, v = torch.linalg.svd(matrix @ root, full_matrices=False)
-    total = torch.zeros_like(matrix @ root)
-    for i in range(rank):
-        total += s[i] * torch.outer(u[:, i], v[i])
-    return total @ torch.linalg.inv(root)
-
-
-def product(expert: Matrices, name: str) -> torch.Tensor:
-    """One matrix of an expert."""
-    dense: Any = expert.get(name, 0)
-    if f"{name}_left" in expert:
-        dense = dense + expert[f"{name}_left"] @ expert[f"{name}_right"]
-    return torch.as_tensor(dense).double()
+    return truncated(matrix @ root, rank) @ torch.linalg.inv(root)
 
 
 def every_matrix(
@@ -78,7 +75,7 @@ def every_matrix(
         for expert in range(layer.n_experts):
             for name in NAMES:
                 matrix = by_hand(layer.module, expert)[f"W_{name}"].detach()
-                new = product(composition[expert], name)
+                new = multiplied(composition[expert], name)
                 yield layer, expert, name, matrix, new
 
 
@@ -343,7 +340,7 @@ def check_projection(
             for e in kept
         }
         near = min(errors, key=lambda e: errors[e])
-        new = product(experts[expert], name)
+        new = multiplied(experts[expert], name)
         torch.testing.assert_close(new, best[near] @ right, **CLOSE)
 
 

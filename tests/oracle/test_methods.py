@@ -25,7 +25,7 @@ from torch import nn
 
 from heapr_lab import collect_statistics, masking, select
 from heapr_lab.methods import experts
-from heapr_lab.methods.collectors import Measurements, expert_output
+from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement.expert_calls import iter_expert_calls
@@ -47,31 +47,14 @@ def test_experts_of_the_lowest_score_are_dropped(family):
     """Each layer loses two of six, by the score of a loop over its tokens."""
     model = tiny_model(family, **SIX)
     tokens = routed(model)
+    frame = Measurements(model, WINDOWS).experts()
+    keys = zip(frame["layer"], frame["expert"], strict=True)
+    means = [SCORES["reap"](tokens[key]) for key in keys]
+    assert experts.reap_scores(frame) == pytest.approx(means, rel=1e-6)
     for name, score in SCORES.items():
         for layer, kept in fitted(name, model, 0.34).kept.items():
             scores = {e: score(tokens[layer, e]) for e in range(6)}
             assert set(range(6)) - set(kept) == lowest(scores, 2), name
-
-
-@pytest.mark.parametrize("renormalised", [False, True])
-def test_reap_has_the_weights_of_the_authors(renormalised):
-    """The softmax, over the chosen experts where the configuration says so."""
-    model = tiny_model("qwen3_moe", **SIX, norm_topk_prob=renormalised)
-    shared = Measurements(model, WINDOWS)
-    scores = experts.reap_scores(shared.experts())
-    axes, place = {axis.layer.layer: axis for axis in find_expert_axes(model)}, 0
-    for calls in iter_expert_calls(model, IDS):
-        router: Any = axes[calls.layer.layer].router
-        p = (calls.hidden_states @ router.weight.detach().T).softmax(1)
-        chosen = p.gather(1, calls.top_k_index)
-        if renormalised:
-            p = p / chosen.sum(1, keepdim=True)
-        for expert in range(6):
-            tokens = (calls.top_k_index == expert).any(1)
-            f = expert_output(calls.layer, expert, calls.hidden_states[tokens])
-            expected = float((p[tokens, expert] * f.detach().norm(dim=1)).mean())
-            assert scores[place] == pytest.approx(expected, rel=1e-6)
-            place += 1
 
 
 # --- NAEE -------------------------------------------------------------------------

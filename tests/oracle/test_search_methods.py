@@ -9,7 +9,17 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import logits_of
-from methods_by_hand import FAMILIES, IDS, SIX, fitted, routed, without_experts
+from methods_by_hand import (
+    CLOSE,
+    FAMILIES,
+    IDS,
+    SIX,
+    fitted,
+    multiplied,
+    routed,
+    truncated,
+    without_experts,
+)
 from torch import nn
 
 from heapr_lab.errors import SpecError
@@ -205,15 +215,12 @@ def test_moe_i2_searches_the_best_set_and_truncates(family):
             assert kept == min(itertools.combinations(range(6), len(kept)), key=cost)
         for expert, made in zip(kept, fit.compositions[layer.layer], strict=True):
             for name in ("gate", "up", "down"):
-                left = made[f"{name}_left"]
-                rank = left.shape[1]
+                rank = made[f"{name}_left"].shape[1]
                 assert 1 <= rank <= 5  # 5 · (8 + 16) < 8 · 16
                 units += rank
                 dense = layer.expert(expert)[name]
-                u, s, v = torch.linalg.svd(dense, full_matrices=False)
-                expected = sum(s[i] * torch.outer(u[:, i], v[i]) for i in range(rank))
-                product = left @ made[f"{name}_right"]
-                torch.testing.assert_close(product, expected, rtol=1e-9, atol=1e-9)
+                expected = truncated(dense, rank)
+                torch.testing.assert_close(multiplied(made, name), expected, **CLOSE)
     stored = units * (8 + 16)
     total = 12 * 3 * 8 * 16
     assert fit.achieved_ratio == pytest.approx(1 - stored / total)
