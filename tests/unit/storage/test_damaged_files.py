@@ -89,6 +89,13 @@ def test_a_header_that_cannot_be_read(mask, table, change):
                 reader(path)
 
 
+def test_a_newer_file_is_refused(mask):
+    """A file of a later schema version asks for an upgrade."""
+    change_header(mask, lambda header: header | {"schema": files.SCHEMA_VERSION + 1})
+    with pytest.raises(CacheError, match=r"mask\.parquet has schema version 2"):
+        files.read_frame(mask)
+
+
 @pytest.mark.parametrize("name", ["settings", "fingerprint"])
 @pytest.mark.parametrize("value", [None, [1], "x", "absent"])
 def test_a_mask_without_what_it_says_of_itself(mask, name, value):
@@ -142,9 +149,41 @@ def test_columns_that_cannot_be_described(table):
             files.read_frame(table)
 
 
-def test_json_that_is_nested_deeply(tmp_path):
-    """JSON nested deeper than Python reads."""
-    path = tmp_path / "deep.json"
-    path.write_text("[" * 100_000)
-    with pytest.raises(CacheError, match=r"deep\.json is truncated or is not JSON"):
-        files.read_json(path)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "is truncated or is not JSON"),
+        (b"\xff\xfe{", "cannot be read"),
+    ],
+)
+def test_json_that_cannot_be_read(tmp_path, content, message):
+    """It is nested deeper than Python reads, or not in UTF-8."""
+    path = tmp_path / "odd.json"
+    path.write_bytes(content)
+    with pytest.raises(CacheError, match=rf"odd\.json {message}.*give another file"):
+        files.read_json(str(path))
+
+
+WHOLE: dict[str, tuple[Callable[[Path], None], Callable[[str], Any]]] = {
+    "frame": (lambda path: files.write_frame(path, FRAME, {}), files.read_frame),
+    "metadata": (lambda path: files.write_frame(path, FRAME, {}), files.read_metadata),
+    "state": (
+        lambda path: files.save_state(path, {"x": np.arange(100.0)}, {}),
+        files.load_state,
+    ),
+}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.005, 0.04, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize(("write", "read"), WHOLE.values(), ids=WHOLE)
+def test_a_file_that_is_cut_short_is_refused_and_left_alone(
+    tmp_path, write, read, share
+):
+    """It is cut anywhere, in its header or its rows, and may be named by a text."""
+    path = tmp_path / "cut"
+    write(path)
+    left = path.read_bytes()[: int(share * path.stat().st_size)]
+    path.write_bytes(left)
+    with pytest.raises(CacheError, match=r"cut cannot be read.*give another file"):
+        read(str(path))
+    assert path.read_bytes() == left

@@ -12,25 +12,21 @@ from unittest.mock import Mock
 import pytest
 
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.storage import cache, files
+from heapr_lab.storage import cache as store
+from heapr_lab.storage import files
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """A cache folder of this test's own."""
-    monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def answer(value: Any, key: dict[str, Any] | None = None) -> Any:
     """A result of kind `answers` for {"x": 1}."""
-    return cache.cached_json("answers", key or {"x": 1}, lambda: value)
+    return store.cached_json("answers", key or {"x": 1}, lambda: value)
 
 
 def test_waiting_is_said_only_of_a_lock_that_is_held(caplog):
     """The one that waits reads what the other has made, and says what it waits for."""
     caplog.set_level(logging.INFO)
-    path = cache.cache_path("answers", {"x": 1}, extension="json")
+    path = store.cache_path("answers", {"x": 1}, extension="json")
     inside = threading.Event()
 
     def slow() -> int:
@@ -40,7 +36,7 @@ def test_waiting_is_said_only_of_a_lock_that_is_held(caplog):
         return 1
 
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(cache.cached_json, "answers", {"x": 1}, slow)
+        first = pool.submit(store.cached_json, "answers", {"x": 1}, slow)
         assert inside.wait(60)
         assert answer(2) == first.result() == 1
     message = f"waiting for {path}, which another is computing"
@@ -51,10 +47,10 @@ def test_waiting_is_said_only_of_a_lock_that_is_held(caplog):
     assert caplog.text == ""
 
 
-def test_a_result_made_while_one_waited_is_that_of_its_key(folder, monkeypatch):
+def test_a_result_made_while_one_waited_is_that_of_its_key(monkeypatch):
     """The key is checked then, too."""
-    path = cache.cache_path("answers", {"x": 1}, extension="json")
-    lock = cache.lock(path)
+    path = store.cache_path("answers", {"x": 1}, extension="json")
+    lock = store.lock(path)
     acquire = type(lock).acquire
 
     def made_meanwhile(self: Any, *args: Any, **options: Any) -> Any:
@@ -68,52 +64,42 @@ def test_a_result_made_while_one_waited_is_that_of_its_key(folder, monkeypatch):
 
 
 def test_the_key_is_written_before_the_result():
-    """So that a result that is there always has its key."""
-    path = cache.cache_path("answers", {"x": 1}, extension="json")
+    """So that a result that is there always has its key; in a parquet file by default.
+
+    The extension is that of the file which is written.
+    """
+    path = store.cache_path("answers", {"x": 1}, extension="parquet")
 
     def write(temporary: Path, value: int) -> None:
         assert files.read_json(path.with_name(f"{path.name}.key.json")) == {"x": 1}
         assert not path.exists()
+        assert temporary.suffix == ".parquet"
         files.write_json(temporary, value)
 
-    done = cache.cached(
-        "answers",
-        {"x": 1},
-        lambda: 4,
-        read=files.read_json,
-        write=write,
-        extension="json",
-    )
-    assert done == files.read_json(path) == 4
+    read = files.read_json
+    done = store.cached("answers", {"x": 1}, lambda: 4, read=read, write=write)
+    assert done == read(path) == 4
 
 
-def test_results_are_parquet_files_unless_it_is_said():
-    """The extension is that of the file which is written."""
-    write = Mock(wraps=files.write_json)
-    cache.cached("numbers", {}, lambda: 4, read=files.read_json, write=write)
-    assert cache.cache_path("numbers", {}, extension="parquet").exists()
-    assert [call.args[0].suffix for call in write.mock_calls] == [".parquet"]
-
-
-def test_the_right_to_write_is_held_beside_the_output(folder):
+def test_the_right_to_write_is_held_beside_the_output(tmp_path):
     """In folders that are made for it; the file that stands for it goes afterwards."""
-    output = folder / "deep" / "er" / "x.png"
+    output = tmp_path / "deep" / "er" / "x.png"
     for _ in range(2):
-        with cache.writing(output):
+        with store.writing(output):
             (lock,) = output.parent.iterdir()
             assert lock.name == ".partial-x.png.lock"
         assert list(output.parent.iterdir()) == []
-        with cache.writing(output):  # somebody tidies up
+        with store.writing(output):  # somebody tidies up
             lock.unlink()
         assert list(output.parent.iterdir()) == []
 
 
-def test_where_nothing_can_be_written(folder):
+def test_where_nothing_can_be_written(tmp_path):
     """The folder is named, and why."""
-    (folder / "file").write_text("")
+    (tmp_path / "file").write_text("")
     with (
         pytest.raises(SpecError, match=r"nothing can be written to .*file \((?!None)"),
-        cache.writing(folder / "file" / "x.png"),
+        store.writing(tmp_path / "file" / "x.png"),
     ):
         pass
 
@@ -121,7 +107,7 @@ def test_where_nothing_can_be_written(folder):
 def test_after_a_failure_others_can_compute_at_once():
     """Nothing is held by a thread that has failed, while its error is looked at."""
     with pytest.raises(ZeroDivisionError) as failed:
-        cache.cached_json("answers", {"x": 1}, lambda: 1 // 0)
+        store.cached_json("answers", {"x": 1}, lambda: 1 // 0)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(answer, 2).result(30) == 2
     assert failed.value.args
@@ -145,9 +131,9 @@ print(cached_folder("models", {"x": 1}, make, name="tiny"))
 """
 
 
-def test_a_folder_is_made_once_by_two_processes(folder):
+def test_a_folder_is_made_once_by_two_processes(cache, tmp_path):
     """The second waits; both have the same folder, and nothing else is left."""
-    log = folder / "log"
+    log = tmp_path / "log"
     command = [sys.executable, "-c", MAKE, str(log)]
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)
@@ -155,14 +141,14 @@ def test_a_folder_is_made_once_by_two_processes(folder):
     outputs = {process.communicate(timeout=100)[0].strip() for process in processes}
     assert log.read_text() == "made\n"
     (place,) = map(Path, outputs)
-    assert place.relative_to(folder).parts[0] == "models"
+    assert place.relative_to(cache).parts[0] == "models"
     assert place.name == "tiny"
     assert (place / "weights").read_text() == "whole"
     left = {path.name for path in place.parent.iterdir()}
     assert left == {"tiny", "tiny.key.json", "tiny.lock"}
 
 
-def test_a_folder_that_fails_is_not_there(folder):
+def test_a_folder_that_fails_is_not_there(cache):
     """Nor is one of a process that was killed; what it left is deleted."""
 
     def fail(partial: Path) -> None:
@@ -170,20 +156,20 @@ def test_a_folder_that_fails_is_not_there(folder):
         raise SpecError("no")
 
     with pytest.raises(SpecError, match=r"^no$"):
-        cache.cached_folder("models", {"x": 1}, fail, name="tiny")
-    (home,) = (folder / "models").iterdir()
+        store.cached_folder("models", {"x": 1}, fail, name="tiny")
+    (home,) = (cache / "models").iterdir()
     assert {path.name for path in home.iterdir()} == {"tiny.key.json", "tiny.lock"}
     (home / ".partial-killed" / "tiny").mkdir(parents=True)
-    target = cache.cached_folder(
+    target = store.cached_folder(
         "models", {"x": 1}, lambda partial: (partial / "a").touch(), name="tiny"
     )
     assert [path.name for path in target.iterdir()] == ["a"]
     assert not (home / ".partial-killed").exists()
 
 
-def test_a_folder_of_another_key_is_refused(folder):
+def test_a_folder_of_another_key_is_refused():
     """It is refused as any cached result is."""
-    target = cache.cached_folder("models", {"x": 1}, Mock(), name="tiny")
+    target = store.cached_folder("models", {"x": 1}, Mock(), name="tiny")
     files.write_json(target.with_name("tiny.key.json"), {"x": 2})
     with pytest.raises(CacheError, match="was made for another key"):
-        cache.cached_folder("models", {"x": 1}, Mock(), name="tiny")
+        store.cached_folder("models", {"x": 1}, Mock(), name="tiny")
