@@ -43,19 +43,17 @@ def test_each_measurement_takes_one_pass(model, monkeypatch):
 
 def test_measurements_of_something_else_are_refused(model):
     """Other windows, another model, and the same model with other weights."""
-    reap = methods.get("reap")
-    other = tiny_windows(seed=2)
-    with pytest.raises(SpecError, match="shared measurements are of another"):
-        reap.fit(model, other, ratio=0.25, shared=Measurements(model, WINDOWS))
     twin = tiny_model("qwen2_moe")
     shared = Measurements(twin, WINDOWS)
-    with pytest.raises(SpecError, match="shared measurements are of another"):
-        reap.fit(model, WINDOWS, ratio=0.25, shared=shared)
-    reap.fit(twin, WINDOWS, ratio=0.25, shared=shared)
+    fit = functools.partial(methods.get("reap").fit, ratio=0.25, shared=shared)
+    fit(twin, WINDOWS)
+    for net, windows in ((twin, tiny_windows(seed=2)), (model, WINDOWS)):
+        with pytest.raises(SpecError, match="shared measurements are of another"):
+            fit(net, windows)
     with torch.no_grad():
         twin.lm_head.weight.mul_(2)  # type: ignore[operator, union-attr]
     with pytest.raises(SpecError, match="shared measurements are of another"):
-        reap.fit(twin, WINDOWS, ratio=0.25, shared=shared)
+        fit(twin, WINDOWS)
 
 
 @pytest.mark.parametrize(
@@ -81,30 +79,20 @@ def test_invalid_requests_are_refused(model, name, options, message):
         methods.get(name).fit(model, WINDOWS, **options)
 
 
-def test_a_masked_model_is_refused(model):
-    """The method would be fitted to the masked model."""
-    with (
-        masking(model, random_keep(model)),
-        pytest.raises(SpecError, match="fit the method to the dense model"),
-    ):
-        methods.get("heapr").fit(model, WINDOWS, ratio=0.25)
-
-
-def test_dropping_inside_a_mask_is_refused(model):
-    """A mask is of all experts."""
-    compression = methods.get("reap").fit(model, WINDOWS, ratio=0.25)
-    with (
-        masking(model, random_keep(model)),
-        pytest.raises(SpecError, match="replace experts of the dense model"),
-        compression.apply(model),
-    ):
-        pass
+def test_masks_and_methods_exclude_each_other(model):
+    """It would be fitted to the masked model; and a mask is of all experts."""
+    reap = methods.get("reap")
+    compression = reap.fit(model, WINDOWS, ratio=0.25)
+    with masking(model, random_keep(model)):
+        with pytest.raises(SpecError, match="fit the method to the dense model"):
+            reap.fit(model, WINDOWS, ratio=0.25)
+        with pytest.raises(SpecError, match="replace experts of the dense model"):
+            compression.apply(model).__enter__()
     with (
         compression.apply(model),
         pytest.raises(SpecError, match=r"has shape \(4, 8\), expected \(3, 8\)"),
-        masking(model, full_keep(tiny_model("qwen2_moe"))),
     ):
-        pass
+        masking(model, full_keep(tiny_model("qwen2_moe"))).__enter__()
 
 
 @pytest.mark.parametrize("name", ["reap", "hc-smoe"])

@@ -138,7 +138,6 @@ def test_two_plugins_of_one_name_are_refused(install):
         ("SECOND = 1", "loaded: AttributeError"),
         ("METHOD = 1", "is int, expected a heapr_lab.methods.method"),
         ("raise SystemExit(3)", "loaded: SystemExit: 3"),
-        ("METHOD = None", "is NoneType, expected a heapr_lab"),
         (called("Smallest"), "is called 'Smallest', expected lower"),
         (with_rule(TAKEN), "has an option ratio, which is an"),
     ],
