@@ -84,24 +84,14 @@ def test_a_group_without_tokens_is_the_plain_mean():
 # --- Sub-MoE ----------------------------------------------------------------------
 
 
-def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> list[int]:
-    """Lloyd's rounds until nothing moves, by loops."""
-    labels: list[int] = []
+def k_means_by_hand(units: torch.Tensor, centres: torch.Tensor) -> np.ndarray:
+    """Lloyd's rounds until nothing moves, or a group would be empty."""
+    labels, numbers = np.empty(0), range(len(centres))
     while True:
-        before, labels = labels, []
-        for row in units:
-            far = [float((row - centre).norm()) for centre in centres]
-            labels.append(int(np.argmin(far)))
-        if labels == before or len(set(labels)) < len(centres):
-            return before if len(set(labels)) < len(centres) else labels
-        centres = torch.stack(
-            [
-                torch.stack(
-                    [u for u, label in zip(units, labels, strict=True) if label == c]
-                ).mean(0)
-                for c in range(len(centres))
-            ]
-        )
+        before, labels = labels, torch.cdist(units, centres).argmin(1).numpy()
+        if np.array_equal(labels, before) or {*labels} != {*numbers}:
+            return before
+        centres = torch.stack([units[labels == number].mean(0) for number in numbers])
 
 
 @pytest.mark.parametrize("number", range(1, 7))
@@ -113,7 +103,7 @@ def test_k_means_by_hand(number):
         cosines = (units @ units.T).numpy()
         first = merging.seeds(cosines, number, np.random.default_rng(seed))
         labels = k_means_by_hand(units, units[first])
-        expected = [np.flatnonzero(np.array(labels) == c).tolist() for c in set(labels)]
+        expected = [np.flatnonzero(labels == c).tolist() for c in set(labels)]
         groups = merging.k_means(cosines, number, np.random.default_rng(seed))
         assert sets(groups) == sets(expected)
 
@@ -149,25 +139,24 @@ def test_sub_moe_by_hand(family):
         order = sorted(used, key=used.__getitem__, reverse=True)
         rows = units[order].flatten(1)
         first = merging.seeds((rows @ rows.T).numpy(), 3, rng)
-        labels = np.array(k_means_by_hand(rows, rows[first]))
+        labels = k_means_by_hand(rows, rows[first])
         for label in range(3):
             group = [order[place] for place in np.flatnonzero(labels == label)]
-            shares = np.array([tokens[k][e] for e in group]) / sum(
-                tokens[k][e] for e in group
-            )
+            counts = np.array([tokens[k][e] for e in group])
             whole = {
-                name: by_decomposition([layer.expert(e)[name] for e in group], shares)
+                name: by_decomposition([layer.expert(e)[name] for e in group], counts)
                 for name in ("gate", "up", "down")
             }
             new |= {(k, e): whole for e in group}
     check(fitted("sub-moe-like", model, 0.5), model, replaced(model, new))
 
 
-def by_decomposition(experts: list[torch.Tensor], shares: np.ndarray) -> torch.Tensor:
+def by_decomposition(experts: list[torch.Tensor], counts: np.ndarray) -> torch.Tensor:
     """Sub-MoE's merge of matrices (out, in)."""
+    shares = (counts / counts.sum()).tolist()
     u, s, v = torch.linalg.svd(torch.cat(experts, dim=1), full_matrices=False)
     blocks = v.chunk(len(experts), dim=1)
-    mean = sum(f * block for f, block in zip(shares.tolist(), blocks, strict=True))
+    mean = sum(f * block for f, block in zip(shares, blocks, strict=True))
     return u @ torch.diag(s) @ mean
 
 
