@@ -27,7 +27,7 @@ while line := sys.stdin.readline():
         os.environ.clear()
         os.environ.update(variables)
         for number, output in enumerate(outputs, start=1):
-            os.dup2(os.open(output, os.O_WRONLY), number)
+            os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
         exec(code, {})
         sys.stdout.flush()
         os._exit(0)
@@ -45,7 +45,7 @@ def says(*words: str, **options: Any) -> str:
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server() -> Any:
     """A Python that has imported torch, and runs code in processes of their own."""
     command = [sys.executable, "-c", _SERVER]
     pipe = subprocess.PIPE
@@ -61,16 +61,11 @@ def run_each(
 
     These have imported torch and what it needs, but nothing of transformers.
     """
-    return "".join(_run(code, cwd or Path.cwd(), env) for code in codes)
-
-
-def _run(code: str, folder: Path, env: Mapping[str, str]) -> str:
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
+    server, folder = _server(), str(cwd or Path.cwd())
     with NamedTemporaryFile("r") as output, NamedTemporaryFile("r") as errors:
-        request = [code, str(folder), dict(env), output.name, errors.name]
-        json.dump(request, server.stdin)
-        print(file=server.stdin, flush=True)
-        assert server.stdout.readline() == "0\n", errors.read() + f"failed: {code}"
+        for code in codes:
+            request = [code, folder, dict(env), output.name, errors.name]
+            json.dump(request, server.stdin)
+            print(file=server.stdin, flush=True)
+            assert server.stdout.readline() == "0\n", errors.read() + f"failed: {code}"
         return output.read()

@@ -2,6 +2,7 @@
 
 import itertools
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -23,7 +24,7 @@ from oracles.token_by_token import matrices
 from text_models import atoms_by_hand
 from torch import nn
 
-from heapr_lab import collect_statistics, masking, select
+from heapr_lab import KeepMask, collect_statistics, masking, select
 from heapr_lab.methods import experts
 from heapr_lab.methods.collectors import Measurements
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
@@ -129,16 +130,10 @@ def test_naee_is_greedy_where_there_are_too_many_subsets():
 def test_naee_on_fewer_tokens_takes_those_of_every_window(monkeypatch):
     """20 of 60 tokens: positions 0, 3, 6, 9 of each window."""
     model = tiny_model("qwen2_moe")
-    seen: list[int] = []
-    original = experts.LayerLoss.__init__
-
-    def note(self: Any, axis: Any, calls: Any) -> None:
-        seen.append(len(calls.hidden_states))
-        original(self, axis, calls)
-
-    monkeypatch.setattr(experts.LayerLoss, "__init__", note)
+    loss = Mock(wraps=experts.LayerLoss)
+    monkeypatch.setattr(experts, "LayerLoss", loss)
     fitted("naee", model, 0.25, most_tokens=20)
-    assert seen == [24, 24]
+    assert [len(call.args[1].hidden_states) for call in loss.mock_calls] == [24, 24]
 
 
 # --- atoms ------------------------------------------------------------------------
@@ -188,11 +183,9 @@ def test_camera_is_sequential(family):
     model = tiny_model(family)
     compression = fitted("camera-p", model, 0.5)
     expected = set()
-    n_atoms = {layer.layer: 32 for layer in find_experts(model)}
-    keep = {k: np.ones((4, 8), bool) for k in n_atoms}
-    for layer in n_atoms:
-        mask = type(compression.keep).from_arrays(keep)
-        with masking(model, mask):
+    keep = {layer.layer: np.ones((4, 8), bool) for layer in find_experts(model)}
+    for layer in keep:
+        with masking(model, KeepMask.from_arrays(keep)):
             frame = atoms_by_hand(model, IDS)
         scores = camera_by_hand(frame[frame["layer"] == layer])
         assert len(scores) == 32

@@ -31,21 +31,16 @@ def losses(root: Path, *model: object) -> dict[str, float]:
     return {row["metric"]: row["value"] for row in rows}
 
 
-def test_help_names_every_estimator():
+def test_help_names_every_estimator_and_profile():
     """The help of `prune` names those that rank the whole model, as the command does.
 
-    They are in the order of the registry.
+    They are in the order of the registry; and the profiles with their sizes in theirs.
     """
     ranking = [name for name, score in ESTIMATORS.items() if not score.within_layer]
     *others, last = ranking
     text = " ".join(run("prune", "--help").split())
     assert f"{', '.join(others)} or {last} [default: the method's]" in text
-
-
-def test_help_names_every_profile():
-    """The help of `prune` has the sizes of the profiles, in their order."""
     sizes = [f"{p.name} ({p.n_sequences} of {p.seq_len})" for p in PROFILES.values()]
-    text = " ".join(run("prune", "--help").split())
     words = text.replace("windows of", "of").replace(" tokens)", ")")
     assert f"{', '.join(sizes)} [default: the model's]" in words
 
@@ -83,12 +78,17 @@ def test_prune_counts_and_writes_the_mask(folder):
 
 @pytest.mark.parametrize("options", [(), ("--structure", "uniform", "--multiple", 4)])
 def test_prune_writes_a_checkpoint_that_evaluate_reads(folder, tmp_path, options):
-    """The table alone is enough; perplexity is that of the mask on the dense model."""
+    """The table alone is enough; perplexity is that of the mask on the dense model.
+
+    A mask has a divergence, too.
+    """
     out, mask = tmp_path / "pruned", tmp_path / "mask.parquet"
     for path in (mask, out):
         prune(folder, "--ratio", 0.5, *options, "--out", path)
     assert KeepMask.read(out / "heapr_keep.parquet") == KeepMask.read(mask)
-    masked = losses(folder, folder / "moe", "--mask", mask)
+    masked = losses(folder, folder / "moe", "--mask", mask, "--kl")
+    assert masked.pop("kl") > 1e-3
+    assert 0 < masked.pop("top1_agreement") < 1
     assert losses(folder, out) == pytest.approx(masked, rel=1e-5)
     card = (out / "README.md").read_text()
     assert "8 windows of 32 tokens" in card
@@ -208,17 +208,6 @@ def test_score_with_elimination(folder):
     how = ("--estimator", "elimination", "--ratio", 0.4, "--out", mask)
     run("prune", folder / "moe", *how, *text_of(folder))
     assert said("provenance", mask)["settings"]["table"] == facts["spec_hash"]
-
-
-def test_evaluate_dense_and_pruned(folder):
-    """A mask changes the loss and has a divergence; the numbers are valid JSON."""
-    mask = folder / "half.parquet"
-    prune(folder, "--ratio", 0.5, "--out", mask)
-    dense = losses(folder, folder / "moe")
-    pruned = losses(folder, folder / "moe", "--mask", mask, "--kl")
-    # half of a random model does matter
-    assert abs(pruned["nll"] - dense["nll"]) > 1e-3
-    assert pruned["kl"] > 1e-3
 
 
 def test_evaluate_a_task(folder):
