@@ -42,12 +42,17 @@ def nll(model: nn.Module) -> float:
     return float(torch.nn.functional.cross_entropy(logits, IDS[:, 1:].flatten()))
 
 
-def by_reap(model: nn.Module) -> dict[int, list[int]]:
-    """The experts of each layer, lowest mean p · ‖f‖ first, one token after another."""
-    means = {
+def reap_by_hand(model: nn.Module) -> dict[tuple[int, int], Any]:
+    """Mean p · ‖f‖ by layer and expert, one token after another."""
+    return {
         key: np.mean([float(t.p * t.E.norm()) for t in tokens] or [0])
         for key, tokens in routed(model).items()
     }
+
+
+def by_reap(model: nn.Module) -> dict[int, list[int]]:
+    """The experts of each layer, lowest mean p · ‖f‖ first."""
+    means = reap_by_hand(model)
     ordered = sorted(means, key=lambda key: means[key])
     return {
         layer.layer: [e for number, e in ordered if number == layer.layer]
@@ -189,26 +194,34 @@ def test_shares_are_exact_and_limited():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_moe_i2_searches_the_best_set_and_truncates(family):
-    """Each layer's set is the exhaustive optimum of NAEE's loss; matrices by SVD."""
+    """Each layer's set is the exhaustive optimum of NAEE's loss; matrices by SVD.
+
+    What is left of them are the largest singular values times REAP's score.
+    """
     model = tiny_model(family, **SIX)
     fit = fitted("moe-i2-like", model, 0.5, **MUCH)
     assert sum(6 - len(experts) for experts in fit.kept.values()) == 3
     axes = {axis.layer.layer: axis for axis in find_expert_axes(model)}
-    units = 0
+    units, scores = 0, reap_by_hand(model)
     for calls in iter_expert_calls(model, IDS):
         layer = calls.layer
         kept = fit.kept[layer.layer]
         with torch.no_grad():
             cost = experts.LayerLoss(axes[layer.layer], calls)
             assert kept == min(itertools.combinations(range(6), len(kept)), key=cost)
+        chosen, left_out = [], []
         for expert, made in zip(kept, fit.compositions[layer.layer], strict=True):
             for name in ("gate", "up", "down"):
                 rank = made[f"{name}_left"].shape[1]
                 assert 1 <= rank <= 5  # 5 · (8 + 16) < 8 · 16
                 units += rank
                 dense = layer.expert(expert)[name]
+                values = scores[layer.layer, expert] * torch.linalg.svdvals(dense)
+                chosen += values[1:rank].tolist()
+                left_out += values[rank:5].tolist()
                 expected = truncated(dense, rank)
                 torch.testing.assert_close(multiplied(made, name), expected, **CLOSE)
+        assert min(chosen) > max(left_out)
     stored = units * (8 + 16)
     total = 12 * 3 * 8 * 16
     assert fit.achieved_ratio == pytest.approx(1 - stored / total)
@@ -224,11 +237,3 @@ def test_moe_i2_spares_the_layer_that_matters():
         find_experts(model)[1].down.mul_(10)
     compression = fitted("moe-i2-like", model, 0.5)
     assert len(compression.kept[0]) < len(compression.kept[1])
-
-
-def test_ranks_by_hand():
-    """The largest values, at least one and at most `most` of each list."""
-    values = [np.array([9.0, 8.0, 7.0]), np.array([2.0, 1.0, 0.5])]
-    assert searches.ranks(values, 3, 3) == [2, 1]
-    assert searches.ranks(values, 4, 2) == [2, 2]
-    assert searches.ranks(values, 1, 3) == [1, 0]
