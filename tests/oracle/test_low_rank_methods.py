@@ -73,7 +73,7 @@ def every_matrix(
     for layer in find_experts(model):
         composition = compression.compositions[layer.layer]
         for expert in range(layer.n_experts):
-            for name in NAMES:
+            for name in NAMES if layer.gated else NAMES[1:]:
                 matrix = by_hand(layer.module, expert)[f"W_{name}"].detach()
                 new = multiplied(composition[expert], name)
                 yield layer, expert, name, matrix, new
@@ -144,25 +144,12 @@ def fisher_by_hand(model: nn.Module) -> dict[tuple[int, int, str], torch.Tensor]
     return fisher
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "nemotron_h"])
-def test_squared_gradients_are_those_of_autograd(family):
-    """Of every matrix, through the family's own code; windows are reported."""
-    model, progress = tiny_model(family), Heard()
-    sums = sum_over_windows(model, WINDOWS, squares, progress)
-    fisher = fisher_by_hand(model)
-    for (layer, expert, name), mean in fisher.items():
-        square = sums[layer][name][expert] / len(IDS)
-        torch.testing.assert_close(square, mean, rtol=1e-5, atol=1e-9)
-    assert {(k, name) for k, _, name in fisher} == {
-        (k, name) for k, stacks in sums.items() for name in stacks
-    }
-    assert max(float(mean.max()) for mean in fisher.values()) > 1e-8
-    assert progress == [(done, len(IDS)) for done in range(1, len(IDS) + 1)]
-
-
 def test_the_model_is_as_before():
-    """Modes, flags and gradients, after a pass and after an exception in one."""
-    model = tiny_model("qwen2_moe").train()
+    """Modes, flags and gradients, after a pass and after an exception in one.
+
+    The windows are reported.
+    """
+    model, progress = tiny_model("qwen2_moe").train(), Heard()
     weight = find_experts(model)[0].module.down_proj
     weight.grad = torch.full_like(weight, 3.0)
     next(model.parameters()).requires_grad_(False)
@@ -174,7 +161,8 @@ def test_the_model_is_as_before():
 
     with pytest.raises(KeyError):
         sum_over_windows(model, WINDOWS, squares, fail)
-    sum_over_windows(model, WINDOWS, squares)
+    sum_over_windows(model, WINDOWS, squares, progress)
+    assert progress == [(done, len(IDS)) for done in range(1, len(IDS) + 1)]
     assert model.training
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
     assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
@@ -199,7 +187,7 @@ def test_gradients_that_are_missing_or_not_finite_are_refused():
     torch.testing.assert_close(sum_over_windows(model, WINDOWS, squares), before)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron_h"])
 def test_d2_moe(family):
     """The base is the weighted mean; differences are those of the whitened SVD."""
     model = tiny_model(family, **SIX)
