@@ -149,22 +149,18 @@ def saliency_by_hand(model: nn.Module, size: int) -> dict[int, np.ndarray]:
     calls, saliency = experts_calls(model, IDS), {}
     prints = CalibrationSet.from_ids(IDS).window_fingerprints()
     windows = sorted(range(len(IDS)), key=lambda window: prints[window])
+    places = torch.cat([torch.arange(10 * w, 10 * w + 10) for w in windows])
     for layer in find_experts(model):
         x, index, _ = calls[layer.layer]
-        gates, batches = logits_by_hand(model, layer.layer, x).softmax(1), []
-        f = outputs_of(layer, x) * gates.T[:, :, None]
-        for start in range(0, len(windows), size):
-            means = torch.zeros(layer.n_experts, dtype=torch.float64)
-            for e in range(layer.n_experts):
-                values = [
-                    float(gates[t, e] * f[e, t].norm())
-                    for window in windows[start : start + size]
-                    for t in range(10 * window, 10 * window + 10)
-                    if e in gates[t].topk(index.shape[1]).indices
-                ]
-                means[e] = sum(values) / max(len(values), 1)
-            batches.append(means)
-        saliency[layer.layer] = torch.stack(batches).mean(0).numpy()
+        gates = logits_by_hand(model, layer.layer, x).softmax(1)
+        norms = gates**2 * outputs_of(layer, x).norm(dim=2).T
+        probable = gates.topk(index.shape[1]).indices
+        chosen = torch.zeros_like(gates).scatter(1, probable, 1)
+        means = [
+            (norms * chosen)[batch].sum(0) / chosen[batch].sum(0).clamp_min(1)
+            for batch in places.split(10 * size)
+        ]
+        saliency[layer.layer] = torch.stack(means).mean(0).numpy()
     return saliency
 
 

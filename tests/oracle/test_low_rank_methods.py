@@ -50,19 +50,18 @@ NAMES = ("gate", "up", "down")
 Inputs = dict[tuple[int, int], list[RoutedToken]]
 
 
-def moment(tokens: list[Any], name: str, *, d_in: int) -> torch.Tensor:
-    """Σ x xᵀ, token by token; damped."""
-    total = torch.zeros(d_in, d_in, dtype=torch.float64)
-    for t in tokens:
-        vector = t.h if name == "down" else t.x
-        total += torch.outer(vector, vector)
-    unit = torch.eye(d_in, dtype=torch.float64)
-    return total + DAMPING * total.trace() / d_in * unit if len(tokens) else unit
+def root_of(tokens: list[Any], name: str, matrix: torch.Tensor) -> torch.Tensor:
+    """S of S Sᵀ = Σ x xᵀ, damped, where x are the inputs of a matrix of an expert."""
+    unit = torch.eye(matrix.shape[1], dtype=torch.float64)
+    if not tokens:
+        return unit
+    x = torch.stack([t.h if name == "down" else t.x for t in tokens])
+    second = x.mT @ x
+    return torch.linalg.cholesky(second + DAMPING * second.trace() / len(unit) * unit)
 
 
-def whitened(matrix: torch.Tensor, rank: int, second: torch.Tensor) -> torch.Tensor:
+def whitened(matrix: torch.Tensor, rank: int, root: torch.Tensor) -> torch.Tensor:
     """SVD-LLM as its authors write it: SVD of W S, truncated, times S⁻¹."""
-    root = torch.linalg.cholesky(second)
     return truncated(matrix @ root, rank) @ torch.linalg.inv(root)
 
 
@@ -110,8 +109,8 @@ def test_svd(family):
     shapes = compression.shapes
     for layer, expert, name, matrix, new in every_matrix(model, compression):
         rank = ranks_of(shapes[layer.layer], Fraction(2, 5), layer=0)[name]
-        second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
-        expected = whitened(matrix, rank, second)
+        root = root_of(inputs[layer.layer, expert], name, matrix)
+        expected = whitened(matrix, rank, root)
         torch.testing.assert_close(new, expected, **CLOSE)
 
 
@@ -203,9 +202,9 @@ def test_d2_moe(family):
         base = top / bottom
         made = compression.compositions[number][expert]
         torch.testing.assert_close(made[name], base, **IN_SINGLE)
-        second = moment(inputs[number, expert], name, d_in=matrix.shape[1])
+        root = root_of(inputs[number, expert], name, matrix)
         rank = len(made[f"{name}_right"])
-        expected = base + whitened(matrix - base, rank, second)
+        expected = base + whitened(matrix - base, rank, root)
         torch.testing.assert_close(new, expected, **IN_SINGLE)
 
 
@@ -312,34 +311,22 @@ def check_projection(
         return
     right = experts[low[0]][f"{name}_right"]
     assert all(experts[e][f"{name}_right"] is right for e in low)
-    best = {e: fitted_left(layer, name, e, right, inputs) for e in low}
-    first = layer.expert(low[0])[name]
-    second = moment(inputs[layer.layer, low[0]], name, d_in=first.shape[1])
-    expected = whitened(first, len(right), second)
-    torch.testing.assert_close(best[low[0]] @ right, expected, **CLOSE)
+    dense = {e: layer.expert(e)[name] for e in low}
+    roots = {e: root_of(inputs[layer.layer, e], name, dense[e]) for e in low}
+    best = {
+        e: torch.linalg.lstsq(
+            (right @ roots[e]).mT, (dense[e] @ roots[e]).mT
+        ).solution.mT
+        @ right
+        for e in low
+    }
+    expected = whitened(dense[low[0]], len(right), roots[low[0]])
+    torch.testing.assert_close(best[low[0]], expected, **CLOSE)
     kept = low[: n_lefts(experts, name)]
     for expert in low:
-        matrix = layer.expert(expert)[name]
-        second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
-        errors = {
-            e: float(
-                ((matrix - best[e] @ right) @ torch.linalg.cholesky(second)).norm()
-            )
-            for e in kept
-        }
-        near = min(errors, key=lambda e: errors[e])
-        new = multiplied(experts[expert], name)
-        torch.testing.assert_close(new, best[near] @ right, **CLOSE)
-
-
-def fitted_left(
-    layer: ExpertsLayer, name: str, expert: int, right: torch.Tensor, inputs: Inputs
-) -> torch.Tensor:
-    """U by least squares on the square root of the moment of the expert's inputs."""
-    matrix = layer.expert(expert)[name]
-    second = moment(inputs[layer.layer, expert], name, d_in=matrix.shape[1])
-    rows = torch.linalg.cholesky(second).mT
-    return torch.linalg.lstsq(rows @ right.mT, rows @ matrix.mT).solution.mT
+        errors = [((dense[expert] - best[e]) @ roots[expert]).norm() for e in kept]
+        nearest = best[kept[torch.stack(errors).argmin()]]
+        torch.testing.assert_close(multiplied(experts[expert], name), nearest, **CLOSE)
 
 
 def test_sizes_fit_the_budget():
