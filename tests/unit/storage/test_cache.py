@@ -126,24 +126,6 @@ def test_an_exception_while_writing_leaves_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_right_to_write_passes_on(tmp_path):
-    """After the block, also after one that failed; other outputs are free."""
-
-    def use() -> None:
-        with store.writing(tmp_path / "x"), store.writing(tmp_path / "y"):
-            with (
-                pytest.raises(SpecError, match="is being written by another"),
-                store.writing(tmp_path / "x"),
-            ):
-                pass
-            raise KeyboardInterrupt
-
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            use()
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- JSON and states ------------------------------------------------------------
 
 

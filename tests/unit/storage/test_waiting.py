@@ -82,15 +82,22 @@ def test_the_key_is_written_before_the_result():
 
 
 def test_the_right_to_write_is_held_beside_the_output(tmp_path):
-    """In folders that are made for it; the file that stands for it goes afterwards."""
+    """In folders that are made for it; the file that stands for it goes afterwards.
+
+    It passes on, also after a block that failed; other outputs are free meanwhile.
+    """
     output = tmp_path / "deep" / "er" / "x.png"
     for _ in range(2):
-        with store.writing(output):
-            (lock,) = output.parent.iterdir()
-            assert lock.name == ".partial-x.png.lock"
+        with store.writing(output), store.writing(output.with_name("y.png")):
+            locks = {path.name for path in output.parent.iterdir()}
+            assert locks == {".partial-x.png.lock", ".partial-y.png.lock"}
+            with pytest.raises(SpecError, match="is being written by another"):
+                store.writing(output).__enter__()
+        with pytest.raises(KeyboardInterrupt), store.writing(output):
+            raise KeyboardInterrupt
         assert list(output.parent.iterdir()) == []
         with store.writing(output):  # somebody tidies up
-            lock.unlink()
+            output.with_name(".partial-x.png.lock").unlink()
         assert list(output.parent.iterdir()) == []
 
 
