@@ -9,8 +9,6 @@ from typer.testing import CliRunner
 from heapr_lab.cli.app import app
 
 TINY = ("--profile", "small", "--seq-len", "32")
-BAR = "Loading weights"
-"""How the bar of transformers begins."""
 
 
 def text_of(root: Path) -> tuple[str, ...]:
@@ -46,8 +44,9 @@ def refused(*arguments: object) -> str:
     assert result.exit_code == 2, result.output
     assert result.stdout == "", result.stdout
     assert "Traceback" not in result.stderr
+    bar = "Loading weights"  # how that of transformers begins
     lines = result.stderr.splitlines()
-    return "\n".join(line for line in lines if line and not line.startswith(BAR))
+    return "\n".join(line for line in lines if line and not line.startswith(bar))
 
 
 def one_line(*arguments: object) -> str:

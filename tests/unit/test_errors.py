@@ -4,8 +4,6 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
-EXPLORE = "from heapr_lab import explore\nexplore('no/such-model')"
-
 
 @pytest.fixture
 def shell(monkeypatch) -> InteractiveShell:
@@ -19,7 +17,7 @@ def shell(monkeypatch) -> InteractiveShell:
 def test_an_error_is_one_line_in_a_notebook(shell):
     """What was asked for and a remedy; the traceback is there for who asks for it."""
     with capture_output() as shown:
-        result = shell.run_cell(EXPLORE)
+        result = shell.run_cell("import heapr_lab\nheapr_lab.explore('no/such-model')")
     assert not result.success
     (line,) = shown.stdout.strip().splitlines()
     assert line.startswith("SpecError: cannot get the files of the model 'no/such")

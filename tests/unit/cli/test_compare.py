@@ -128,20 +128,6 @@ def accuracies(
     return frame[frame["method"].ne("dense")].reset_index(drop=True)
 
 
-@pytest.fixture
-def runs(monkeypatch) -> list[int]:
-    """Grows with every task that is run on a model, with its limit."""
-    done: list[int] = []
-    original = Workbench.run_task
-
-    def run_task(self: Workbench, task: str, **options: Any) -> Any:
-        done.append(options["limit"])
-        return original(self, task, **options)
-
-    monkeypatch.setattr(Workbench, "run_task", run_task)
-    return done
-
-
 def test_accuracies_are_those_of_the_compressed_model(bench, text):
     """Each result is that of the model itself, without a cache."""
     wanted = [
@@ -167,8 +153,15 @@ def test_accuracies_are_those_of_the_compressed_model(bench, text):
     assert frame["acc"].nunique() > 1
 
 
-def test_no_accuracy_is_reported_as_that_of_another(bench, text, runs):
+def test_no_accuracy_is_reported_as_that_of_another(bench, text, monkeypatch):
     """Another method, version, option, ratio, seed, limit or model is run itself."""
+    runs, running = [], Workbench.run_task
+
+    def run_task(self: Workbench, task: str, **options: Any) -> Any:
+        runs.append(options["limit"])
+        return running(self, task, **options)
+
+    monkeypatch.setattr(Workbench, "run_task", run_task)
     mone = entries(["mone"], [0.25])
     ranked = {"mone": {"scope": "global"}}
     newer = [Entry(replace(methods.get("mone"), version=3), 0.25, mone[0].options)]
