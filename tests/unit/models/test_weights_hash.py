@@ -1,7 +1,5 @@
 """The hash of weights sees every change, and is the same wherever the tensor lies."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,6 @@ from families import tiny_model
 from heapr_lab.models import weights_hash
 from heapr_lab.models.identity import model_identity
 from heapr_lab.models.weights_hash import BLOCK, block_sums, multipliers
-
-N_EXPERTS, D_MODEL, D_INTER = 4, 24, 96
 
 
 def sums_one_by_one(words: list[int]) -> bytes:
@@ -76,45 +72,8 @@ def test_a_gpu_gives_the_same_hash():
 def test_no_two_places_can_be_swapped_unseen():
     """Two words differ by less than 2^33, so that the numbers of places may not agree.
 
-    (o_i - o_j)(w_i - w_j) is 0 modulo 2^64 only if 2^33 divides o_i - o_j.
+    (o_i - o_j)(w_i - w_j) is 0 modulo 2^64 only if 2^33 divides o_i - o_j. Nor can one
+    word change unseen, as an odd number has an inverse.
     """
     assert len(np.unique(multipliers() & np.int64(2**33 - 1))) == BLOCK
     assert (multipliers() & 1).all()
-
-
-def changes(weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """200 zeroed atoms, and swaps and flipped bits, of W_down (E, D, I)."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(size: int, n: int = 1) -> list[int]:
-        return list(torch.randperm(size, generator=generator)[:n])
-
-    for _ in range(200):
-        (expert,), (atom,) = drawn(N_EXPERTS), drawn(D_INTER)
-        new = weight.clone()
-        new[expert, :, atom] = 0
-        yield "zeroed atom", new
-    for axis, size in enumerate(weight.shape):
-        for _ in range(40):
-            one, two = drawn(size, 2)
-            order = torch.arange(size)
-            order[one], order[two] = two, one
-            yield f"swapped along axis {axis}", weight.index_select(axis, order)
-    for _ in range(100):
-        new = weight.clone()
-        bits = new.view(-1).view({2: torch.int16, 4: torch.int32}[weight.itemsize])
-        (place,), (bit,) = drawn(bits.numel()), drawn(8 * weight.itemsize - 1)
-        bits[place] ^= 1 << int(bit)
-        yield "flipped bit", new
-    yield "negated", -weight
-    yield "turned", weight.mT.contiguous().reshape(weight.shape)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_change_is_seen(dtype):
-    """Zeroed atoms, swapped experts, rows and columns, one bit."""
-    weight = torch.randn(N_EXPERTS, D_MODEL, D_INTER).to(dtype)
-    assert weight.numel() > 2 * BLOCK
-    before = block_sums(weight)
-    unseen = [what for what, new in changes(weight) if block_sums(new) == before]
-    assert unseen == []
