@@ -18,7 +18,7 @@ from transformers import Qwen2MoeForCausalLM
 
 from heapr_lab import KeepMask, masking
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.hooks import IMPLEMENTATION, probed
+from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import token_nll
 
 N_ROUNDS = 25
@@ -95,31 +95,6 @@ def test_entering_a_mask_leaves_autograd_alone(family):
     with Recorded() as recorded, masking(model, keep), probed(find_experts(model)):
         pass
     assert recorded.names == []
-
-
-def test_a_dense_forward_while_another_thread_masks():
-    """A forward begun and ended inside another thread's mask is dense."""
-    model = tiny_model("mixtral")
-    keep = random_keep(model)
-    dense = logits_of(model, IDS)
-    entered, seen = threading.Event(), threading.Event()
-
-    def mask() -> None:
-        with masking(model, keep):
-            entered.set()
-            assert seen.wait(30)
-            assert not torch.allclose(logits_of(model, IDS), dense)
-
-    def look() -> None:
-        assert entered.wait(30)
-        try:
-            assert implementation(model) == IMPLEMENTATION
-            assert torch.equal(logits_of(model, IDS), dense)
-        finally:
-            seen.set()
-
-    in_threads(mask, look)
-    assert implementation(model) == "eager"
 
 
 def test_nested_masks_keep_what_both_keep():
