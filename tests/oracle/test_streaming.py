@@ -201,25 +201,14 @@ def test_a_model_that_nobody_has_is_gone(tmp_path):
 # --- how it could go wrong in silence --------------------------------------------
 
 
-WIDTHS = "model.layers.0.mlp.experts"
-DAMAGE: dict[str, dict[str, Any]] = {
-    "no widths": {"widths": None},
-    "a list": {"widths": [1]},
-    "of one layer": {"widths": {WIDTHS: [1, 2, 3, 4]}},
-    "of a text": {"widths": {WIDTHS: "abcd"}},
-    "of others": {
-        "widths": {WIDTHS: [8, 0, 4, 2], "model.layers.1.mlp.experts": [2] * 4}
-    },
-    "of a later version": {"format_version": 99},
-    "of no version": {"format_version": "x"},
-    "of another kind": {"quantised": [1]},
-    "with biases": {"output_bias": True},
-}
+OTHERS = {f"model.layers.{number}.mlp.experts": [8, 0, 4, 2] for number in (0, 1)}
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_damaged_widths_are_refused(damage, tmp_path):
-    """By name, in one line: when the folder is opened, or a layer is read."""
+@pytest.mark.parametrize(
+    "damage", [{"widths": OTHERS}, {"format_version": 99}, {"format_version": "x"}]
+)
+def test_what_the_files_have_not_is_refused(damage, tmp_path):
+    """By name, in one line: when a layer is read, or the folder is opened."""
     model = tiny_model("qwen3_moe", dtype=torch.float32)
     save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
     write_tokenizer(tmp_path / "pruned")

@@ -19,6 +19,7 @@ from heapr_lab import KeepMask, load_model, prune, save_pruned
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.folders import read_weights
+from heapr_lab.streaming.opening import open_streamed
 
 ROUTER = "model.layers.0.mlp.gate.weight"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -86,12 +87,15 @@ HOLES = [
     ("", deeper, "model.layers.2|num_hidden_layers 3, but .* have 2 layers"),
     ("", shallower, r"config.json does not, \d+ of its weights .model.layers.1"),
 ]
+NO_WIDTHS = "no widths of 'model.layers.0.mlp.experts'"
 WIDTHS = [
-    (lambda _: {}, "no widths of 'model.layers.0.mlp.experts'"),
-    (lambda _: None, "no widths of 'model.layers.0.mlp.experts'"),
+    (lambda _: {}, NO_WIDTHS),
+    (lambda _: None, NO_WIDTHS),
+    (lambda _: [1], NO_WIDTHS),
     (lambda w: dict(list(w.items())[:1]), "no widths of 'model.layers.1.mlp.experts'"),
     (lambda w: {n: row[:-1] for n, row in w.items()}, "expected 4 counts of atoms"),
-    (lambda w: {n: ["8"] * 4 for n in w}, "expected 4 counts of atoms"),
+    (lambda w: dict.fromkeys(w, ["8"] * 4), "expected 4 counts of atoms"),
+    (lambda w: dict.fromkeys(w, "abcd"), "expected 4 counts of atoms"),
     (lambda w: {n: [-1, *row[1:]] for n, row in w.items()}, "expected 4 counts"),
 ]
 
@@ -124,13 +128,24 @@ def test_pruned_checkpoints_have_no_holes(kind, damage, message, folders, tmp_pa
 
 @pytest.mark.parametrize(("new", "message"), WIDTHS)
 def test_widths_are_those_of_every_expert(new, message, folders, tmp_path):
-    """Widths are empty, of one layer, of another number of experts, or no numbers."""
+    """Widths are empty, of one layer, of another number of experts, or no numbers.
+
+    By transformers, in memory, and streamed.
+    """
     folder = Path(shutil.copytree(folders["ragged"], tmp_path / "x"))
     with changed_json(folder) as config:
         quantization = config["quantization_config"]
         quantization["widths"] = new(quantization["widths"])
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(folder)
+    for read in (
+        lambda: read_weights(folder),
+        lambda: open_streamed(folder, dtype=None, device=torch.device("cpu")),
+    ):
+        with pytest.raises(SpecError, match=message) as error:
+            read()
+        assert str(folder) in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def test_a_run_begins_from_a_whole_model(folders, tmp_path):
