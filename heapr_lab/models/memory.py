@@ -5,7 +5,7 @@ import ctypes
 import gc
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -15,8 +15,6 @@ from heapr_lab.errors import HeaprLabError, whole_number
 from heapr_lab.models.likelihood import input_device
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _ON_CUDA = 32768
 
@@ -55,7 +53,9 @@ def in_batches(
     halving_batches(run, max(1, min(n_windows, room // seq_len)), model=model)
 
 
-def halving_batches(run: Callable[[int], T], batch_size: int, *, model: nn.Module) -> T:
+def halving_batches(
+    run: Callable[[int], None], batch_size: int, *, model: nn.Module
+) -> None:
     """`run(batch_size)`, with the batch size halved each time memory runs out.
 
     Args:
@@ -69,7 +69,8 @@ def halving_batches(run: Callable[[int], T], batch_size: int, *, model: nn.Modul
     device = input_device(model)
     while True:
         try:
-            return run(batch_size)
+            run(batch_size)
+            return
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

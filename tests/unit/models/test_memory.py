@@ -12,38 +12,9 @@ from families import tiny_model, tiny_windows
 from room import FULL, room_for
 
 from heapr_lab import HeaprLabError, collect_statistics
-from heapr_lab.models.memory import (
-    halving_batches,
-    in_batches,
-    is_out_of_memory,
-)
+from heapr_lab.models.memory import halving_batches, in_batches, is_out_of_memory
 
 N_WINDOWS = 7
-
-
-def test_what_is_computed_is_the_same(model):
-    """One result is summed anew, and one goes on where it was."""
-    windows = np.arange(20.0)
-
-    def anew(size: int) -> float:
-        if size > 3:
-            raise MemoryError
-        starts = range(0, len(windows), size)
-        return sum(float(windows[k : k + size].sum()) for k in starts)
-
-    assert halving_batches(anew, 20, model=model) == windows.sum()
-    sums: list[float] = []
-    rest = list(windows)
-
-    def going_on(size: int) -> None:
-        while rest:
-            if size > 2 and len(sums) == 1:
-                raise MemoryError
-            sums.append(sum(rest[:size]))
-            del rest[:size]
-
-    halving_batches(going_on, 8, model=model)
-    assert sums == [windows[:8].sum(), *(windows[8:].reshape(-1, 2).sum(1))]
 
 
 def test_sizes_are_halved_and_said(model, caplog):
@@ -61,7 +32,7 @@ def test_tensors_of_a_failed_try_are_gone_before_the_next(model):
     """Tensors in circles are gone, too: what they hold would be missing then."""
     held: list[weakref.ref[torch.Tensor]] = []
 
-    def run(size: int) -> int:
+    def run(size: int) -> None:
         assert [ref() for ref in held] == [None] * len(held)
         tensor = torch.zeros(size)
         circle = [tensor]
@@ -69,13 +40,13 @@ def test_tensors_of_a_failed_try_are_gone_before_the_next(model):
         held.append(weakref.ref(tensor))
         if size > 1:
             raise MemoryError
-        return len(held)
 
     gc.disable()
     try:
-        assert halving_batches(run, 8, model=model) == 4
+        halving_batches(run, 8, model=model)
     finally:
         gc.enable()
+    assert len(held) == 4
 
 
 def test_other_errors_are_not_tried_again(model):
