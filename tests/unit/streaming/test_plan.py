@@ -55,14 +55,7 @@ def test_what_fits_by_its_plan_fits(row, tmp_path):
 
 @pytest.mark.parametrize(
     ("shape", "billions"),
-    [
-        ("DeepSeekMoE-16B-Base", 16.4),
-        ("Qwen1.5-MoE-A2.7B-Chat", 14.3),
-        ("Qwen3-30B-A3B", 30.5),
-        ("Qwen2-57B-A14B", 57.4),
-        ("DeepSeek-V3", 671.0),
-        ("Kimi-K2", 1026.4),
-    ],
+    [("Qwen3-30B-A3B", 30.5), ("DeepSeek-V3", 671.0), ("Kimi-K2", 1026.4)],
 )
 def test_true_shapes_have_their_parameters(shape, billions):
     """The totals that their makers state."""
