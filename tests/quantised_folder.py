@@ -93,7 +93,9 @@ LAYOUTS = {
     },
 }
 """What config.json says of NVFP4, and last of MXFP4, by what writes it."""
-_NUMBERS = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+_NUMBERS = torch.tensor(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+).double()
 
 
 def in_pairs(folder: Path, layout: str) -> dict[str, torch.Tensor]:
@@ -116,18 +118,9 @@ def in_pairs(folder: Path, layout: str) -> dict[str, torch.Tensor]:
                 exponents = torch.randint(-7, 2, scales.shape, generator=generator)
                 scales, last = 2.0**exponents, torch.ones(())
             scales = scales.to(torch.float8_e4m3fn)
-            exact[name] = torch.tensor(
-                [
-                    [
-                        _NUMBERS[int(packed[i, j // 2]) >> 4 * (j % 2) & 15]
-                        * float(scales[i, j // width])
-                        * float(last)
-                        for j in range(columns)
-                    ]
-                    for i in range(rows)
-                ],
-                dtype=torch.float64,
-            )
+            numbers = _NUMBERS[torch.stack([packed & 15, packed >> 4], -1)].flatten(1)
+            exact[name] = of_each_weight(scales, numbers.shape, (1, width)).double()
+            exact[name] *= numbers * last.double()
             del tensors[name]
             stem = name.removesuffix("weight")
             if layout == "modelopt":
