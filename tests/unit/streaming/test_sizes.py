@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import REPRESENTATIVES, tiny_model
-from wrappers import tiny_wrapper
+from wrappers import WRAPPERS, tiny_wrapper
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.architecture import Architecture, LayerShape
@@ -26,8 +26,12 @@ SIZES = Sizes(MODEL, (600, 600), (100, 100), (4, 0))
 """Sizes of no model, with round numbers."""
 
 
-def check(model: Any) -> Sizes:
-    """The sizes of a model without weights are those that the model itself has."""
+@pytest.mark.parametrize(
+    "kind", [*REPRESENTATIVES, "gemma4", "internvl", "kimi_k25", "qwen3_vl_moe"]
+)
+def test_sizes_are_those_of_the_model(kind):
+    """Layers, embeddings and head; the rest are norms, and the towers of wrappers."""
+    model: Any = (tiny_wrapper if kind in WRAPPERS else tiny_model)(kind)
     sizes = sizes_of(skeleton_of(model.config))
     assert sizes.model == describe(model)
     counts = [sum(p.numel() for p in b.parameters()) for b in decoder_layers(model)]
@@ -35,20 +39,8 @@ def check(model: Any) -> Sizes:
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     assert set(sizes.ends) == {end.weight.numel() for end in ends}
     assert len(sizes.ends) == 2 - (ends[0].weight is ends[1].weight)
-    return sizes
-
-
-@pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_sizes_are_those_of_the_model(family):
-    """Layers, embeddings and head; the rest are norms."""
-    sizes = check(tiny_model(family))
-    assert 0 < sizes.outside < min(sizes.layers)
-
-
-@pytest.mark.parametrize("kind", ["gemma4", "internvl", "kimi_k25", "qwen3_vl_moe"])
-def test_sizes_of_wrappers(kind):
-    """Towers are outside of the decoder layers."""
-    assert check(tiny_wrapper(kind)).outside > 0
+    assert sizes.outside > 0
+    assert kind in WRAPPERS or sizes.outside < min(sizes.layers)
 
 
 # --- memory -----------------------------------------------------------------------
