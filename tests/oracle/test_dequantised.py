@@ -13,6 +13,7 @@ import torch
 from commands import TINY, invoke, manifest_of, run, said
 from families import tiny_model, tiny_windows
 from keeps import masked_nll, window_nll
+from oracles.streamed import weights
 from quantised_folder import (
     LAYOUTS,
     POWERS,
@@ -109,12 +110,6 @@ def types_in(folder: Path) -> set[torch.dtype]:
     return {t.dtype for name, t in tensors.items() if not stays_float32(model, name)}
 
 
-def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """All weights, in memory or streamed."""
-    stream = stream_of(model)
-    return model.state_dict() if stream is None else dict(stream.each(torch.clone))
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("stock", STOCK)
 def test_the_weights_are_those_of_transformers(stock, dtype, tmp_path):
@@ -126,12 +121,12 @@ def test_the_weights_are_those_of_transformers(stock, dtype, tmp_path):
     )
     model, _ = load_model(folder, device="cpu", dtype=dtype, stream=True)
     assert stream_of(model) is not None
-    weights, wanted = weights_of(model), whole.state_dict()
-    assert weights.keys() == wanted.keys()
+    ours, wanted = weights(model), whole.state_dict()
+    assert ours.keys() == wanted.keys()
     for name, tensor in wanted.items():
         expected = torch.float32 if stays_float32(whole, name) else kind
-        assert weights[name].dtype == expected, name
-        assert torch.equal(weights[name], tensor.to(expected)), name
+        assert ours[name].dtype == expected, name
+        assert torch.equal(ours[name], tensor.to(expected)), name
 
 
 @pytest.mark.parametrize(
@@ -214,9 +209,9 @@ def test_the_weights_are_the_numbers_times_their_scales(kind, tmp_path):
         for folder, way in ((exact, False), (packed, True), (packed, False))
     )
     close = {"rtol": 1e-6 if kind in LAYOUTS else 0, "atol": 0, "check_dtype": False}
-    for weights in map(weights_of, models):
+    for ours in map(weights, models):
         for name, tensor in wanted.state_dict().items():
-            torch.testing.assert_close(weights[name], tensor, msg=name, **close)
+            torch.testing.assert_close(ours[name], tensor, msg=name, **close)
 
 
 # --- scales that do not fit -------------------------------------------------------
@@ -276,7 +271,7 @@ def test_settings_beside_config_json_are_read(stream, tmp_path):
     beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     model, _ = load_model(packed, device="cpu", dtype="float32", stream=stream)
     name = "model.layers.0.self_attn.q_proj.weight"
-    torch.testing.assert_close(weights_of(model)[name], tensors_in(exact)[name])
+    torch.testing.assert_close(weights(model)[name], tensors_in(exact)[name])
     assert plan(packed).engine
     beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     refused("modelopt (FP8)", packed)

@@ -11,6 +11,7 @@ import torch
 from commands import TINY, manifest_of, said
 from families import tiny_model
 from keeps import full_keep, logits_of, widths_keep
+from oracles.streamed import weights
 from quantised_folder import in_fp8, of_each_weight
 from stored_tensors import changed_tensors, same_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
@@ -21,7 +22,6 @@ from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.checkpoints.stored_type import file_types, round_changed
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.formats import stays_float32
-from heapr_lab.streaming.stream import stream_of
 
 BLOCK = 8, 4
 IDS = torch.arange(2, 34).reshape(2, 16)
@@ -63,12 +63,9 @@ def folders(request, tmp_path_factory) -> Folders:
 
 
 def expert_weights(pruned: Any) -> dict[str, torch.Tensor]:
-    """The weights of a streamed model's sliced experts."""
-    stream = stream_of(pruned)
-    assert stream is not None
-    return {
-        n: w for n, w in stream.each(torch.clone) if ".experts." in n and w.dim() == 2
-    }
+    """The weights of a model's sliced experts."""
+    every = weights(pruned).items()
+    return {name: w for name, w in every if ".experts." in name and w.dim() == 2}
 
 
 def settings(folder: Path) -> dict[str, object] | None:

@@ -14,7 +14,15 @@ from commands import manifest_of, said, text_of
 from families import REPRESENTATIVES
 from heard import Heard, stop_at
 from keeps import random_keep, weights_of, widths_keep, window_nll
-from oracles.streamed import ROUNDED, WINDOWS, both, free_on_disk, resident, stream
+from oracles.streamed import (
+    ROUNDED,
+    WINDOWS,
+    both,
+    free_on_disk,
+    resident,
+    stream,
+    weights,
+)
 from stored_tensors import tensors_in
 from tiny_folder import opened, write_model, write_text
 
@@ -41,11 +49,6 @@ STOPS = 4
 def pruned_of(dense: Any) -> Any:
     """Half of the atoms are gone: one expert is empty, one whole."""
     return prune(dense, random_keep(dense))
-
-
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    """A copy of every stored tensor of a streamed model."""
-    return dict(stream(model).each(torch.clone))
 
 
 @pytest.mark.parametrize(

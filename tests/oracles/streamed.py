@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from families import tiny_model, tiny_windows
+from keeps import weights_of
 from tiny_folder import opened, write_folder
 
 from heapr_lab.importance.table import ImportanceTable
@@ -35,6 +37,12 @@ def stream(model: Any) -> Stream:
     source = stream_of(model)
     assert source is not None
     return source
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """A copy of every stored tensor, in memory or streamed."""
+    source = stream_of(model)
+    return weights_of(model) if source is None else dict(source.each(torch.clone))
 
 
 def resident(model: Any) -> set[int]:
