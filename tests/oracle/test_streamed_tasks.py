@@ -5,7 +5,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from heard import Heard
 from keeps import random_keep
 from oracles.streamed import both, stream, written
@@ -27,26 +26,12 @@ def task(n_items: int = 7) -> Any:
 
 
 def answers(model: Any, tokenizer: Any, n: int = 4) -> list[tuple[float, bool]]:
-    """What the streamed model says of `n` items."""
+    """What a model says of `n` items."""
     from heapr_lab.tasks.harness_model import PackingHFLM
 
     lm = PackingHFLM(model, tokenizer)
     lm.tokens_at_once = TOKENS_AT_ONCE
     pairs: list[tuple[float, bool]] = lm.loglikelihood(task(n).instances)
-    return pairs
-
-
-@torch.no_grad()
-def alone(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
-    """The answer to each request, without padding, from all logits."""
-    pairs = []
-    for request in task(4).instances:
-        context, continuation = (tokenizer(text).input_ids for text in request.args)
-        ids = torch.tensor([context + continuation])
-        log_p = model(ids).logits.log_softmax(-1)[0, len(context) - 1 : -1]
-        target = ids[0, len(context) :]
-        value = float(log_p.gather(1, target[:, None]).sum())
-        pairs.append((value, bool((log_p.argmax(-1) == target).all())))
     return pairs
 
 
@@ -59,10 +44,11 @@ def test_answers_are_those_in_memory(family, tokenizer, tmp_path):
     keep = random_keep(whole)
     # These compute a part of their layers in float32, where the padding matters.
     tolerance = 1e-5 if family in {"qwen3_next", "nemotron_h"} else 1e-9
-    dense, wanted = answers(streamed, tokenizer), alone(whole, tokenizer)
+    models = whole, streamed
+    dense = [answers(model, tokenizer) for model in models]
     with masking(streamed, keep), masking(whole, keep):
-        masked, wanted_masked = answers(streamed, tokenizer), alone(whole, tokenizer)
-    for pairs, expected in ((dense, wanted), (masked, wanted_masked)):
+        masked = [answers(model, tokenizer) for model in models]
+    for expected, pairs in (dense, masked):
         values = [value for value, _ in expected]
         assert [value for value, _ in pairs] == pytest.approx(values, rel=tolerance)
         assert [greedy for _, greedy in pairs] == [greedy for _, greedy in expected]
