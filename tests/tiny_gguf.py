@@ -4,8 +4,8 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-import gguf
 import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tokenizers import pre_tokenizers
 
 from heapr_lab.pretrained.wheel import Wheel
@@ -21,7 +21,7 @@ def write_gguf(path: Path, kind: str = "Q4_1", *, tied: bool = True) -> Path:
     """Write a Llama whose matrices are of the type `kind`, as SmolLM2's are."""
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens += [merge.replace(" ", "") for merge in MERGES]
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, "llama")
     writer.add_name("Tiny")
     writer.add_context_length(512)
     writer.add_embedding_length(D_MODEL)
@@ -42,7 +42,7 @@ def write_gguf(path: Path, kind: str = "Q4_1", *, tied: bool = True) -> Path:
     writer.add_eos_token_id(0)
     writer.add_pad_token_id(0)
     writer.add_chat_template("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
-    _add_tensors(writer, gguf.GGMLQuantizationType[kind], len(tokens), tied=tied)
+    _add_tensors(writer, kind, len(tokens), tied=tied)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -50,22 +50,16 @@ def write_gguf(path: Path, kind: str = "Q4_1", *, tied: bool = True) -> Path:
     return path
 
 
-def _add_tensors(
-    writer: gguf.GGUFWriter,
-    kind: gguf.GGMLQuantizationType,
-    d_vocab: int,
-    *,
-    tied: bool,
-) -> None:
-    random = np.random.default_rng(0)
+def _add_tensors(writer: GGUFWriter, kind: str, d_vocab: int, *, tied: bool) -> None:
+    random, packing = np.random.default_rng(0), GGMLQuantizationType[kind]
 
     def add(name: str, *shape: int) -> None:
         values = random.normal(0, 0.3, shape).astype(np.float32)
         if len(shape) == 1:
             writer.add_tensor(name, values + 1)
             return
-        blocks = gguf.quants.quantize(values, kind)
-        writer.add_tensor(name, blocks, raw_dtype=kind)
+        blocks = quants.quantize(values, packing)
+        writer.add_tensor(name, blocks, raw_dtype=packing)
 
     add("token_embd.weight", d_vocab, D_MODEL)
     add("output_norm.weight", D_MODEL)

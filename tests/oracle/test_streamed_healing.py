@@ -14,15 +14,7 @@ from commands import manifest_of, said, text_of
 from families import REPRESENTATIVES
 from heard import Heard, stop_at
 from keeps import random_keep, weights_of, widths_keep, window_nll
-from oracles.streamed import (
-    ROUNDED,
-    WINDOWS,
-    both,
-    free_on_disk,
-    resident,
-    stream,
-    weights,
-)
+from oracles.streamed import ROUNDED, both, free_on_disk, resident, stream, weights
 from stored_tensors import tensors_in
 from tiny_folder import opened, write_model, write_text
 
@@ -188,7 +180,7 @@ def test_it_is_written_and_read_again(structure, tmp_path):
     exact = weights(pruned)
     folder = save_pruned(pruned, tmp_path / "out", dtype=torch.float64)
     again = opened(folder, stream=False)
-    losses = [window_nll(model, WINDOWS.ids) for model in (again, pruned)]
+    losses = [window_nll(model, TEXT.ids) for model in (again, pruned)]
     assert torch.allclose(*losses, rtol=1e-12)
     if structure == "ragged":
         assert_same(pruned, dict(again.state_dict()))

@@ -226,8 +226,6 @@ def _replaced(path: Path) -> None:
     other.write_bytes(bytes(reversed(path.read_bytes())))
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
     other.replace(path)
-    assert path.stat().st_mtime_ns == before.st_mtime_ns
-    assert path.stat().st_size == before.st_size
 
 
 def _written_to(path: Path) -> None:

@@ -81,12 +81,8 @@ def test_a_table_of_a_masked_model_says_so(model):
 def test_the_command_line_takes_no_masked_table(bench):
     """`--importance` means the model as it is."""
     folder = Path(bench.model.name_or_path)
-    windows = tiny_windows()
     with masking(bench.model, random_keep(bench.model)):
-        table = collect_statistics(bench.model, windows)
-    table.write(folder / "masked.parquet")
-    collect_statistics(bench.model, windows).write(folder / "dense.parquet")
-    own_table(folder / "dense.parquet", folder, name="moe")
+        collect_statistics(bench.model, WINDOWS).write(folder / "masked.parquet")
     with pytest.raises(SpecError, match="while a mask was active"):
         own_table(folder / "masked.parquet", folder, name="moe")
 
