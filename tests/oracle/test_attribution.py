@@ -37,7 +37,7 @@ def by_hand(model: nn.Module, keep: KeepMask, ids: torch.Tensor) -> pd.DataFrame
     """−⟨∂ℓ/∂y, removed output⟩ of every atom, token after token, half pruned."""
     twin, rows = scaled_twin(model, keep, 0.5), []
     calls = experts_calls(twin, ids)
-    _, records = token_by_token.run(twin, ids)
+    records = token_by_token.run(twin, ids)
     for layer in find_experts(twin):
         record, index = records[id(layer.module)], calls[layer.layer][1]
         for expert, served in record.items():

@@ -24,7 +24,7 @@ def test_statistics_equal_token_by_token(family):
     model, ids = make(family), tiny_ids()
     # One batch, as the twin's: some routers compute in float32 whatever the model.
     table = collect_statistics(model, CalibrationSet.from_ids(ids), batch_size=3)
-    _, records = token_by_token.run(model, ids)
+    records = token_by_token.run(model, ids)
     layers = find_experts(model)
     assert table.frame["layer"].nunique() == len(layers) > 0
     fisher = table.score("fisher") * table.metadata["N"]

@@ -108,8 +108,8 @@ def _experts_forward(
 ALL_EXPERTS_FUNCTIONS.register("token_by_token", _experts_forward)
 
 
-def run(model: Any, ids: torch.Tensor) -> tuple[float, dict[int, Tokens]]:
-    """The summed loss, and each experts module's tokens by `id(module)`."""
+def run(model: Any, ids: torch.Tensor) -> dict[int, Tokens]:
+    """The tokens of each experts module, by `id(module)`."""
     _records.clear()
     model.requires_grad_(False)
     previous = model.config._experts_implementation
@@ -125,7 +125,7 @@ def run(model: Any, ids: torch.Tensor) -> tuple[float, dict[int, Tokens]]:
         loss.backward()
     finally:
         model.set_experts_implementation(previous)
-    return loss.item(), dict(_records)
+    return dict(_records)
 
 
 def statistics(record: Tokens, expert: int) -> dict[str, torch.Tensor]:
@@ -135,21 +135,11 @@ def statistics(record: Tokens, expert: int) -> dict[str, torch.Tensor]:
     g_h = torch.stack([token.h.grad for token in tokens])
     p = torch.stack([token.p for token in tokens]).double()[:, None]
     G = sum(torch.outer(t.E.grad, t.E.grad) for t in tokens) / len(tokens)
-    score = torch.stack(
-        [
-            sum(0.5 * t.e[k] @ G @ t.e[k] for t in tokens) / len(tokens)
-            for k in range(h.shape[1])
-        ]
-    )
-    joint = torch.stack(
-        [sum(0.5 * (t.e[k] @ t.E.grad) ** 2 for t in tokens) for k in range(h.shape[1])]
-    )
+    changes = torch.stack([t.e @ t.E.grad for t in tokens])  # (n, I)
     return {
-        "heapr": score,
-        "fisher_sum": joint,
-        "first_order": torch.stack(
-            [sum(t.e[k] @ t.E.grad for t in tokens) for k in range(h.shape[1])]
-        ),
+        "heapr": sum(0.5 * (t.e @ G * t.e).sum(1) for t in tokens) / len(tokens),
+        "fisher_sum": 0.5 * changes.square().sum(0),
+        "first_order": changes.sum(0),
         "sum_h2": h.square().sum(0),
         "sum_g2": g_h.square().sum(0),
         "sum_hg": (h * g_h).sum(0),
