@@ -14,7 +14,6 @@ from stored_tensors import INDEX, SINGLE, changed_json, changed_tensors, stored
 from tiny_folder import write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from benchmarks.lab_model.run_folder import begin_from
 from heapr_lab import KeepMask, load_model, prune, save_pruned
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import LayoutError, SpecError
@@ -146,13 +145,6 @@ def test_widths_are_those_of_every_expert(new, message, folders, tmp_path):
             read()
         assert str(folder) in str(error.value)
         assert "\n" not in str(error.value)
-
-
-def test_a_run_begins_from_a_whole_model(folders, tmp_path):
-    """Training goes on from no model with holes."""
-    folder = damaged(folders["dense"], tmp_path / "x", without(NORM))
-    with pytest.raises(SpecError, match=NORM):
-        begin_from(tmp_path, folder, tiny_model("qwen2_moe"))
 
 
 # --- what is whole ----------------------------------------------------------------
