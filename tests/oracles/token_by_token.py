@@ -135,11 +135,9 @@ def statistics(record: Tokens, expert: int) -> dict[str, torch.Tensor]:
     g_h = torch.stack([token.h.grad for token in tokens])
     p = torch.stack([token.p for token in tokens]).double()[:, None]
     G = sum(torch.outer(t.E.grad, t.E.grad) for t in tokens) / len(tokens)
-    changes = torch.stack([t.e @ t.E.grad for t in tokens])  # (n, I)
     return {
         "heapr": sum(0.5 * (t.e @ G * t.e).sum(1) for t in tokens) / len(tokens),
-        "fisher_sum": 0.5 * changes.square().sum(0),
-        "first_order": changes.sum(0),
+        "fisher_sum": sum(0.5 * (t.e @ t.E.grad) ** 2 for t in tokens),
         "sum_h2": h.square().sum(0),
         "sum_g2": g_h.square().sum(0),
         "sum_hg": (h * g_h).sum(0),
