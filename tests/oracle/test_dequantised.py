@@ -45,7 +45,6 @@ from heapr_lab.workbench.settings import PROFILES
 from heapr_lab.workbench.workbench import Workbench
 
 WINDOWS = tiny_windows(n_sequences=5, seq_len=16)
-KIND = torch.bfloat16
 
 
 def in_mxfp4(folder: Path) -> None:
@@ -96,7 +95,8 @@ def pair_of(kind: str, place: Path) -> tuple[Path, Path]:
     family, sizes, quantise = KINDS[kind]
     texts = {"vocab_size": D_VOCAB + 2, "max_position_embeddings": 2048}
     texts = {} if kind == "fp4" else texts  # of tables of 48 tokens
-    write_folder(place / "dense", tiny_model(family, dtype=KIND, **sizes, **texts))
+    model = tiny_model(family, dtype=torch.bfloat16, **sizes, **texts)
+    write_folder(place / "dense", model)
     shutil.copytree(place / "dense", place / "exact")
     exact = quantise(place / "dense") or {}
     with changed_tensors(place / "exact") as tensors:
@@ -220,7 +220,6 @@ OUTER = "model.layers.0.mlp.down_proj.weight_scale_inv"
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
 IN_FP4 = "layers.1.ffn.experts.2.w2.scale"
 SMALL = "expected 4 x 2 for blocks of 4 x 4"
-Change = Callable[[torch.Tensor], torch.Tensor] | None
 
 
 @pytest.mark.parametrize(

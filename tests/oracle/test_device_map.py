@@ -23,7 +23,6 @@ WINDOWS = tiny_windows(n_sequences=10, seq_len=16)
 FAMILIES = ["qwen2_moe", "gpt_oss"]
 _SPLIT = {"model", "model.layers"}
 """Modules that are on no single device."""
-EXACT = 1e-12
 
 
 def placed(family: str, *devices: str | int, **options: Any) -> nn.Module:
@@ -37,7 +36,7 @@ def placed(family: str, *devices: str | int, **options: Any) -> nn.Module:
     return dispatch_model(model, chosen, main_device="cpu", force_hooks=True, **options)
 
 
-def check_equal(model: nn.Module, twin: nn.Module, near: float = EXACT) -> None:
+def check_equal(model: nn.Module, twin: nn.Module, near: float = 1e-12) -> None:
     """Statistics, masked losses, pruned losses and perplexity are those of `twin`."""
     table, wanted = (collect_statistics(m, WINDOWS) for m in (model, twin))
     same_tables(table, wanted, near)

@@ -30,7 +30,6 @@ N_LAYERS = 4
 SUMS = {"layer": (2, 1, 32, 32), "expert": (2, 4, 8, 8)}
 """Shapes of a layer's sums: 4 experts of 8 atoms."""
 DOWN = (4, 16, 8)
-Make = Callable[[Any], tuple[KeepMask, Any]]
 
 
 @pytest.fixture(scope="module")

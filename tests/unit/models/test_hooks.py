@@ -21,7 +21,6 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import token_nll
 
-N_ROUNDS = 25
 IDS = tiny_ids()
 
 
@@ -58,7 +57,7 @@ def test_dense_and_masked_forwards_at_once(family):
 
     def job(keep: KeepMask | None, right: torch.Tensor) -> Callable[[], None]:
         def loop() -> None:
-            for _ in range(N_ROUNDS):
+            for _ in range(25):
                 barrier.wait()
                 assert torch.allclose(forward(keep), right, rtol=1e-10, atol=1e-10)
 

@@ -14,8 +14,6 @@ from room import FULL, room_for
 from heapr_lab import HeaprLabError, collect_statistics
 from heapr_lab.models.memory import halving_batches, in_batches, is_out_of_memory
 
-N_WINDOWS = 7
-
 
 def test_sizes_are_halved_and_said(model, caplog):
     """10, 5, 2, 1: a line for each, and then an error that says what to do."""
@@ -93,7 +91,7 @@ def test_the_first_batch_is_that_of_the_device(model):
 
 def test_statistics_are_measured_with_smaller_batches(model):
     """The whole pass anew, in each of its sums; the table says with which batches."""
-    windows = tiny_windows(n_sequences=N_WINDOWS)
+    windows = tiny_windows(n_sequences=7)
     expected = collect_statistics(model, windows, batch_size=2)
     with room_for(2) as sizes:
         table = collect_statistics(model, windows)
