@@ -50,12 +50,10 @@ def change(path: Path, **changes: Any) -> None:
 # --- loading ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.float64])
-def test_the_type_can_be_chosen(source, dtype):
-    """It is given by name or as a type of torch's."""
-    model, _ = load_model(str(source), device="cpu", dtype=dtype)
-    expected = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    assert next(model.parameters()).dtype == expected
+def test_a_type_of_torchs_can_be_chosen(source):
+    """As well as its name."""
+    model, _ = load_model(str(source), device="cpu", dtype=torch.float64)
+    assert next(model.parameters()).dtype == torch.float64
     assert not model.training
 
 
