@@ -8,9 +8,6 @@ from heapr_lab.errors import HeaprLabError, LayoutError
 from heapr_lab.models import likelihood
 from heapr_lab.models.likelihood import final_states, iter_log_probs, token_nll
 
-ROUNDING = 1e-12
-"""float64, sums of a few dozen terms."""
-
 
 def in_chunks_of(n_tokens, monkeypatch):
     """Let the logits of so many tokens be in memory together."""
@@ -51,7 +48,7 @@ def test_chunked_gradient(model, monkeypatch):
     in_chunks_of(5, monkeypatch)
     parts = input_gradient(model, ids)
     assert whole[:, :-1].abs().min() > 0  # the last token predicts nothing
-    torch.testing.assert_close(parts, whole, rtol=1e-9, atol=ROUNDING)
+    torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-12)
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -17,21 +17,14 @@ from heapr_lab.models.named import PAPER_MODELS, hub_id
 CONFIGS = Path(__file__).parents[2] / "data" / "shapes"
 """The published config.json of each model."""
 
-PARAMETERS = {
-    "DeepSeekMoE-16B-Base": 16_375_728_128,
-    "Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
-    "Qwen3-30B-A3B": 30_532_122_624,
-    "Qwen2-57B-A14B": 57_408_658_944,
+PUBLISHED = {
+    "DeepSeekMoE-16B-Base": (16_375_728_128, range(1, 28), 64, 1408, 2048, 6),
+    "Qwen1.5-MoE-A2.7B-Chat": (14_315_784_192, range(24), 60, 1408, 2048, 4),
+    "Qwen3-30B-A3B": (30_532_122_624, range(48), 128, 768, 2048, 8),
+    "Qwen2-57B-A14B": (57_408_658_944, range(28), 64, 2560, 3584, 8),
 }
-"""The published 16.4, 14.3, 30.5 and 57.4 billion."""
-
-LAYERS = {
-    "DeepSeekMoE-16B-Base": (range(1, 28), 64, 1408, 2048, 6),
-    "Qwen1.5-MoE-A2.7B-Chat": (range(24), 60, 1408, 2048, 4),
-    "Qwen3-30B-A3B": (range(48), 128, 768, 2048, 8),
-    "Qwen2-57B-A14B": (range(28), 64, 2560, 3584, 8),
-}
-"""Layers with experts; experts, atoms of each, their width, and experts of a token."""
+"""Parameters; layers with experts; experts, atoms of each, their width, and experts of
+a token."""
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
@@ -41,9 +34,9 @@ def test_sizes_are_the_published_ones(name):
     with torch.device("meta"):
         model = build(config, dtype=config.dtype)
     architecture = describe(model)
-    assert architecture.n_parameters == PARAMETERS[name]
+    n_parameters, numbers, *shape = PUBLISHED[name]
+    assert architecture.n_parameters == n_parameters
     assert architecture.bytes_per_parameter == 2
-    numbers, *shape = LAYERS[name]
     assert list(architecture.layers) == list(numbers)
     for layer in architecture.layers.values():
         assert [layer.n_experts, layer.d_inter, layer.d_expert, layer.top_k] == shape
