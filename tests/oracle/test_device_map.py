@@ -17,12 +17,14 @@ from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.refinement.compensation import compensate
 from heapr_lab.refinement.compress import compress
 
 WINDOWS = tiny_windows(n_sequences=10, seq_len=16)
 FAMILIES = ["qwen2_moe", "gpt_oss"]
 _SPLIT = {"model", "model.layers"}
 """Modules that are on no single device."""
+EXACT = 1e-12
 
 
 def placed(family: str, *devices: str | int, **options: Any) -> nn.Module:
@@ -36,7 +38,7 @@ def placed(family: str, *devices: str | int, **options: Any) -> nn.Module:
     return dispatch_model(model, chosen, main_device="cpu", force_hooks=True, **options)
 
 
-def check_equal(model: nn.Module, twin: nn.Module, near: float = 1e-12) -> None:
+def check_equal(model: nn.Module, twin: nn.Module, near: float = EXACT) -> None:
     """Statistics, masked losses, pruned losses and perplexity are those of `twin`."""
     table, wanted = (collect_statistics(m, WINDOWS) for m in (model, twin))
     same_tables(table, wanted, near)
@@ -80,10 +82,13 @@ def test_offloaded_layers_are_refused(family, tmp_path):
     model: Any = placed(family, "cpu", "disk", offload_dir=tmp_path)
     assert any(p.is_meta for p in model.model.layers[1].parameters())
     keep = half(tiny_model(family))
-    for each in (
+    tried = [
         lambda: collect_statistics(model, WINDOWS),
         lambda: prune(model, keep),
         lambda: masking(model, keep).__enter__(),
-    ):
+        lambda: compensate(model, keep, WINDOWS),
+        lambda: compress(model, WINDOWS, ratio=0.5),
+    ]
+    for each in tried:
         with pytest.raises(LayoutError, match=r"layers\.1.* is offloaded.*stream=True"):
             each()

@@ -15,5 +15,6 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name, tmp_path, monkeypatch):
+    """Of every module that has some; in an empty folder."""
     monkeypatch.chdir(tmp_path)
     assert not doctest.testmod(importlib.import_module(name)).failed

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from heapr_lab.errors import SpecError
 from heapr_lab.importance.columns import SUMS
@@ -13,6 +14,9 @@ from heapr_lab.importance.estimators import (
     complete_options,
     score,
 )
+from heapr_lab.models.moments import SUMS as MOMENTS
+from heapr_lab.models.moments import one_by_one
+from heapr_lab.refinement.compress import COMPENSATED
 
 # One expert with T = 2 routed tokens of N = 4 predicted ones, one expert with none.
 FRAME = pd.DataFrame(
@@ -70,6 +74,28 @@ def test_scores_of_small_types_are_computed_in_float64():
     scores = score(sums, N, estimator="heapr_total")
     assert scores.dtype == np.float64
     assert scores == pytest.approx([0.5 * 1e60 / 2 / 4, 0.0])
+
+
+def test_a_massive_token_without_gradient_moves_no_mask_of_fisher():
+    """One token of 1000 has 1000 times the norm: HEAPr's order becomes its order."""
+    generator = torch.Generator().manual_seed(0)
+    h, g = (torch.randn(1000, 16, generator=generator).double() for _ in range(2))
+    h *= torch.linspace(1, 3, 16)
+    massive = h.clone()
+    massive[0] = 1000 * torch.randn(16, generator=generator)
+    g[0] *= 1e-6
+    frames = []
+    for hidden in (h, massive):
+        sums, _ = one_by_one(hidden, g, torch.ones(1000).double(), torch.tensor([1000]))
+        named = zip(MOMENTS, sums[:, 0].numpy(), strict=True)
+        frames.append(pd.DataFrame(dict(named)).assign(tokens=1000))
+    without, with_it = (score(f, {"N": 1000}, estimator="fisher") for f in frames)
+    assert with_it == pytest.approx(without, rel=1e-2)
+    assert with_it.argsort().tolist() == without.argsort().tolist()
+    heapr = score(frames[1], {"N": 1000}, estimator="heapr")
+    alone = massive[0].square().numpy() * g.square().sum(0).numpy()
+    assert np.corrcoef(heapr, alone)[0, 1] > 0.999
+    assert next(iter(COMPENSATED)) == "fisher + compensation"
 
 
 def test_magnitude_without_gates():

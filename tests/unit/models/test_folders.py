@@ -22,6 +22,7 @@ from heapr_lab.checkpoints.same_model import own_table
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import (
+    build,
     read_config,
     read_tokenizer,
     read_weights,
@@ -135,6 +136,30 @@ def test_code_in_a_folder_is_never_run(foreign, tmp_path):
         assert not (tmp_path / "ran").exists()
     with pytest.raises(SpecError, match="trust_remote_code"):
         load_model(foreign)
+
+
+def test_code_beside_a_known_type_is_not_run(foreign, tmp_path):
+    """The class of transformers is taken, as it is for our own checkpoints."""
+    change(foreign / "config.json", model_type="qwen2_moe")
+    change(foreign / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    model, _ = load_model(foreign)
+    assert type(model).__module__ == "transformers.models.qwen2_moe.modeling_qwen2_moe"
+    config = read_config(foreign)
+    build(config)
+    skeleton_of(config)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pruned_checkpoint_loads_without_its_code(source, tmp_path, monkeypatch):
+    """It names code for those without heapr_lab, which is not looked at here."""
+    model, _ = load_model(source, device="cpu")
+    save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
+    code = tmp_path / "pruned" / "modeling_heapr.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{code.read_text()}")
+    monkeypatch.setattr("builtins.input", lambda *_text: "y")
+    loaded, _ = load_model(tmp_path / "pruned", device="cpu")
+    assert any(hasattr(m, "heapr_widths") for m in loaded.modules())
+    assert not (tmp_path / "ran").exists()
 
 
 # --- damage -----------------------------------------------------------------------

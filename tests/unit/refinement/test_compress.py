@@ -103,6 +103,22 @@ def test_where_compensation_is_not_better_the_papers_mask_is_taken(
     assert fit_compression(model, same, HALF).down_projs is None
 
 
+def test_it_is_never_worse_than_heapr_on_the_windows_that_decide():
+    """Whatever the ratio, with as many atoms; both are measured here."""
+    model = tiny_model("gpt_oss")
+    fitted = CalibratedModel(model, FIT)
+    for ratio in (0.0, 0.1, 0.5, 0.9):
+        compression = fit_compression(model, WINDOWS, ratio=ratio, fitted=fitted)
+        theirs = masked_nll(model, DECIDING.ids, paper(model, ratio))
+        ours = masked_nll(model, DECIDING.ids, compression.keep, compression.down_projs)
+        published = select(collect_statistics(model, WINDOWS), ratio=ratio)
+        if compression.down_projs is None:
+            assert compression.keep.fingerprint == published.fingerprint
+        else:
+            assert float((ours - theirs).mean()) <= 1e-12
+        assert compression.keep.n_kept == paper(model, ratio).n_kept
+
+
 def test_the_report_has_the_measured_losses(model, fitted, monkeypatch):
     """The losses are of windows that have no part in the fit and in the choice."""
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
