@@ -1,6 +1,5 @@
 """Tiny models that read text, and what their experts do with it, by loops."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -39,11 +38,11 @@ def byte_model(family: str = "qwen2_moe", **changes: Any) -> Any:
     return tiny_model(family, dtype=torch.float32, **SIZES, **changes)
 
 
-def corpus_of(n_texts: int, *, n_words: int = 70, words: Sequence[str] = "w") -> Corpus:
+def corpus_of(n_texts: int, *, n_words: int = 70) -> Corpus:
     """Texts of numbered words: word j of text i is `<word><i>x<j>`, words in turn."""
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"] * n_words
     texts = [
-        " ".join(f"{words[j % len(words)]}{i}x{j}" for j in range(n_words))
-        for i in range(n_texts)
+        " ".join(f"{words[j]}{i}x{j}" for j in range(n_words)) for i in range(n_texts)
     ]
     return Corpus("numbered", "test", tuple(texts), "made here")
 

@@ -14,7 +14,7 @@ from tiny_folder import opened
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks.harness import continuation_task, run_tasks
 
-TOKENS_AT_ONCE = 2100
+TOKENS_AT_ONCE = 3500
 """The tokens of five requests or so."""
 
 

@@ -255,7 +255,7 @@ def test_saving_into_the_folder_it_was_loaded_from(pruned, tmp_path):
     torch.testing.assert_close(tensors_in(out), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("error", [OSError, SafetensorError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [OSError, SafetensorError])
 def test_a_full_disk_while_saving(error, tmp_path):
     """It is one line, and nothing is left behind."""
 
@@ -264,7 +264,6 @@ def test_a_full_disk_while_saving(error, tmp_path):
             (partial / "model.safetensors").touch()
             raise error(errno.ENOSPC, "No space")
 
-    message = r"out could not be written: .*No space|^\(28, 'No space"
-    with pytest.raises((SpecError, KeyboardInterrupt), match=message):
+    with pytest.raises(SpecError, match=r"out could not be written: .*No space"):
         fail()
     assert list(tmp_path.iterdir()) == []

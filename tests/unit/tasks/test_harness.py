@@ -1,6 +1,5 @@
 """The harness: continuation items, sources of tasks, packed contexts."""
 
-import functools
 import itertools
 import os
 import re
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import text_models
 import torch
 from heard import Heard
 from lm_eval.api.instance import Instance
-from text_models import byte_model
+from text_models import byte_model, corpus_of
 
 from heapr_lab.errors import CorpusError, SpecError
 from heapr_lab.tasks.harness import (
@@ -28,8 +26,6 @@ from heapr_lab.tasks.harness_model import PackingHFLM, _row
 from heapr_lab.tasks.paper_tasks import CHOICES, PAPER_TASKS, check_defined
 from heapr_lab.text.corpora import Corpus
 
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
-corpus_of = functools.partial(text_models.corpus_of, words=WORDS)
 WORD = re.compile(r"[a-z]+(?P<text>\d+)x(?P<place>\d+)")
 local_tasks = pytest.mark.skipif(
     not Path(os.environ.get("HEAPR_TASKS_DIR", "none")).is_dir(),
