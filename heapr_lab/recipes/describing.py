@@ -81,6 +81,22 @@ def python_of_model(
         selection: how its atoms are selected.
         recipe: how its weights are made.
         folder: the folder of the checkpoint.
+
+    Example:
+        What everyone has is left out.
+
+        >>> chosen = Calibration(own_text=0.25), Selection(0.25)
+        >>> recipe = WeightRecipe("compress")
+        >>> print(python_of_model(Opening("lab"), *chosen, recipe, folder="pruned"))
+        import heapr_lab as hl
+        <BLANKLINE>
+        bench = hl.open_workbench('lab')
+        calibration = hl.Calibration(own_text=0.25)
+        selection = hl.Selection(ratio=0.25)
+        windows = bench.calibration_set(calibration)
+        smaller = hl.compress(bench.model, windows, selection)
+        keep = smaller.heapr_keep
+        hl.save_pruned(smaller, 'pruned', tokenizer=bench.tokenizer)
     """
     selection = recipe.asked(selection)
     return _program(

@@ -114,25 +114,6 @@ def test_every_option_of_a_workbench(inside):
     assert all(f"{key}={value!r}" in code for key, value in OPENING.items())
 
 
-def test_defaults_are_left_out():
-    """What everyone has need not be said."""
-    opening, calibration = Opening("lab"), Calibration(own_text=0.25)
-    code = python_of_model(
-        opening, calibration, Selection(0.25), WeightRecipe("compress"), folder="pruned"
-    )
-    assert code.splitlines() == [
-        "import heapr_lab as hl",
-        "",
-        "bench = hl.open_workbench('lab')",
-        "calibration = hl.Calibration(own_text=0.25)",
-        "selection = hl.Selection(ratio=0.25)",
-        "windows = bench.calibration_set(calibration)",
-        "smaller = hl.compress(bench.model, windows, selection)",
-        "keep = smaller.heapr_keep",
-        "hl.save_pruned(smaller, 'pruned', tokenizer=bench.tokenizer)",
-    ]
-
-
 def test_a_table_alone(folder):
     """Its file is named; fractions and long decimals are exact."""
     file = folder / "table.parquet"

@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from commands import manifest_of, one_line, run, said, text_of
 from families import tiny_model
 from pressing import cancel, export, failed, panel_on
 from stored_tensors import tensors_in
-from tiny_folder import write_model, write_text, write_tokenizer
+from tiny_folder import write_folder, write_model, write_text
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints import model_card
@@ -178,9 +177,7 @@ def test_a_table_of_another_model_is_refused_first(root, tmp_path):
 def test_a_family_without_one_width_is_refused_first(tmp_path, monkeypatch):
     """A shared expert has a routed one's width: nothing is measured to find out."""
     monkeypatch.setattr("heapr_lab.models.loading.read_weights", None)
-    model: Any = tiny_model("deepseek_v4")
-    model.save_pretrained(tmp_path / "moe")
-    write_tokenizer(tmp_path / "moe")
+    write_folder(tmp_path / "moe", tiny_model("deepseek_v4"))
     chosen = ("--ratio", 0.5, "--structure", "uniform", "--corpus", "pydocs")
     message = one_line("prune", tmp_path / "moe", *chosen, "--out", tmp_path / "out")
     assert "no width fits. Choose the structure per_layer" in message

@@ -232,7 +232,7 @@ def test_guessing_is_right_as_often_as_items_have_answers(tmp_path, monkeypatch)
 
 
 @local_tasks
-def test_prompts_are_the_stock_ones(tmp_path, monkeypatch):
+def test_prompts_are_the_stock_ones():
     """Prompt and choices of ARC-Easy are those of the stock definition."""
     task = load_tasks(["arc_easy"])["tasks"]["arc_easy"]
     doc = task.eval_docs[0]

@@ -1,5 +1,6 @@
 """Conversations in files: through the chat template, and refused where they cannot."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_folder import write_model
-from transformers import AutoTokenizer
 
 from heapr_lab import load_calibration, load_corpus, load_windows, open_workbench
 from heapr_lab.errors import CorpusError, SpecError
@@ -24,38 +23,32 @@ CHATS = [
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """A tiny model in the hub's layout."""
-    return write_model(tmp_path_factory.mktemp("chat"))
-
-
 @pytest.fixture
-def tokenizer(model) -> Any:
-    """Its tokenizer, with a chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def tokenizer(tokenizer) -> Any:
+    """One with a chat template."""
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
-def write_jsonl(path: Path, chats: list[Any]) -> str:
-    """A file of conversations, one in each line."""
-    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+def written(folder: Path, chats: list[Any], kind: str = "jsonl") -> str:
+    """A file of conversations: one in each line, or a column of parquet.
+
+    There a key of one message is a field of all.
+    """
+    path = folder / f"chats.{kind}"
+    if kind == "parquet":
+        columns = {"messages": chats, "source": ["x"] * len(chats)}
+        pq.write_table(pa.table(columns), path)
+    else:
+        path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     return str(path)
 
 
-def write_parquet(path: Path, chats: list[Any]) -> str:
-    """The same as parquet, where a key of one message is a field of all."""
-    pq.write_table(pa.table({"messages": chats, "source": ["x"] * len(chats)}), path)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("write", "suffix"), [(write_jsonl, ".jsonl"), (write_parquet, ".parquet")]
-)
-def test_windows_are_those_of_the_rendered_text(tmp_path, tokenizer, write, suffix):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_windows_are_those_of_the_rendered_text(tmp_path, tokenizer, kind):
     """Token by token as the template says, for calibration and for tests."""
-    path = write(tmp_path / f"chats{suffix}", CHATS)
+    path = written(tmp_path, CHATS, kind)
     corpus = load_corpus(path)
     assert (corpus.chat, len(corpus.texts)) == (True, len(CHATS))
     turns = [f"[{turn['role']}]{turn['content']}\n" for chat in CHATS for turn in chat]
@@ -68,17 +61,15 @@ def test_windows_are_those_of_the_rendered_text(tmp_path, tokenizer, write, suff
 
 def test_keys_without_a_value_are_left_out(tmp_path, tokenizer):
     """Parquet fills them in; a template may ask whether a key is there."""
-    chats = [
-        [{"role": "user", "content": "hi"}, {"role": "a", "content": "b", "x": "y"}]
-    ]
-    path = write_parquet(tmp_path / "chats.parquet", chats)
-    assert json.loads(load_corpus(path).texts[0]) == chats[0]
+    chat = [{"role": "user", "content": "hi"}, {"role": "a", "content": "b", "x": "y"}]
+    path = written(tmp_path, [chat], "parquet")
+    assert json.loads(load_corpus(path).texts[0]) == chat
 
 
-def test_another_template_gives_other_windows(tmp_path, model):
+def test_another_template_gives_other_windows(tmp_path, source):
     """Also in a workbench that has already rendered them."""
-    path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
-    bench = open_workbench(str(model), profile="small", seq_len=16)
+    path = written(tmp_path, CHATS)
+    bench = open_workbench(str(source), profile="small", seq_len=16)
     prints = []
     for template in (TEMPLATE, TEMPLATE.replace("[", "<")):
         bench.tokenizer.chat_template = template
@@ -88,7 +79,7 @@ def test_another_template_gives_other_windows(tmp_path, model):
 
 def test_what_cannot_be_rendered_is_named(tmp_path, tokenizer):
     """The conversation that a template refuses; without one none is plain text."""
-    path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    path = written(tmp_path, CHATS)
     tokenizer.chat_template = None
     with pytest.raises(CorpusError, match="tokenizer has no chat template"):
         load_windows(path, tokenizer, seq_len=16)
@@ -97,19 +88,13 @@ def test_what_cannot_be_rendered_is_named(tmp_path, tokenizer):
         load_windows(path, tokenizer, seq_len=16)
 
 
-@pytest.mark.parametrize(
-    "row", [[], "hi", [1], [{"content": "no role"}], [{"role": 7, "content": "x"}]]
-)
-def test_what_is_no_conversation(tmp_path, row):
-    """However it is none; the line is named."""
-    path = write_jsonl(tmp_path / "chats.jsonl", [CHATS[0], row])
-    with pytest.raises(CorpusError, match=r"line 2: .*'messages' field.*with a role"):
-        load_corpus(path)
-
-
-def test_a_parquet_row_that_is_no_conversation(tmp_path):
-    """A missing one is named by its row."""
-    path = write_parquet(tmp_path / "chats.parquet", [CHATS[0], None])
+def test_what_is_no_conversation(tmp_path):
+    """However it is none; the line is named, or the row of parquet."""
+    for row in ([], "hi", [1], [{"content": "no role"}], [{"role": 7, "content": "x"}]):
+        path = written(tmp_path, [CHATS[0], row])
+        with pytest.raises(CorpusError, match=r"line 2: .*'messages' field.*a role"):
+            load_corpus(path)
+    path = written(tmp_path, [CHATS[0], None], "parquet")
     with pytest.raises(CorpusError, match=r"row 2: .*with a role"):
         load_corpus(path)
 
@@ -126,6 +111,6 @@ def test_rows_of_two_kinds(tmp_path):
 
 def test_no_continuation_items_of_conversations(tmp_path):
     """Their JSON is not text."""
-    corpus = load_corpus(write_jsonl(tmp_path / "chats.jsonl", CHATS))
+    corpus = load_corpus(written(tmp_path, CHATS))
     with pytest.raises(SpecError, match="expected plain text"):
         continuation_items(corpus, n_items=4)

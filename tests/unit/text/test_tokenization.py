@@ -1,18 +1,13 @@
 """A long text tokenised in pieces has the ids it has in one call."""
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import (
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import Regex, Tokenizer, models, trainers
+from tokenizers.normalizers import Prepend, Replace
+from tokenizers.normalizers import Sequence as Normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
 from heapr_lab.text import calibration
@@ -35,51 +30,30 @@ PARAGRAPHS = [
 TEXT = "\n\n".join(PARAGRAPHS)
 
 
-def byte_level() -> Tokenizer:
-    """A tokenizer like that of GPT-2."""
+GPT_2 = {"pre_tokenizer": ByteLevel(add_prefix_space=False)}
+BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
+QWEN_3 = {"pre_tokenizer": Sequence([Split(Regex(QWEN), "isolated"), BYTES])}
+LLAMA_2 = {"normalizer": Normalizers([Prepend("▁"), Replace(" ", "▁")])}
+"""One word from end to end, with a mark before the first."""
+
+
+def fitted(parts: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """A tokenizer of these parts, with 600 merges learned from the text."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    return bpe
-
-
-def qwen_like() -> Tokenizer:
-    """A tokenizer like that of Qwen 3."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    return bpe
-
-
-def llama_2_like() -> Tokenizer:
-    """One word from end to end, with a mark before the first."""
-    bpe = Tokenizer(models.BPE())
-    bpe.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    return bpe
-
-
-def fitted(make: Callable[[], Tokenizer]) -> PreTrainedTokenizerFast:
-    """A tokenizer with 600 merges learned from the text."""
-    bpe = make()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
+    for name, part in parts.items():
+        setattr(bpe, name, part)
+    alphabet = ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet)
     bpe.train_from_iterator([TEXT], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe)
 
 
 @pytest.mark.parametrize(
-    ("make", "n_pieces"), [(byte_level, 50), (qwen_like, 30), (llama_2_like, 1)]
+    ("parts", "n_pieces"), [(GPT_2, 50), (QWEN_3, 30), (LLAMA_2, 1)]
 )
-def test_pieces_have_the_ids_of_the_whole(make, n_pieces, monkeypatch):
+def test_pieces_have_the_ids_of_the_whole(parts, n_pieces, monkeypatch):
     """The text is cut where that changes nothing, and left whole where it would."""
-    tokenizer = fitted(make)
+    tokenizer = fitted(parts)
     expected = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     monkeypatch.setattr(calibration, "PIECE_CHARS", 100)
     pieces = list(calibration._pieces(TEXT, tokenizer))
@@ -92,4 +66,4 @@ def test_pieces_have_the_ids_of_the_whole(make, n_pieces, monkeypatch):
 
 def test_an_empty_text_has_no_tokens():
     """Nothing in, nothing out."""
-    assert tokenise("", fitted(byte_level)).shape == (0,)
+    assert tokenise("", fitted(GPT_2)).shape == (0,)
