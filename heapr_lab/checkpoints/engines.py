@@ -85,12 +85,7 @@ def widths_for(
     return row.structure, row.multiple if multiple is None else multiple
 
 
-_NORMALISES = {
-    "qwen2_moe": False,
-    "qwen3_moe": True,
-    "olmoe": False,
-    "deepseek": False,
-}
+_NORMALISES = {"qwen2_moe": False, "qwen3_moe": True, "olmoe": False, "deepseek": False}
 """Whether llama.cpp makes top-k weights sum to one, whatever the model's file says."""
 
 

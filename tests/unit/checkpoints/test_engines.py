@@ -89,8 +89,6 @@ def test_the_command_refuses_it_before_anything_is_measured(tmp_path):
     """The lab model's setting."""
     model = write_model(tmp_path / "moe", norm_topk_prob=True)
     out = tmp_path / "out"
-    message = refused(
-        "prune", model, "--ratio", 0.5, "--for", "llama.cpp", "--out", out
-    )
-    assert "llama.cpp would compute other logits" in message
+    chosen = ("--ratio", 0.5, "--for", "llama.cpp", "--out", out)
+    assert "llama.cpp would compute other logits" in refused("prune", model, *chosen)
     assert not out.exists()

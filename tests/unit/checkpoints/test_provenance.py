@@ -80,9 +80,7 @@ def test_foreign_files_are_refused(tmp_path):
         "absent.png": "there is no file",
         "absent.parquet": "there is no file",
         "a.md": "expected png, parquet, or the folder of a checkpoint",
-        **dict.fromkeys(
-            ("a.png", "b.png", "c.png", "d.png"), "says nothing of its origin"
-        ),
+        **dict.fromkeys([f"{n}.png" for n in "abcd"], "says nothing of its origin"),
         "a.parquet": "was not written by heapr_lab",
         "": "is not a checkpoint of heapr_lab: it has no heapr_manifest.json",
         "list": "is damaged: expected a JSON object",

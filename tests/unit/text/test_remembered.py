@@ -8,7 +8,7 @@ import pytest
 from heard import Heard
 from tiny_folder import write_model, write_piqa, write_text
 
-from heapr_lab import Calibration, Setting, Workbench, load_corpus, open_workbench
+from heapr_lab import Calibration, Workbench, load_corpus, open_workbench
 from heapr_lab.tasks.harness import items_fingerprint
 from heapr_lab.text import corpora
 
@@ -22,9 +22,8 @@ def bench(cache, tmp_path, monkeypatch) -> Workbench:
 
 def fingerprints(bench: Workbench, corpus: str) -> tuple[str, str]:
     """Fingerprints of the calibration and of the test windows."""
-    setting = Setting(0.25, calibration=corpus)
     return (
-        bench.calibration_set(setting.calibration).fingerprint,
+        bench.calibration_set(Calibration(corpus)).fingerprint,
         bench.test_windows(corpus).fingerprint,
     )
 
@@ -73,21 +72,18 @@ def test_weights_of_a_mixture_are_remembered(bench):
 
 def test_a_data_folder_that_changed_is_read_again(tmp_path, monkeypatch):
     """A parquet file of $HEAPR_DATA_DIR that is replaced, and a folder that is."""
+    file = Path("ptb", "test.parquet")
     for name, texts in (("one", ["first", "text"]), ("two", ["other"])):
         (tmp_path / name / "ptb").mkdir(parents=True)
-        frame = pd.DataFrame({"sentence": texts})
-        frame.to_parquet(tmp_path / name / "ptb" / "test.parquet")
+        pd.DataFrame({"sentence": texts}).to_parquet(tmp_path / name / file)
     monkeypatch.setenv("HEAPR_DATA_DIR", str(tmp_path / "one"))
     assert load_corpus("ptb", split="test").texts == ("first", "text")
     assert load_corpus("ptb", split="test") is load_corpus("ptb", split="test")
-    shutil.copy(
-        tmp_path / "two" / "ptb" / "test.parquet",
-        tmp_path / "one" / "ptb" / "test.parquet",
-    )
+    shutil.copy(tmp_path / "two" / file, tmp_path / "one" / file)
     assert load_corpus("ptb", split="test").texts == ("other",)
     monkeypatch.chdir(tmp_path / "two")
     monkeypatch.setenv("HEAPR_DATA_DIR", ".")
-    pd.DataFrame({"sentence": ["third"]}).to_parquet("ptb/test.parquet")
+    pd.DataFrame({"sentence": ["third"]}).to_parquet(file)
     assert load_corpus("ptb", split="test").texts == ("third",)
     corpora._named_corpus.cache_clear()
 
