@@ -11,6 +11,7 @@ from tiny_folder import D_VOCAB
 from torch import nn
 
 from heapr_lab.models.experts import find_experts
+from heapr_lab.tasks.harness import continuation_task
 from heapr_lab.text.corpora import Corpus
 
 FAMILIES = ["qwen2_moe", "deepseek_v3", "gpt_oss", "nemotron_h"]
@@ -47,6 +48,18 @@ def corpus_of(n_texts: int, *, n_words: int = 70) -> Corpus:
     return Corpus("numbered", "test", tuple(texts), "made here")
 
 
+def task(n_items: int = 12) -> Any:
+    """Four-way continuations."""
+    return continuation_task(corpus_of(16), n_items=n_items)
+
+
+def requests_of(n_items: int) -> list[Any]:
+    """What the harness asks of such a task: four requests for each item."""
+    asked = task(n_items)
+    asked.build_all_requests(limit=None, rank=0, world_size=1)
+    return list(asked.instances)
+
+
 def experts_calls(model: nn.Module, ids: torch.Tensor) -> dict[int, Call]:
     """What each experts module was handed: x (T, D), experts (T, K), p (T, K)."""
     calls, hooks = {}, []
@@ -78,9 +91,7 @@ def atoms_by_hand(model: nn.Module, ids: torch.Tensor) -> pd.DataFrame:
                 with torch.no_grad():
                     h = atom_activations(modules[number], x[token], w)
                     norms = [float(column.norm()) for column in w["W_down"].T]
-                for atom, (value, norm) in enumerate(
-                    zip(h.tolist(), norms, strict=True)
-                ):
-                    rows.append((number, token, expert, p, atom, value, norm))
+                pairs = enumerate(zip(h.tolist(), norms, strict=True))
+                rows += [(number, token, expert, p, i, *pair) for i, pair in pairs]
     names = ["layer", "place", "expert", "p", "atom", "h", "w_down_norm"]
     return pd.DataFrame(rows, columns=names)

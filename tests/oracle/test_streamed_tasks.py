@@ -8,21 +8,14 @@ import pytest
 from heard import Heard
 from keeps import random_keep
 from oracles.streamed import both, stream, written
-from text_models import SIZES, corpus_of
+from text_models import SIZES, requests_of, task
 from tiny_folder import opened
 
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.tasks.harness import continuation_task, run_tasks
+from heapr_lab.tasks.harness import run_tasks
 
 TOKENS_AT_ONCE = 3500
 """The tokens of five requests or so."""
-
-
-def task(n_items: int = 7) -> Any:
-    """28 requests, or fewer, of several lengths, four for each context."""
-    lm_task = continuation_task(corpus_of(9), n_items=n_items)
-    lm_task.build_all_requests(limit=None, rank=0, world_size=1)
-    return lm_task
 
 
 def answers(model: Any, tokenizer: Any, n: int = 4) -> list[tuple[float, bool]]:
@@ -31,7 +24,7 @@ def answers(model: Any, tokenizer: Any, n: int = 4) -> list[tuple[float, bool]]:
 
     lm = PackingHFLM(model, tokenizer)
     lm.tokens_at_once = TOKENS_AT_ONCE
-    pairs: list[tuple[float, bool]] = lm.loglikelihood(task(n).instances)
+    pairs: list[tuple[float, bool]] = lm.loglikelihood(requests_of(n))
     return pairs
 
 
@@ -73,7 +66,7 @@ def test_accuracies(tokenizer, tmp_path):
     """Rows, and the progress of every request."""
     heard = Heard()
     frames = [
-        run_tasks(model, tokenizer, [task()], progress=heard)
+        run_tasks(model, tokenizer, [task(7)], progress=heard)
         for model in both(tmp_path, "qwen2_moe", **SIZES)
     ]
     assert frames[0].equals(frames[1])

@@ -109,11 +109,7 @@ def test_the_card_says_what_was_compared(root, tmp_path, options):
 
 def damage(folder: Path) -> None:
     """Add a little to one matrix of one expert."""
-    pairs = (
-        (path, name)
-        for path in folder.glob("*.safetensors")
-        for name in load_file(path)
-    )
+    pairs = ((f, name) for f in folder.glob("*.safetensors") for name in load_file(f))
     path, name = next(pair for pair in pairs if "down_proj" in pair[1])
     with changed_tensors(path) as tensors:
         tensors[name] += 0.05

@@ -12,7 +12,7 @@ import pytest
 import torch
 from heard import Heard
 from lm_eval.api.instance import Instance
-from text_models import byte_model, corpus_of
+from text_models import byte_model, corpus_of, requests_of
 
 from heapr_lab.errors import CorpusError, SpecError
 from heapr_lab.tasks.harness import (
@@ -31,13 +31,6 @@ local_tasks = pytest.mark.skipif(
     not Path(os.environ.get("HEAPR_TASKS_DIR", "none")).is_dir(),
     reason="the tasks' items are not in $HEAPR_TASKS_DIR",
 )
-
-
-def asked(n_items):
-    """What the harness asks of the items of nine texts."""
-    task = continuation_task(corpus_of(9, n_words=62), n_items=n_items)
-    task.build_all_requests(limit=None, rank=0, world_size=1)
-    return task.instances
 
 
 def check_answers(got, model, tokenizer, instances):
@@ -104,9 +97,9 @@ def test_short_texts_are_joined():
 
 def test_prompts_are_the_items():
     """The harness asks for exactly the texts of the items, white space included."""
-    items = continuation_items(corpus_of(9, n_words=62), n_items=7).itertuples()
+    items = continuation_items(corpus_of(16), n_items=7).itertuples()
     expected = [(item.context, choice) for item in items for choice in item.choices]
-    assert [request.args for request in asked(7)] == expected
+    assert [request.args for request in requests_of(7)] == expected
 
 
 def test_accuracy_is_that_of_the_likelihoods(tokenizer):
@@ -151,7 +144,7 @@ def test_accuracy_is_that_of_the_likelihoods(tokenizer):
 )
 def test_packed_contexts_change_nothing(tokenizer, caplog, family, changes, packs):
     """Where contexts are shared the answers are the harness's own to 1e-4."""
-    model, instances = byte_model(family, **changes), asked(7)
+    model, instances = byte_model(family, **changes), requests_of(7)
     ours = PackingHFLM(model, tokenizer)
     ours.tokens_at_once = 900
     assert ours.packs == packs
@@ -183,7 +176,7 @@ def test_a_shared_prefix_is_fed_once(tokenizer):
 
 def test_packing_that_would_be_wrong_is_not_used(tokenizer, caplog):
     """A recurrent layer sees past a mask: the first item shows it, the harness runs."""
-    model, instances = byte_model("qwen3_next"), asked(4)
+    model, instances = byte_model("qwen3_next"), requests_of(4)
     ours = PackingHFLM(model, tokenizer)
     ours.packs = True
     got = ours.loglikelihood(instances)
@@ -193,7 +186,7 @@ def test_packing_that_would_be_wrong_is_not_used(tokenizer, caplog):
 
 def test_packing_is_compared_once_for_a_model(tokenizer, monkeypatch):
     """Not again for each mask of it: the comparison costs as much as an item's runs."""
-    model, instances, seen = byte_model(), asked(4), []
+    model, instances, seen = byte_model(), requests_of(4), []
     agrees = PackingHFLM._agrees
     monkeypatch.setattr(
         PackingHFLM, "_agrees", lambda lm, some: seen.append(lm) or agrees(lm, some)
