@@ -30,6 +30,11 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def written_at(folder: Path) -> dict[str, int]:
+    """When each safetensors file in a folder was written."""
+    return {p.name: p.stat().st_mtime_ns for p in folder.glob("*.safetensors")}
+
+
 def same_tensors(folder: Path, other: Path) -> None:
     """Two folders have tensors of the same names, types, shapes and bits."""
     same_bits(tensors_in(folder), tensors_in(other))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from heapr_lab.checkpoints import model_card
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.models.sources import read_source, source_of, weights_bytes
+from heapr_lab.models.sources import read_source, weights_bytes
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.pruning.options import Selection
@@ -143,11 +143,6 @@ def test_sizes_that_are_no_files_are_called_estimates(root):
     assert "bytes (bfloat16 files, pruned: an estimate)" in panel.numbers.value
     alone = Explorer(PruningSession(table))
     assert "bytes (an estimate, 4 for each parameter)" in alone.numbers.value
-
-
-def test_a_model_made_in_memory_has_no_source():
-    """Nothing is guessed of where it came from."""
-    assert source_of(tiny_model("qwen2_moe")) is None
 
 
 def test_a_width_that_the_files_cannot_have_is_refused_first(
