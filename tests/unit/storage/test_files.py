@@ -42,9 +42,13 @@ def test_the_temporary_file_itself_becomes_the_file(tmp_path):
 
 
 def test_temporary_names(tmp_path):
-    """They are beside the file, with its extension, and differ between writers."""
-    path = tmp_path / "a" / "b" / "x.parquet"
-    with files.replacing(path) as first, files.replacing(path) as second:
+    """They are beside the file, with its extension, and differ between writers.
+
+    Of a link they are beside its target, perhaps on another disk than the link is.
+    """
+    path, link = tmp_path / "a" / "b" / "x.parquet", tmp_path / "link"
+    link.symlink_to(path)
+    with files.replacing(path) as first, files.replacing(link) as second:
         assert first != second
         for name in (first, second):
             assert name.parent == path.parent
