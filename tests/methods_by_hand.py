@@ -115,7 +115,7 @@ def lowest(scores: dict[Any, float], number: int) -> set[Any]:
 def routed(model: nn.Module) -> dict[tuple[int, int], list[RoutedToken]]:
     """What each expert does of each token routed to it, one after the other."""
     model.requires_grad_(False)
-    _, records = run(model, IDS)
+    records = run(model, IDS)
     return {
         (layer.layer, expert): [
             RoutedToken(t.x, t.h.detach(), t.p, t.E.detach(), t.e)
