@@ -154,17 +154,21 @@ def test_ours_are_selections_of_the_statistics(name, settings):
     assert fitted(name, model, 0.3).keep == expected
 
 
+def weights_of(w: dict[str, Any]) -> torch.Tensor:
+    """All weights of each atom of an expert, (I, F)."""
+    parts = w["W_up"], w["W_down"].T, w["W_gate"]
+    return torch.cat([part for part in parts if part is not None], dim=1)
+
+
 def test_magnitude_by_hand():
     """The atoms go whose weights have the least norms."""
     model = tiny_model("mixtral").requires_grad_(False)
-    sizes: dict[Any, float] = {}
-    for layer in find_experts(model):
-        for expert in range(layer.n_experts):
-            w = matrices(layer.module, expert)
-            for atom in range(layer.d_inter):
-                parts = w["W_down"][:, atom], w["W_up"][atom], w["W_gate"][atom]
-                key = layer.layer, expert, atom
-                sizes[key] = sum(float(part.square().sum()) for part in parts)
+    sizes = {
+        (layer.layer, expert, atom): float(row.square().sum())
+        for layer in find_experts(model)
+        for expert in range(layer.n_experts)
+        for atom, row in enumerate(weights_of(matrices(layer.module, expert)))
+    }
     assert removed(fitted("magnitude", model, 0.3)) == lowest(sizes, 19)
 
 
@@ -196,24 +200,19 @@ def test_camera_is_sequential(family):
     assert removed(compression) == expected
 
 
-# --- atoms, by measurements of their own ------------------------------------------
+# --- IntDim -----------------------------------------------------------------------
+
 
 Key = tuple[int, int, int]
 
 
-# --- IntDim -----------------------------------------------------------------------
-
-
 def sizes_by_hand(model: nn.Module) -> dict[Key, float]:
-    """Mean |gradient| of each atom's weights: loops over windows and atoms."""
+    """Mean |gradient| of each atom's weights, one window and atom after the other."""
     scores: dict[Key, float] = {}
     for gradients in gradients_by_hand(model):
         for key, w in gradients.items():
-            for atom in range(len(w["W_up"])):
-                weights = [w["W_up"][atom], w["W_down"][:, atom]]
-                weights += [] if w["W_gate"] is None else [w["W_gate"][atom]]
-                size = float(torch.cat(weights).abs().mean()) / len(IDS)
-                scores[*key, atom] = scores.get((*key, atom), 0.0) + size
+            for atom, size in enumerate(weights_of(w).abs().mean(1).tolist()):
+                scores[*key, atom] = scores.get((*key, atom), 0.0) + size / len(IDS)
     return scores
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from keeps import logits_of, masked_logits
 from stored_tensors import changed_json
 from tiny_folder import write_text
 from transformers import AutoModelForCausalLM
@@ -73,14 +74,9 @@ def test_an_earlier_checkpoint_is_loaded(earlier):
     pruned = AutoModelForCausalLM.from_pretrained(earlier / "ragged")
     dense, _ = heapr_lab.load_model(str(earlier / "dense"))
     ids = torch.arange(12).reshape(2, 6)
-    with (
-        torch.no_grad(),
-        heapr_lab.masking(
-            dense, KeepMask.read(earlier / "ragged" / "heapr_keep.parquet")
-        ),
-    ):
-        expected = dense(ids).logits
-        torch.testing.assert_close(pruned(ids).logits, expected)
+    mask = KeepMask.read(earlier / "ragged" / "heapr_keep.parquet")
+    expected = masked_logits(dense, ids, mask)
+    torch.testing.assert_close(logits_of(pruned, ids), expected)
 
 
 @pytest.mark.parametrize(

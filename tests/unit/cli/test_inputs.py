@@ -7,7 +7,7 @@ import pytest
 from families import D_VOCAB, tiny_ids, tiny_model, tiny_windows
 from heard import Heard
 from keeps import full_keep, random_keep
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import evaluate_divergence, evaluate_perplexity
@@ -108,17 +108,8 @@ def test_long_windows_of_rotary_positions_are_told_once(caplog):
 
 def test_long_windows_of_learned_positions_are_refused():
     """There is no position 17 to look up."""
-    config = GPTNeoConfig(
-        vocab_size=D_VOCAB,
-        max_position_embeddings=16,
-        hidden_size=8,
-        num_layers=1,
-        num_heads=2,
-        attention_types=[[["global"], 1]],
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPTNeoForCausalLM(config).eval()
+    sizes = {"vocab_size": D_VOCAB, "n_positions": 16, "n_embd": 8}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, n_layer=1, n_head=2)).eval()
     assert evaluate_perplexity(model, tiny_ids(seq_len=16)).n_tokens == 45
     with pytest.raises(SpecError, match=r"the 16 positions .* give seq_len=16 or less"):
         evaluate_perplexity(model, tiny_ids(seq_len=17))

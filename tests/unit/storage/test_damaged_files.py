@@ -10,21 +10,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from score_tables import TWO_LAYERS, make_table
 
 from heapr_lab import ImportanceTable, KeepMask, read_provenance
 from heapr_lab.errors import CacheError
 from heapr_lab.storage import files
-from heapr_lab.storage.hashing import digest
 
 KEY = b"heapr_lab"
-FRAME = pd.DataFrame(
-    {
-        "layer": np.repeat([0, 1], 4),
-        "expert": np.tile([0, 0, 1, 1], 2),
-        "atom": np.tile([0, 1], 4),
-        "sum_hg2": np.arange(8.0),
-    }
-)
 
 
 @pytest.fixture
@@ -38,11 +30,9 @@ def mask(tmp_path) -> Path:
 
 @pytest.fixture
 def table(tmp_path) -> Path:
-    """A table of eight atoms."""
+    """A table of two layers."""
     path = tmp_path / "table.parquet"
-    spec = {"schema": 1}
-    facts = {"spec": spec, "spec_hash": digest(spec), "architecture": {}}
-    ImportanceTable.from_frame(FRAME, N=5, provenance={}, **facts).write(path)
+    make_table(TWO_LAYERS).write(path)
     return path
 
 
@@ -164,24 +154,17 @@ def test_json_that_cannot_be_read(tmp_path, content, message):
         files.read_json(str(path))
 
 
-WHOLE: dict[str, tuple[Callable[[Path], None], Callable[[str], Any]]] = {
-    "frame": (lambda path: files.write_frame(path, FRAME, {}), files.read_frame),
-    "metadata": (lambda path: files.write_frame(path, FRAME, {}), files.read_metadata),
-    "state": (
-        lambda path: files.save_state(path, {"x": np.arange(100.0)}, {}),
-        files.load_state,
-    ),
-}
-
-
 @pytest.mark.parametrize("share", [0.0, 0.005, 0.04, 0.3, 0.9, 0.999])
-@pytest.mark.parametrize(("write", "read"), WHOLE.values(), ids=WHOLE)
-def test_a_file_that_is_cut_short_is_refused_and_left_alone(
-    tmp_path, write, read, share
-):
+@pytest.mark.parametrize(
+    "read", [files.read_frame, files.read_metadata, files.load_state]
+)
+def test_a_file_that_is_cut_short_is_refused_and_left_alone(tmp_path, read, share):
     """It is cut anywhere, in its header or its rows, and may be named by a text."""
-    path = tmp_path / "cut"
-    write(path)
+    path, numbers = tmp_path / "cut", {"x": np.arange(100.0)}
+    if read is files.load_state:
+        files.save_state(path, numbers, {})
+    else:
+        files.write_frame(path, pd.DataFrame(numbers), {})
     left = path.read_bytes()[: int(share * path.stat().st_size)]
     path.write_bytes(left)
     with pytest.raises(CacheError, match=r"cut cannot be read.*give another file"):

@@ -15,8 +15,6 @@ from safetensors.numpy import save_file
 from heapr_lab.errors import CacheError
 from heapr_lab.storage import files
 
-ROWS = 3000
-
 
 def mode(path: Path) -> int:
     """The permissions of a file."""
@@ -90,40 +88,19 @@ def test_share_mode_changes_the_files_of_a_folder(tmp_path):
 # --- layout ---------------------------------------------------------------------
 
 
-def layout(path: Path) -> dict[str, tuple[str, bool, bool]]:
-    """Each column's compression, whether it has a dictionary, whether it is split."""
-    group = pq.ParquetFile(path).metadata.row_group(0)
-    columns = [group.column(i) for i in range(group.num_columns)]
-    return {
-        column.path_in_schema: (
-            column.compression,
-            column.has_dictionary_page,
-            "BYTE_STREAM_SPLIT" in column.encodings,
-        )
-        for column in columns
-    }
-
-
 def test_columns_are_laid_out_by_their_types(tmp_path):
     """Floats are split into byte streams; all else has a dictionary."""
-    rows = np.arange(ROWS)
-    random = np.random.default_rng(0).normal(size=ROWS).astype(np.float32)
-    frame = pd.DataFrame(
-        {
-            "integer": rows,
-            "text": "a",
-            "random": random,
-            "runs": random[rows // 10].astype(np.float64),
-        }
-    )
-    files.write_frame(tmp_path / "x.parquet", frame, {})
-    dictionary, split = ("ZSTD", True, False), ("ZSTD", False, True)
-    assert layout(tmp_path / "x.parquet") == {
-        "integer": dictionary,
-        "text": dictionary,
-        "random": split,
-        "runs": split,
-    }
+    path, rows = tmp_path / "x.parquet", np.arange(3000)
+    random = np.random.default_rng(0).normal(size=3000).astype(np.float32)
+    runs = random[rows // 10].astype(np.float64)
+    columns = {"integer": rows, "text": "a", "random": random, "runs": runs}
+    files.write_frame(path, pd.DataFrame(columns), {})
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    for place, name in enumerate(columns):
+        column, split = group.column(place), name in ("random", "runs")
+        assert (column.path_in_schema, column.compression) == (name, "ZSTD")
+        assert ("BYTE_STREAM_SPLIT" in column.encodings) == split
+        assert column.has_dictionary_page != split
 
 
 def test_json_is_for_reading(tmp_path):
