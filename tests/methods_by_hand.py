@@ -33,12 +33,14 @@ def fitted(name: str, model: nn.Module, ratio: float, **options: Any) -> Any:
     return methods.get(name).fit(model, WINDOWS, ratio=ratio, **options)
 
 
-def check(compression: Any, model: nn.Module, expected: nn.Module) -> None:
+def check(
+    compression: Any, model: nn.Module, expected: nn.Module, **close: float
+) -> None:
     """Check the logits against those of a model made by hand, not the dense ones."""
     by_hand = logits_of(expected, IDS)
     assert (by_hand - logits_of(model, IDS)).abs().max() > 1e-3
     with compression.apply(model):
-        torch.testing.assert_close(logits_of(model, IDS), by_hand, **CLOSE)
+        torch.testing.assert_close(logits_of(model, IDS), by_hand, **(close or CLOSE))
 
 
 def outputs_of(layer: ExpertsLayer, x: torch.Tensor) -> torch.Tensor:

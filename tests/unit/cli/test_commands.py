@@ -173,25 +173,19 @@ def test_too_little_text_to_heal_on_is_said_before_anything_is_measured(
     assert "5000 were requested" in refused(*base, "--heal", 5000, *text_of(folder))
 
 
-def test_a_mixture_is_measured_corpus_by_corpus(folder, tmp_path):
-    """The card of what was calibrated on a mixture has a perplexity of each part."""
-    write_text(tmp_path / "more.txt", n_texts=16)
-    parts = [str(folder / "text.txt"), str(tmp_path / "more.txt")]
-    mixture = f"0.5*{parts[0]} + 0.5*{parts[1]}"
-    run(
-        "prune", folder / "moe", "--ratio", 0.4, "--out", tmp_path / "out",
-        "--corpus", mixture, *TINY,
-    )  # fmt: skip
-    assert manifest_of(tmp_path / "out")["perplexity"].keys() == {*parts}
+def test_prune_with_few_windows_of_two_corpora(folder, tmp_path, monkeypatch):
+    """One window that is reported has no standard error: null in the manifest.
 
-
-def test_prune_with_few_windows(folder, tmp_path, monkeypatch):
-    """One window that is reported has no standard error: null in the manifest."""
+    Perplexity is measured corpus by corpus.
+    """
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
-    out = tmp_path / "pruned"
+    out, more = tmp_path / "pruned", write_text(tmp_path / "more.txt", n_texts=16)
+    mixture = f"0.5*{folder / 'text.txt'} + 0.5*{more}"
     args = ("prune", folder / "moe", "--ratio", 0.4, "--own-text", 0, "--out", out)
-    run(*args, "--n-sequences", 8, *text_of(folder))
-    rows = manifest_of(out)["held_out"]
+    run(*args, "--n-sequences", 8, "--corpus", mixture, *TINY)
+    manifest = manifest_of(out)
+    assert manifest["perplexity"].keys() == {str(folder / "text.txt"), str(more)}
+    rows = manifest["held_out"]
     assert [row["stderr"] for row in rows] == [None] * 3
     paper, others, chosen = rows
     assert others["nll"] is None
