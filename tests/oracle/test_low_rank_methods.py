@@ -327,13 +327,6 @@ def test_sizes_fit_the_budget():
                 assert more.numbers(n_experts, out, into) < budget
 
 
-def test_the_share_of_a_layer_is_checked():
-    """It is more than nothing, and at most all."""
-    for most in (0.0, 1.5):
-        with pytest.raises(SpecError, match="most_of_layer"):
-            fitted("moe-svd-like", tiny_model("mixtral"), 0.3, most_of_layer=most)
-
-
 @pytest.mark.parametrize("name", ["svd", "d2-moe", "moe-svd-like"])
 def test_experts_without_tokens_or_weights(name):
     """Weights are finite if two tokens reach few experts, and some matrices are 0."""

@@ -72,6 +72,7 @@ def test_hc_smoe_by_hand(family):
     compression = fitted("hc-smoe", model, 0.5)
     check(compression, model, replaced(model, new))
     assert compression.achieved_ratio == 0.5
+    assert fitted("hc-smoe", model, 0.95).achieved_ratio == pytest.approx(5 / 6)
 
 
 def test_a_group_without_tokens_is_the_plain_mean():
@@ -192,13 +193,7 @@ def test_every_grouping_can_be_drawn():
 
 
 def test_what_is_refused_by_name():
-    """Too much, groups that are too small, streamed models, unknown logits."""
-    model = tiny_model("qwen3_moe", **SIX)
-    with pytest.raises(SpecError, match=r"largest possible ratio is 0\.833333"):
-        fitted("mc-smoe", model, 0.95)
-    with pytest.raises(SpecError, match="give at least 2"):
-        fitted("ream", model, 0.34, group_size=1)
-    assert fitted("hc-smoe", model, 0.95).achieved_ratio == pytest.approx(5 / 6)
+    """Routers whose logits are unknown, by methods that need them."""
     odd: Any = tiny_model("minimax_m2")
     with torch.no_grad():
         for name, buffer in odd.named_buffers():

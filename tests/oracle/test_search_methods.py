@@ -23,7 +23,6 @@ from methods_by_hand import (
 )
 from torch import nn
 
-from heapr_lab.errors import SpecError
 from heapr_lab.methods import experts, searches
 from heapr_lab.methods.expert_axes import dropping, find_expert_axes
 from heapr_lab.models.experts import find_experts
@@ -170,15 +169,6 @@ def test_the_fitness_of_a_search_is_that_of_all_logits():
     assert rate == pytest.approx(rejected(model, small), rel=1e-9)
     assert rate > 1e-3
     assert loss == pytest.approx(nll(small), rel=1e-9)
-
-
-def test_what_a_search_refuses():
-    """Too small a population, and too large a ratio."""
-    model = tiny_model("mixtral", **SIX)
-    with pytest.raises(SpecError, match="population"):
-        fitted("evoesap", model, 0.34, population=4)
-    with pytest.raises(SpecError, match=r"largest possible ratio is 0\.666666"):
-        fitted("evoesap", model, 0.9)
 
 
 def test_shares_are_exact_and_limited():

@@ -69,6 +69,12 @@ def test_measurements_of_something_else_are_refused(model):
         ("camera-p", {"ratio": 0.2, "alpha": float("inf")}, "is inf, expected float"),
         ("camera-p", {"ratio": 0.2, "alpha": 2.0}, r"a number in \[0, 1\], got 2.0"),
         ("reap", {"ratio": 0.75}, "leave layer 0 1 of 4 .* possible ratio is 0.5"),
+        ("ream", {"ratio": 0.34, "group_size": 1}, "group_size .* give at least 2"),
+        ("mc-smoe", {"ratio": 0.95}, r"largest possible ratio is 0\.75$"),
+        ("evoesap", {"ratio": 0.9}, r"largest possible ratio is 0\.5$"),
+        ("evoesap", {"ratio": 0.2, "population": 4}, "population must be .* from 5"),
+        ("moe-svd-like", {"ratio": 0.2, "most_of_layer": 0.0}, "most_of_layer is 0.0"),
+        ("moe-svd-like", {"ratio": 0.2, "most_of_layer": 1.5}, "most_of_layer is 1.5"),
     ],
 )
 def test_invalid_requests_are_refused(model, name, options, message):
