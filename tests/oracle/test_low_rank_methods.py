@@ -41,7 +41,6 @@ from heapr_lab.models.architecture import LayerShape
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 
 FAMILIES = ("deepseek_v2", "gpt_oss")
-DAMPING = 1e-6
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 IN_SINGLE = {"rtol": 1e-4, "atol": 1e-5}
 """Gradients pass through routers' softmax, which is computed in float32."""
@@ -57,7 +56,7 @@ def root_of(tokens: list[Any], name: str, matrix: torch.Tensor) -> torch.Tensor:
         return unit
     x = torch.stack([t.h if name == "down" else t.x for t in tokens])
     second = x.mT @ x
-    return torch.linalg.cholesky(second + DAMPING * second.trace() / len(unit) * unit)
+    return torch.linalg.cholesky(second + 1e-6 * second.trace() / len(unit) * unit)
 
 
 def whitened(matrix: torch.Tensor, rank: int, root: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from heapr_lab.text.calibration import CalibrationSet
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "tests" / "data" / "earlier"
-SETTING = Setting(0.5, calibration="text.txt")
 COMPOSED = {"quant_method": "heapr_composed"}
 """The format of then for what other papers' methods leave."""
 REMOVED = ("own_layers", "price", "protect_outliers", "layer_ratios")
@@ -48,7 +47,7 @@ def test_an_earlier_cache_answers(earlier, monkeypatch):
     bench = open_workbench(str(earlier / "dense"), profile="small")
     for name in ("collect_statistics", "evaluate_perplexity"):  # not computed again
         monkeypatch.setattr(f"heapr_lab.workbench.workbench.{name}", None)
-    keep = bench.keep(SETTING)
+    keep = bench.keep(Setting(0.5, calibration="text.txt"))
     assert keep.fingerprint == KeepMask.read(earlier / "mask.parquet").fingerprint
     # The test windows of then were the first ones.
     every = heapr_lab.load_windows("text.txt", bench.tokenizer, seq_len=64)

@@ -24,19 +24,12 @@ from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 def asked(root: Path, *more: str) -> tuple[Any, ...]:
     """A comparison of the tiny model on the text."""
     text = str(root / "text.txt")
-    options = ("--corpora", text, "--corpus", text, "--json", *TINY, *more)
-    return "compare", root / "moe", *options
-
-
-def table_of(root: Path, *more: str) -> str:
-    """The same as text."""
-    return run(*[part for part in asked(root, *more) if part != "--json"])
+    return "compare", root / "moe", "--corpora", text, "--corpus", text, *TINY, *more
 
 
 def results(root: Path, *more: str) -> list[dict[str, Any]]:
     """The rows that it prints."""
-    rows: list[dict[str, Any]] = json.loads(run(*asked(root, *more)))["results"]
-    return rows
+    return list(said(*asked(root, *more))["results"])
 
 
 def test_the_list_has_every_method():
@@ -71,7 +64,7 @@ def test_methods_are_compared_and_cached(root, monkeypatch):
     more = results(root, "--methods", "reap", "--ratios", "0.25,0.3")
     assert more[:2] == [rows[0], rows[3]]
     assert more[2]["ratio"] == 0.3
-    table = table_of(root, *options)
+    table = run(*asked(root, *options))
     assert "perplexity" in table
     assert f"{rows[-1]['perplexity']:.4f}" in table
 
@@ -103,13 +96,7 @@ def test_an_interrupted_comparison_continues(bench, root, monkeypatch):
 # --- tasks and Table 1 ------------------------------------------------------------
 
 
-local_data = pytest.mark.skipif(
-    "HEAPR_TASKS_DIR" not in os.environ or "HEAPR_DATA_DIR" not in os.environ,
-    reason="the tasks' items and corpora are not on this machine",
-)
 N_ITEMS = 12
-N_ROWS = 100
-"""Of a file: fifteen states load the items of every task again."""
 
 
 @pytest.fixture
@@ -192,24 +179,27 @@ def test_an_ordinary_comparison_has_accuracies(root, text):
     assert [row["acc"] is None for row in rows] == [True, False] * 2
     assert [row["perplexity"] is None for row in rows] == [False, True] * 2
     assert rows[1]["n_items"] == 6
-    table = table_of(root, *chosen)
+    table = run(*asked(root, *chosen))
     assert f"{rows[3]['acc']:.4f}" in table
     assert "acc_norm" in table.splitlines()[0].split()
 
 
 @pytest.fixture
 def few_rows(tmp_path, monkeypatch) -> None:
-    """The first rows of each file of items and of text."""
+    """The first rows of each file: fifteen states load all items of tasks again."""
     for name in ("HEAPR_TASKS_DIR", "HEAPR_DATA_DIR"):
         source = Path(os.environ[name])
         for path in source.rglob("*.parquet"):
             few = tmp_path / name / path.relative_to(source)
             few.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(pq.read_table(path).slice(0, N_ROWS), few)
+            pq.write_table(pq.read_table(path).slice(0, 100), few)
         monkeypatch.setenv(name, str(tmp_path / name))
 
 
-@local_data
+@pytest.mark.skipif(
+    "HEAPR_TASKS_DIR" not in os.environ or "HEAPR_DATA_DIR" not in os.environ,
+    reason="the tasks' items and corpora are not on this machine",
+)
 @pytest.mark.usefixtures("few_rows")
 def test_table_1_of_the_paper(root, monkeypatch):
     """What it compares and more, on its text and C4, beside what is published."""
@@ -252,13 +242,13 @@ def test_options_replace_those_of_the_preset(root):
     """Text, methods, ratios and no task; who is refused ends no comparison with it."""
     options = ("--methods", "heapr,reap", "--ratios", "0.5,0.75", "--tasks", "")
     options = ("--preset", "paper-table1", *options)
-    result = invoke(*asked(root, *options))
+    result = invoke(*asked(root, *options), "--json")
     facts = json.loads(result.stdout)
     done = {(row["method"], row["ratio"]) for row in facts["results"]}
     assert done == {("dense", 0), ("heapr", 0.5), ("heapr", 0.75), ("reap", 0.5)}
     (row,) = facts["refused"]
     assert (row["method"], row["ratio"]) == ("reap", 0.75)
     assert "reap at 75% is left out" in result.stderr
-    assert "reap at 75.00%: ratio 0.75 would leave" in table_of(root, *options)
+    assert "reap at 75.00%: ratio 0.75 would leave" in run(*asked(root, *options))
     message = one_line(*asked(root, "--methods", "reap", "--ratios", "0.75"))
     assert "the largest possible ratio" in message

@@ -11,12 +11,11 @@ import pytest
 from commands import invoke, one_line, text_of
 from safetensors import SafetensorError
 
-OPEN = "heapr_lab.workbench.workbench.open_workbench"
-
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Let models be loaded with this error."""
-    monkeypatch.setattr(OPEN, Mock(side_effect=error))
+    opening = "heapr_lab.workbench.workbench.open_workbench"
+    monkeypatch.setattr(opening, Mock(side_effect=error))
 
 
 @pytest.mark.parametrize(
