@@ -17,12 +17,12 @@ from heapr_lab import KeepMask, evaluate_perplexity, masking
 from heapr_lab.models.experts import find_experts
 
 
-def random_keep(model: nn.Module, *, seed: int = 0, share: float = 0.5) -> KeepMask:
+def random_keep(model: nn.Module, *, seed: int = 0) -> KeepMask:
     """A random mask in which expert 0 of each layer is empty and expert 1 untouched."""
     rng = np.random.default_rng(seed)
     arrays = {}
     for layer in find_experts(model):
-        kept = rng.random((layer.n_experts, layer.d_inter)) < share
+        kept = rng.random((layer.n_experts, layer.d_inter)) < 0.5
         kept[0] = False
         kept[1] = True
         arrays[layer.layer] = kept
@@ -31,12 +31,7 @@ def random_keep(model: nn.Module, *, seed: int = 0, share: float = 0.5) -> KeepM
 
 def full_keep(model: nn.Module) -> KeepMask:
     """The mask that keeps everything."""
-    return KeepMask.from_arrays(
-        {
-            layer.layer: np.ones((layer.n_experts, layer.d_inter), bool)
-            for layer in find_experts(model)
-        }
-    )
+    return KeepMask.full(random_keep(model))
 
 
 def widths_keep(

@@ -119,17 +119,13 @@ def test_scores_that_are_not_finite_are_refused():
 
 
 def test_unknown_names_are_errors():
-    """Unknown estimators and options, and bad values, are named."""
+    """Unknown estimators and options are named."""
     with pytest.raises(
         SpecError, match=r"estimator must be one of 'heapr', .*, got 'snip'"
     ):
         score(FRAME, N, estimator="snip")
     with pytest.raises(SpecError, match="'heapr' has no option alpha; it has none"):
         score(FRAME, N, options={"alpha": 0.5})
-    with pytest.raises(SpecError, match=r"alpha must be a number in \[0, 1\], got 2"):
-        complete_options("camera", {"alpha": 2})
-    with pytest.raises(SpecError, match="seed must be a whole number from 0, got -1"):
-        complete_options("random", {"seed": -1})
 
 
 def test_options_are_checked_and_settled():
@@ -140,15 +136,14 @@ def test_options_are_checked_and_settled():
     assert (alpha, type(alpha)) == (1.0, float)
     seed = complete_options("random", {"seed": np.int64(2**40)})["seed"]
     assert (seed, type(seed)) == (2**40, int)
-    for name, options in (
-        ("camera", {"alpha": -0.1}),
-        ("camera", {"alpha": "0.5"}),
-        ("camera", {"alpha": np.nan}),
-        ("random", {"seed": 1.0}),
-        ("random", {"seed": None}),
-    ):
-        with pytest.raises(SpecError, match="must be a "):
-            complete_options(name, options)
+    for value in (-0.1, 2, "0.5", np.nan):
+        message = rf"alpha must be a number in \[0, 1\], got {value!r}"
+        with pytest.raises(SpecError, match=message):
+            complete_options("camera", {"alpha": value})
+    for seed in (-1, 1.0, None):
+        message = f"seed must be a whole number from 0, got {seed}"
+        with pytest.raises(SpecError, match=message):
+            complete_options("random", {"seed": seed})
 
 
 def test_needs_are_what_a_formula_reads():
