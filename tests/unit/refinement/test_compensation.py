@@ -9,6 +9,7 @@ import torch
 from families import tiny_model, tiny_windows
 from heard import Heard
 from keeps import random_keep
+from oracles.features import COUPLED, grams_of, two_columns
 
 from heapr_lab import CalibrationSet, KeepMask, compensate, masking
 from heapr_lab.errors import LayoutError, SpecError
@@ -25,28 +26,12 @@ from heapr_lab.refinement.own_text import continuations
 
 WINDOWS = tiny_windows(n_sequences=8, seq_len=12)
 START = torch.zeros(32, 1, dtype=torch.long)
-COUPLED = [[2.0, 1.0], [1.0, 2.0]]
-"""Products of two atoms over the tokens of one part."""
 
 
 @pytest.fixture
 def layer() -> ExpertsLayer:
-    """Four experts of eight atoms; the first two columns of the first are (1, 2)."""
-    layer = find_experts(tiny_model("qwen2_moe"))[0]
-    with torch.no_grad():
-        layer.down.zero_()
-        layer.down[0, 5, :2] = torch.tensor([1.0, 2.0])
-    return layer
-
-
-def grams_of(
-    fit: list[list[float]], held_out: list[list[float]], *, tokens: int = 8
-) -> LayerGrams:
-    """Sums over the tokens of the first atoms of the first expert, 0 elsewhere."""
-    sums = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
-    for part, block in enumerate((fit, held_out)):
-        sums[part, 0, : len(block), : len(block)] = torch.tensor(block)
-    return LayerGrams("expert", sums, torch.full((2, 4), tokens // 2))
+    """Columns (1, 2) of the first expert."""
+    return two_columns()
 
 
 def without(*atoms: int) -> KeepMask:

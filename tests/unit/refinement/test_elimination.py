@@ -4,11 +4,12 @@ import pytest
 import torch
 from families import tiny_model, tiny_windows
 from heard import Heard
+from oracles.features import COUPLED, grams_of, two_columns
 
 from heapr_lab import ImportanceTable, collect_statistics
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.refinement.activation_grams import LayerGrams, iter_grams
+from heapr_lab.refinement.activation_grams import iter_grams
 from heapr_lab.refinement.elimination import (
     eliminate,
     elimination_spec,
@@ -27,25 +28,14 @@ def table(model) -> ImportanceTable:
 
 @pytest.fixture
 def layer() -> ExpertsLayer:
-    """Four experts of eight atoms in 16 dimensions, whose W_down is 0."""
-    layer = find_experts(tiny_model("qwen2_moe"))[0]
-    with torch.no_grad():
-        layer.down.zero_()
-    return layer
-
-
-def grams_of(block: list[list[float]]) -> LayerGrams:
-    """Sums over eight tokens of each expert, 0 but for the first atoms of the first."""
-    sums = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
-    sums[0, 0, : len(block), : len(block)] = torch.tensor(block)
-    return LayerGrams("expert", sums, torch.full((2, 4), 4))
+    """Columns of the first expert, which `costs_of` replaces."""
+    return two_columns()
 
 
 # --- by hand ----------------------------------------------------------------------
 
-# The ridge 1/2 adds half of each diagonal element, 1: C + λ S² = [3 1; 1 3], and its
-# inverse B is [3 -1; -1 3] / 8.
-COUPLED = [[2.0, 1.0], [1.0, 2.0]]
+# The ridge 1/2 adds half of each diagonal element of `COUPLED`, 1: C + λ S² is
+# [3 1; 1 3], and its inverse B is [3 -1; -1 3] / 8.
 
 
 def costs_of(
@@ -116,7 +106,8 @@ def test_costs_do_not_depend_on_the_scale_of_columns(layer, scale):
 def test_the_specification_has_all_that_determines_the_scores(model, table):
     """The table's is in it; a cache is keyed by it, so it is written out here.
 
-    Its one pass reports the windows. What else is known of the table stays.
+    The small model goes by layers. Its one pass reports the windows. What else is known
+    of the table stays.
     """
     done = Heard()
     scored = eliminate(model, table, WINDOWS, progress=done)
@@ -136,18 +127,14 @@ def test_the_specification_has_all_that_determines_the_scores(model, table):
     assert spec == table.metadata["spec"]
     nameless = ImportanceTable.from_frame(table.frame)
     assert list(elimination_spec(nameless, WINDOWS)) == ["elimination"]
-
-
-def test_settings_are_those_that_the_specification_names(model, table):
-    """The small model goes by layers."""
-    expected = eliminate(model, table, WINDOWS).frame["elimination"]
     base = torch.tensor(table.score("fisher").to_numpy()).view(2, 4, 8)
     grams = iter_grams(model, WINDOWS, span="layer")
     costs = [
         layer_costs(*pair, bases, ridge=0.03, n_steps=128)
         for pair, bases in zip(grams, base, strict=True)
     ]
-    assert torch.stack(costs).flatten().tolist() == expected.tolist()
+    scores = scored.frame["elimination"].tolist()
+    assert torch.stack(costs).flatten().tolist() == scores
 
 
 def test_scores_of_an_earlier_version_are_not_read(model, table, tmp_path, caplog):
@@ -170,7 +157,10 @@ def test_scores_of_an_earlier_version_are_not_read(model, table, tmp_path, caplo
 
 
 def test_a_table_of_another_model_of_the_same_shapes(table):
-    """Elimination compares identities, not only shapes."""
+    """Elimination compares identities, not only shapes; weights have to be there."""
     twin = tiny_model("qwen2_moe", seed=1)
     with pytest.raises(SpecError, match="another model: it differs in weights"):
+        eliminate(twin, table, WINDOWS)
+    find_experts(twin)[1].module.to("meta")
+    with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.experts is offloaded"):
         eliminate(twin, table, WINDOWS)

@@ -27,8 +27,7 @@ from heapr_lab.refinement.healing import (
 )
 from heapr_lab.text.calibration import CalibrationSet
 
-_COUNTED = torch.arange(32 * 9).reshape(32, 9) % 48
-TEXT = CalibrationSet.from_ids(_COUNTED)
+TEXT = CalibrationSet.from_ids(torch.arange(32 * 9).reshape(32, 9) % 48)
 """Each token is the one before it plus one, which can be learnt."""
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -89,15 +90,10 @@ def test_what_cannot_be_written_is_refused(tokenizer):
     for wrong in ({"n_sequences": 0}, {"seq_len": 1}, {"seed": 2**63}):
         with pytest.raises(SpecError):
             own_text(model_of(), tokenizer, **wrong)
-
-    class OnlySpecial:
-        all_special_ids = (0, 1)
-
-        def __len__(self) -> int:
-            return 2
-
+    special = MagicMock(all_special_ids=(0, 1))
+    special.__len__.return_value = 2
     with pytest.raises(SpecError, match="special"):
-        own_text(model_of(), OnlySpecial(), n_sequences=1, seq_len=4)
+        own_text(model_of(), special, n_sequences=1, seq_len=4)
 
 
 # --- joined with a corpus --------------------------------------------------------
@@ -139,10 +135,7 @@ def test_a_workbench_writes_once(root, monkeypatch):
     plain = bench_of(root).calibration_set(Calibration(text, 8, 32))
     assert windows.n_sequences == 10
     assert torch.equal(windows.ids[:8], plain.ids)
-
-    def never(*_given: Any, **_named: Any) -> CalibrationSet:
-        raise AssertionError("written again")
-
+    never = Mock(side_effect=AssertionError("written again"))
     with monkeypatch.context() as patch:
         patch.setattr("heapr_lab.refinement.own_text.own_text", never)
         assert bench_of(root).calibration_set(spec).fingerprint == windows.fingerprint
