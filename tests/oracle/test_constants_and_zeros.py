@@ -136,12 +136,8 @@ def test_weights_of_the_lowest_score_are_zero(family):
 
 
 def test_zeros_are_counted_honestly():
-    """Fewer parameters, but no fewer bytes or operations, as nothing is packed."""
+    """There are no fewer bytes or operations, as nothing is packed."""
     model = tiny_model("mixtral")
-    compression = fitted("moe-pruner", model, 0.5)
-    savings = compression.savings(model)
-    routed = 2 * 4 * 3 * 8 * 16
-    assert savings.parameters[0] - savings.parameters[1] == routed // 2
+    savings = fitted("moe-pruner", model, 0.5).savings(model)
     assert savings.bytes[0] == savings.bytes[1] == 8 * savings.parameters[0]
     assert savings.routed_flops[0] == savings.routed_flops[1] > 0
-    assert compression.achieved_ratio == 0.5

@@ -14,12 +14,7 @@ from families import tiny_model, tiny_windows
 from keeps import widths_keep
 from oracles.features import all_grams, features_of, problems
 
-from heapr_lab import (
-    ImportanceTable,
-    KeepMask,
-    collect_statistics,
-    select,
-)
+from heapr_lab import ImportanceTable, KeepMask, collect_statistics, select
 from heapr_lab.errors import CoverageError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement import elimination

@@ -20,17 +20,14 @@ SHAPES = Path(__file__).parents[1] / "data" / "shapes"
 """The published config.json of each model of the paper."""
 DENSE, WIDTH = 24, 16
 """Atoms of a routed expert, before and after."""
-COUNTED = {
-    "deepseek_v3": "n_shared_experts",
-    "ernie4_5_moe": "moe_num_shared_experts",
-}
+COUNTED = {"deepseek_v3": "n_shared_experts", "ernie4_5_moe": "moe_num_shared_experts"}
 """Both names of the count of shared experts in widths of a routed one, by a family."""
 
 
-def model_of(family: str, *, n_shared: int = 1, dtype: Any = torch.float32) -> Any:
+def model_of(family: str, *, n_shared: int = 1) -> Any:
     """A tiny model with `n_shared` shared experts."""
     sizes = {"moe_intermediate_size": DENSE, COUNTED[family]: n_shared}
-    return tiny_model(family, dtype=dtype, **sizes)
+    return tiny_model(family, dtype=torch.float32, **sizes)
 
 
 @pytest.mark.parametrize("n_shared", [1, 2])

@@ -29,7 +29,7 @@ WIDTHS: tuple[dict[str, Any], ...] = (
 )
 UNIFORM: tuple[dict[str, Any], ...] = (
     {"structure": "uniform"},
-    {"structure": "uniform", "multiple": 3},
+    {"structure": "uniform", "multiple": 3, "scope": "layer"},
 )
 ROUNDED: tuple[dict[str, Any], ...] = (
     *WIDTHS[1:],

@@ -13,14 +13,13 @@ import transformers
 from families import tiny_ids, tiny_model, tiny_windows
 from keeps import logits_of
 
+from heapr_lab import CalibrationSet, collect_statistics
 from heapr_lab.errors import CoverageError, LayoutError, SpecError
 from heapr_lab.importance import collect, resuming
-from heapr_lab.importance.collect import collect_statistics, statistics_spec
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.hooks import Routed, edits_of, masked, observed
 from heapr_lab.models.identity import identity_in_force
 from heapr_lab.storage.hashing import digest
-from heapr_lab.text.calibration import CalibrationSet
 
 WINDOWS = tiny_windows(n_sequences=5)
 
@@ -124,7 +123,7 @@ def test_metadata():
     begun = datetime.now(UTC) - timedelta(seconds=1)
     windows = CalibrationSet.from_ids(WINDOWS.ids)
     metadata = collect_statistics(model, windows, batch_size=2).metadata
-    spec = statistics_spec(identity_in_force(model), windows)
+    spec = collect.statistics_spec(identity_in_force(model), windows)
     assert spec == {
         "schema": 1,
         "model": identity_in_force(model),

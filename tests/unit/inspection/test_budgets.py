@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from heapr_lab import Calibration, KeepMask, Setting, ratio_for_loss
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import Perplexity
-from heapr_lab.inspection.budgets import ratio_for_loss
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.settings import Setting
 
 DENSE_NLL = 3.0
 
@@ -45,18 +42,13 @@ class Bench:
 
 # --- a perplexity -------------------------------------------------------------------
 
+LAB = [0, 0.008, 0.026, 0.054, 0.106, 0.187, 0.31, 0.48, 0.74, 1.17, 2.2]
 CURVES: dict[str, Callable[[float], float]] = {
     "cube": lambda r: 4 * r**3,
     "square": lambda r: 2 * r**2,
     "exponential": lambda r: 0.01 * math.expm1(8 * r),
     "better at first": lambda r: r**2 - 0.1 * r,
-    "as the lab model": lambda r: float(
-        np.interp(
-            r,
-            [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1],
-            [0, 0.008, 0.026, 0.054, 0.106, 0.187, 0.31, 0.48, 0.74, 1.17, 2.2],
-        )
-    ),
+    "as the lab model": lambda r: float(np.interp(10 * r, range(11), LAB)),
 }
 
 

@@ -97,12 +97,6 @@ def test_counts_of_large_layers_do_not_overflow():
 # --- ranks ------------------------------------------------------------------------
 
 
-def rank_by_hand(mask: ScoredMask, row: int, among: list[int]) -> float:
-    """The share of `among` that are removed before a row or with it."""
-    mine = mask.scores[row], row
-    return sum((mask.scores[other], other) <= mine for other in among) / len(among)
-
-
 @pytest.mark.parametrize("within", [(False, False), (False, True), (True, True)])
 def test_ranks_count_what_goes_before(within):
     """Atoms of the model count, or of the layer as soon as one mask ranks in layers."""
@@ -111,9 +105,12 @@ def test_ranks_count_what_goes_before(within):
     layers = [layer for layer, _, _ in atoms()]
     for mask, rank in zip((a, b), ranks(a, b), strict=True):
         for row, layer in enumerate(layers):
-            among = [k for k, other in enumerate(layers) if other == layer]
-            among = among if any(within) else list(range(29))
-            assert rank[row] == pytest.approx(rank_by_hand(mask, row, among))
+            among = [
+                (mask.scores[other], other) <= (mask.scores[row], row)
+                for other in range(29)
+                if layers[other] == layer or not any(within)
+            ]
+            assert rank[row] == pytest.approx(sum(among) / len(among))
 
 
 def test_agreement_is_the_correlation_of_average_ranks():
@@ -166,12 +163,9 @@ def test_points_are_a_fixed_sample_of_all_atoms():
     assert [*every[["layer", "expert", "atom"]].itertuples(index=False, name=None)] == (
         atoms()
     )
-    fates = [
-        {(0, 0): "neither", (1, 0): "a", (0, 1): "b", (1, 1): "both"}[
-            atom in removed(a.keep), atom in removed(b.keep)
-        ]
-        for atom in atoms()
-    ]
+    by_a, by_b = removed(a.keep), removed(b.keep)
+    names = ("neither", "a", "b", "both")
+    fates = [names[(atom in by_a) + 2 * (atom in by_b)] for atom in atoms()]
     assert every["removed_by"].tolist() == fates
     some = rank_points(a, b, most=10)
     assert len(some) == 10
@@ -183,7 +177,10 @@ def test_points_are_a_fixed_sample_of_all_atoms():
 
 
 def test_a_selection_brings_its_scores():
-    """The estimator's options count, and the scope in which atoms are ranked."""
+    """The estimator's options count, and the scope in which atoms are ranked.
+
+    The model is the one that its table was measured on, if that says so.
+    """
     table = random_table(2, 2, 4)
     choice = Selection(0.5, "random", scope="layer", estimator_options=(("seed", 3),))
     mask = ScoredMask.select("A", table, choice)
@@ -192,6 +189,10 @@ def test_a_selection_brings_its_scores():
     assert mask.keep.layer_ratios().tolist() == [0.5, 0.5]
     rank, _ = ranks(mask, mask)
     assert cut(~mask.keep.rows, rank) == 0.5
+    assert mask.model is None
+    spec = {"model": {"weights": "1"}}
+    known = ImportanceTable.from_frame(table.frame, spec=spec)
+    assert ScoredMask.select("A", known, Selection(0.5)).model == spec["model"]
 
 
 # --- refusals ---------------------------------------------------------------------
@@ -216,12 +217,3 @@ def test_too_few_scores_are_named():
     short = ScoredMask("B", a.keep, a.scores[:-1])
     with pytest.raises(SpecError, match=r"of B have the shape \(28,\), expected \(29,"):
         rank_agreement(a, short)
-
-
-def test_the_model_is_that_of_the_table():
-    """Tables say what they were measured on."""
-    table = random_table(2, 2, 4)
-    assert ScoredMask.select("A", table, Selection(0.5)).model is None
-    spec = {"model": {"weights": "1"}}
-    known = ImportanceTable.from_frame(table.frame, spec=spec)
-    assert ScoredMask.select("A", known, Selection(0.5)).model == spec["model"]

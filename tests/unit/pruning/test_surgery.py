@@ -1,6 +1,6 @@
 """What a pruned model remembers, and which tables and masks are of which model."""
 
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,10 +66,7 @@ def test_only_the_layers_that_are_given_are_replaced(model, numbers):
 
 def test_methods_of_the_dense_model_are_left_behind(model):
     """Methods that accelerate binds to a model: the copy has those of its class."""
-
-    def refuse(*_args: Any) -> None:
-        raise AssertionError("of the dense model")
-
+    refuse = Mock(side_effect=AssertionError("of the dense model"))
     model.to = model.cuda = refuse  # type: ignore[method-assign,assignment]
     pruned = prune(model, random_keep(model))
     assert pruned.to(torch.float32) is pruned

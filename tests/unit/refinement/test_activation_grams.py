@@ -14,14 +14,7 @@ from torch import nn
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.refinement import activation_grams
-from heapr_lab.refinement.activation_grams import (
-    LayerGrams,
-    StoredLayers,
-    checked_span,
-    default_span,
-    fits_in_memory,
-    iter_grams,
-)
+from heapr_lab.refinement.activation_grams import LayerGrams, StoredLayers, default_span
 from heapr_lab.streaming import layerwise
 from heapr_lab.streaming.sweep_store import SweepStore
 from heapr_lab.text.calibration import CalibrationSet
@@ -68,7 +61,7 @@ def assert_right(layers: dict[int, LayerGrams], model: nn.Module, span: str) -> 
 def watched(model: nn.Module, span: str) -> tuple[dict[int, LayerGrams], list[Any]]:
     """What iter_grams gives, and what it tells."""
     told = Heard()
-    grams = iter_grams(model, WINDOWS, span=span, progress=told)
+    grams = activation_grams.iter_grams(model, WINDOWS, span=span, progress=told)
     return {layer.layer: sums for layer, sums in grams}, told
 
 
@@ -168,9 +161,9 @@ def test_sizes(model, monkeypatch):
     layers = find_experts(model)
     for room, fit in {2 * BLOCK_BYTES: True, 2 * BLOCK_BYTES - 1: False}.items():
         monkeypatch.setattr(activation_grams, "_AT_ONCE", room)
-        assert fits_in_memory(layers, "expert") == fit
-    assert fits_in_memory(layers[:1], "expert")
-    assert not fits_in_memory(layers, "layer")
+        assert activation_grams.fits_in_memory(layers, "expert") == fit
+    assert activation_grams.fits_in_memory(layers[:1], "expert")
+    assert not activation_grams.fits_in_memory(layers, "layer")
     groups = [len(group) for group in activation_grams._groups(layers * 3, "layer")]
     assert groups == [1] * 6
     monkeypatch.setattr(activation_grams, "_AT_ONCE", 2 * BLOCK_BYTES)
@@ -191,7 +184,7 @@ def test_the_span_by_default(model, monkeypatch):
     monkeypatch.setattr(layers[1].module, "has_post_expert_norm", True)
     assert default_span(layers) == "expert"
     with pytest.raises(SpecError, match="normalises each expert's output"):
-        checked_span(layers, "layer")
+        activation_grams.checked_span(layers, "layer")
 
 
 # --- layers of a streamed model ---------------------------------------------------

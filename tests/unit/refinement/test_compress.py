@@ -19,12 +19,7 @@ from heapr_lab.errors import SpecError
 from heapr_lab.models.identity import weights_state
 from heapr_lab.refinement import activation_grams, calibrated, compensation, compress
 from heapr_lab.refinement.calibrated import CalibratedModel
-from heapr_lab.refinement.compress import (
-    COMPENSATED,
-    PAPER,
-    FittedCompression,
-    fit_compression,
-)
+from heapr_lab.refinement.compress import COMPENSATED, PAPER, fit_compression
 
 WINDOWS = tiny_windows(n_sequences=24, seq_len=12)
 FIT, DECIDING, REPORTED = WINDOWS.three_parts()
@@ -39,7 +34,7 @@ def fitted(model) -> CalibratedModel:
 
 
 @pytest.fixture(scope="module")
-def found(model, fitted) -> FittedCompression:
+def found(model, fitted) -> compress.FittedCompression:
     """The model with half of its atoms removed."""
     return fit_compression(model, WINDOWS, HALF, fitted=fitted)
 

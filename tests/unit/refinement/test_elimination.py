@@ -10,11 +10,7 @@ from heapr_lab import ImportanceTable, collect_statistics
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.refinement.activation_grams import iter_grams
-from heapr_lab.refinement.elimination import (
-    eliminate,
-    elimination_spec,
-    layer_costs,
-)
+from heapr_lab.refinement.elimination import eliminate, elimination_spec, layer_costs
 from heapr_lab.storage.hashing import digest
 
 WINDOWS = tiny_windows(n_sequences=4, seq_len=12)

@@ -12,15 +12,10 @@ from heard import Heard, stop_at
 from keeps import logits_of
 from tiny_folder import D_VOCAB
 
+import heapr_lab
+from heapr_lab import Calibration, CalibrationSet, Workbench, open_workbench, own_text
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.recipes.describing import calibration_of, describe_calibration
-from heapr_lab.refinement.own_text import own_text
-from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.text.calibration_spec import Calibration
-from heapr_lab.workbench.settings import Setting
-from heapr_lab.workbench.workbench import Workbench, open_workbench
 
 
 def model_of(*, end: int | None = None) -> Any:
@@ -161,10 +156,10 @@ def test_a_table_says_what_it_was_measured_on(root, cache):
     assert told.startswith("8 windows of 32 tokens of ")
     assert told.endswith("(train), seed 0, and 2 that the model wrote itself")
     assert Calibration.from_dict(spec.to_dict()) == spec
-    assert Setting(0.1, spec).columns()["own_text"] == 0.25
-    assert "own_text" not in Setting(0.1, text).columns()
+    assert heapr_lab.Setting(0.1, spec).columns()["own_text"] == 0.25
+    assert "own_text" not in heapr_lab.Setting(0.1, text).columns()
     windows = bench.calibration_set(Calibration(text, 4, 32))
-    mixed = collect_statistics(bench.model, windows.joined(windows))
+    mixed = heapr_lab.collect_statistics(bench.model, windows.joined(windows))
     assert calibration_of(mixed.calibration) is None
 
 
@@ -195,7 +190,7 @@ def test_a_table_has_its_own_text(root, tmp_path):
     """`score` writes it where asked; with its table nothing can be written any more."""
     table = tmp_path / "table.parquet"
     run("score", root / "moe", "--own-text", 0.25, "--out", table, *text_of(root))
-    spec = calibration_of(ImportanceTable.read(table).calibration)
+    spec = calibration_of(heapr_lab.ImportanceTable.read(table).calibration)
     assert spec.own_text == 0.25
     base = ("prune", root / "moe", "--ratio", 0.4, "--importance", table)
     assert "leave --importance out" in one_line(*base, "--own-text", 0.5)
