@@ -180,11 +180,13 @@ def test_masks_are_nested(table, a, b, settings):
 
 @given(tables(most=MANY), ratios, st.sampled_from(ROUNDED))
 def test_rounded_structures_remove_enough(table, ratio, settings):
-    """At least the ratio goes, and every width is one that may be."""
-    keep = select(table, ratio=ratio, **settings)
+    """At least the ratio goes, of each layer if asked, and every width may be."""
+    keep, least = select(table, ratio=ratio, **settings), Fraction(str(ratio))
     structure = settings.get("structure", "ragged")
-    assert keep.n_removed >= Fraction(str(ratio)) * table.n_atoms
+    assert keep.n_removed >= least * table.n_atoms
     for layer, (_, d_inter) in table.shapes().items():
+        gone = ~keep.by_layer(layer)
+        assert "scope" not in settings or gone.sum() >= least * gone.size
         widths = {int(w) for w in keep.widths().loc[layer].dropna()}
         multiple = settings.get("multiple", 1)
         if structure != "ragged":

@@ -41,12 +41,7 @@ def scored(label: str, seed: int, share: float = 0.4, **options: Any) -> ScoredM
 
 def atoms() -> list[Atom]:
     """All atoms, in the order of the rows."""
-    return [
-        (layer, expert, atom)
-        for layer, (n_experts, d_inter) in SHAPES.items()
-        for expert in range(n_experts)
-        for atom in range(d_inter)
-    ]
+    return [(layer, *at) for layer, shape in SHAPES.items() for at in np.ndindex(shape)]
 
 
 def removed(keep: KeepMask) -> set[Atom]:
