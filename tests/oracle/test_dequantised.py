@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from wrappers import tiny_wrapper
 
 from heapr_lab.checkpoints.save import save_pruned
-from heapr_lab.errors import SpecError
+from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.models.formats import stays_float32
@@ -219,6 +219,7 @@ def test_the_weights_are_the_numbers_times_their_scales(kind, tmp_path):
 OUTER = "model.layers.0.mlp.down_proj.weight_scale_inv"
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
 IN_FP4 = "layers.1.ffn.experts.2.w2.scale"
+LOST = r"has no \S*scale\S*: download the files again"
 SMALL = "expected 4 x 2 for blocks of 4 x 4"
 
 
@@ -230,17 +231,16 @@ SMALL = "expected 4 x 2 for blocks of 4 x 4"
         ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale.T, SMALL),
         ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale[::2], SMALL),
         ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale[:, :1], SMALL),
-        ("fp4", IN_FP4, None, "scale"),
-        ("mxfp4", "layers.0.mlp.experts.down_proj_scales", None, "scales"),
+        ("fp4", IN_FP4, None, LOST),
         (POWERS, f"{EXPERT}_scale", lambda scale: 2.0**scale, "exponents in bytes"),
         ("fp4", IN_FP4, lambda scale: scale[::2], "32 x 1 for blocks of 1 x 32"),
-        ("modelopt", f"{EXPERT}_scale_2", None, "scale"),
-        ("compressed-tensors", f"{EXPERT}_global_scale", None, "scale"),
+        ("modelopt", f"{EXPERT}_scale_2", None, LOST),
+        ("compressed-tensors", f"{EXPERT}_global_scale", None, LOST),
         *(
             (layout, f"{EXPERT}_scale", change, message)
             for layout in LAYOUTS
             for change, message in (
-                (None, "scale"),
+                (None, LOST),
                 (lambda scale: scale[::2], r"32 x \d for blocks of 1 x"),
             )
         ),
@@ -255,6 +255,17 @@ def test_scales_that_do_not_fit_are_refused(kind, name, change, message, tmp_pat
         if change is not None:
             tensors[name] = change(scale)
     check_refused(packed, message)
+
+
+def test_missing_scales_of_mxfp4_are_named(tmp_path):
+    """By what streams it; in memory, transformers says that it cannot convert."""
+    packed, _ = pair_of("mxfp4", tmp_path)
+    with changed_tensors(packed) as tensors:
+        lost = next(name for name in tensors if name.endswith("_scales"))
+        del tensors[lost]
+    for stream, message in ((True, lost), (False, "conversion of the weights")):
+        with pytest.raises(HeaprLabError, match=message):
+            load_model(packed, device="cpu", stream=stream)
 
 
 # --- formats that are not read ----------------------------------------------------

@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ from heapr_lab.progress import no_report
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import fit_compensation
 from heapr_lab.refinement.elimination import eliminate
-from heapr_lab.streaming import file_reader, two_sweeps
+from heapr_lab.streaming import file_reader, opening, two_sweeps
 from heapr_lab.streaming.plan import sizes_of
 from heapr_lab.streaming.stream import Stream
 
@@ -453,10 +454,11 @@ def test_streams_of_another_kind_are_refused(tmp_path):
 
 
 def test_a_streamed_model_is_scored_and_evaluated(tmp_path, monkeypatch):
-    """Each command with --stream says what it says without."""
+    """Each command with --stream streams, and says what it says without."""
     write_model(tmp_path / "moe")
     write_text(tmp_path / "text.txt")
-    outputs = []
+    outputs, streams = [], Mock(wraps=opening.open_streamed)
+    monkeypatch.setattr(opening, "open_streamed", streams)
     for way in ("--stream", "--no-stream"):
         monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / f"cache{way}"))
         mask = tmp_path / f"mask{way}.parquet"
@@ -464,5 +466,7 @@ def test_a_streamed_model_is_scored_and_evaluated(tmp_path, monkeypatch):
         facts = said(*base, "--out", mask, way, *text_of(tmp_path))
         text = ("--kl", "--corpora", tmp_path / "text.txt", *TINY)
         losses = said("evaluate", tmp_path / "moe", "--mask", mask, way, *text)
-        outputs.append((facts["atoms_kept"], losses))
+        scored = said("score", tmp_path / "moe", way, *text_of(tmp_path))
+        outputs.append((facts["atoms_kept"], losses, scored["spec_hash"]))
     assert outputs[0] == outputs[1]
+    assert streams.call_count == 3
