@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.streaming.distributed import Ranks, joined
-from heapr_lab.text.calibration import CalibrationSet
 from heapr_lab.workbench import workbench
 from heapr_lab.workbench.workbench import open_workbench
 
@@ -26,32 +26,24 @@ _SECONDS = 100
 Work = Callable[[Ranks, Path], None]
 
 
-def windows(n: int) -> CalibrationSet:
-    """Random windows."""
-    return tiny_windows(n_sequences=n, seq_len=16)
-
-
 def tables(
     folder: Path, n_windows: int, ranks: Ranks | None = None
-) -> dict[str, ImportanceTable]:
-    """The table of the model in `folder` in every case."""
-    cases = {}
-    for stream in (False, True):
-        model = opened(folder / "moe", stream=stream)
-        cases[str(stream)] = collect_statistics(
-            model, windows(n_windows), batch_size=2, ranks=ranks
-        )
-    return cases
+) -> list[ImportanceTable]:
+    """The tables of the model in `folder`, in memory and streamed."""
+    windows = tiny_windows(n_sequences=n_windows)
+    models = (opened(folder / "moe", stream=way) for way in (False, True))
+    return [
+        collect_statistics(net, windows, batch_size=2, ranks=ranks) for net in models
+    ]
 
 
 # --- what the processes do ----------------------------------------------------------
 
 
-def write_tables(ranks: Ranks, folder: Path) -> None:
+def write_tables(ranks: Ranks, folder: Path, *, n_windows: int) -> None:
     """Write the tables of this rank."""
-    n_windows = int((folder / "n_windows").read_text())
-    for name, table in tables(folder, n_windows, ranks).items():
-        table.write(folder / f"{ranks.size}-{ranks.rank}-{name}.parquet")
+    for number, table in enumerate(tables(folder, n_windows, ranks)):
+        table.write(folder / f"{ranks.size}-{ranks.rank}-{number}.parquet")
 
 
 def cache_table(ranks: Ranks, folder: Path) -> None:
@@ -67,7 +59,8 @@ def cache_table(ranks: Ranks, folder: Path) -> None:
 def measure_others(ranks: Ranks, folder: Path) -> None:
     """Measure other windows than the other ranks."""
     model = opened(folder / "moe", stream=False)
-    collect_statistics(model, windows(2 + ranks.rank), ranks=ranks)
+    windows = tiny_windows(n_sequences=2 + ranks.rank)
+    collect_statistics(model, windows, ranks=ranks)
 
 
 def fail_second(ranks: Ranks, _folder: Path) -> None:
@@ -127,26 +120,18 @@ def run_ranks(work: Work, folder: Path, size: int) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
-def errors(folder: Path) -> dict[int, str]:
-    """What each rank has said, which is removed."""
-    messages = {}
-    for path in folder.glob("error-*.txt"):
-        messages[int(path.stem.removeprefix("error-"))] = path.read_text()
-        path.unlink()
-    return messages
-
-
 # --- tables ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "n_windows"), [(2, 5), (3, 2)])
 def test_every_rank_has_the_table_of_one_process(size, n_windows, root):
     """To rounding, also if a rank has no windows, and streamed."""
-    (root / "n_windows").write_text(str(n_windows))
-    assert run_ranks(write_tables, root, size) == [0] * size
-    for name, table in tables(root, n_windows).items():
+    assert (
+        run_ranks(partial(write_tables, n_windows=n_windows), root, size) == [0] * size
+    )
+    for number, table in enumerate(tables(root, n_windows)):
         for rank in (0, size - 1):
-            again = ImportanceTable.read(root / f"{size}-{rank}-{name}.parquet")
+            again = ImportanceTable.read(root / f"{size}-{rank}-{number}.parquet")
             for key in ("N", "spec", "spec_hash", "windows", "architecture"):
                 assert again.metadata[key] == table.metadata[key]
             pd.testing.assert_frame_equal(
@@ -192,9 +177,9 @@ def test_a_rank_that_fails_ends_the_others(work, codes, messages, root):
     there is anything to compute.
     """
     assert run_ranks(work, root, len(codes)) == codes
-    said = errors(root)
-    for rank, message in enumerate(messages):
-        assert message in said.get(rank, "")
+    for rank, code in enumerate(codes):
+        if code == 2:
+            assert messages[rank] in (root / f"error-{rank}.txt").read_text()
 
 
 # --- one rank -------------------------------------------------------------------------
