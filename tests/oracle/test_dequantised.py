@@ -24,7 +24,7 @@ from quantised_folder import (
     in_fp8,
     in_pairs,
 )
-from stored_tensors import changed_json, changed_tensors, tensors_in
+from stored_tensors import changed_json, changed_tensors, same_bits, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from wrappers import tiny_wrapper
@@ -121,12 +121,11 @@ def test_the_weights_are_those_of_transformers(stock, dtype, tmp_path):
     )
     model, _ = load_model(folder, device="cpu", dtype=dtype, stream=True)
     assert stream_of(model) is not None
-    ours, wanted = weights(model), whole.state_dict()
-    assert ours.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        expected = torch.float32 if stays_float32(whole, name) else kind
-        assert ours[name].dtype == expected, name
-        assert torch.equal(ours[name], tensor.to(expected)), name
+    wanted = {
+        name: tensor.to(torch.float32 if stays_float32(whole, name) else kind)
+        for name, tensor in whole.state_dict().items()
+    }
+    same_bits(weights(model), wanted)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +209,7 @@ def test_the_weights_are_the_numbers_times_their_scales(kind, tmp_path):
     )
     close = {"rtol": 1e-6 if kind in LAYOUTS else 0, "atol": 0, "check_dtype": False}
     for ours in map(weights, models):
-        for name, tensor in wanted.state_dict().items():
-            torch.testing.assert_close(ours[name], tensor, msg=name, **close)
+        torch.testing.assert_close(ours, weights(wanted), **close)
 
 
 # --- scales that do not fit -------------------------------------------------------

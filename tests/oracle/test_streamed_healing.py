@@ -38,6 +38,11 @@ STOPS = 4
 """Places at which a training is interrupted."""
 
 
+def assert_same(model: Any, expected: dict[str, torch.Tensor], near: float = 0) -> None:
+    """The weights of a streamed model are these, bit for bit or nearly."""
+    torch.testing.assert_close(weights(model), dict(expected), rtol=near, atol=near)
+
+
 def pruned_of(dense: Any) -> Any:
     """Half of the atoms are gone: one expert is empty, one whole."""
     return prune(dense, random_keep(dense))
@@ -58,13 +63,11 @@ def test_the_weights_are_those_in_memory(family, tmp_path):
         assert heal(model, dense, TEXT, **OPTIONS) is model
     in_float32 = {*ROUNDED, "deepseek_v4"}  # whose norms are
     near = 1e-4 if family in in_float32 else 1e-9
-    healed, expected = weights(pruned[1]), pruned[0].state_dict()
-    assert healed.keys() == expected.keys()
+    healed = pruned[0].state_dict()
+    assert_same(pruned[1], healed, near)
     changed = [name for name in healed if not torch.equal(healed[name], before[name])]
     assert any("experts" in name for name in changed)
     assert any("norm" in name for name in changed)
-    for name, weight in healed.items():
-        torch.testing.assert_close(weight, expected[name], rtol=near, atol=near)
     reports = [model.heapr_healing for model in pruned]
     torch.testing.assert_close(
         *(torch.tensor(report.to_numpy()) for report in reports),
@@ -78,11 +81,6 @@ def test_the_weights_are_those_in_memory(family, tmp_path):
 def small_batches(monkeypatch) -> None:
     """Two windows run together, so that a step of four has two batches."""
     monkeypatch.setattr(healing, "BATCH_TOKENS", 18)
-
-
-def assert_same(model: Any, expected: dict[str, torch.Tensor]) -> None:
-    """The weights of a streamed model are these, bit for bit."""
-    torch.testing.assert_close(weights(model), expected, rtol=0, atol=0)
 
 
 def in_files(folder: Path, family: str = "qwen2_moe") -> tuple[Any, Any]:
@@ -114,9 +112,7 @@ def test_the_best_version_is_taken(losses, tmp_path, monkeypatch):
         best = seen[losses.index(min(losses))]
         assert window_nll(model, text).mean().item() == pytest.approx(best, rel=1e-12)
         assert len(set(seen)) == len(seen)
-    torch.testing.assert_close(
-        weights(pruned[1]), pruned[0].state_dict(), rtol=1e-9, atol=1e-9
-    )
+    assert_same(pruned[1], pruned[0].state_dict(), 1e-9)
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -183,7 +179,7 @@ def test_it_is_written_and_read_again(structure, tmp_path):
     losses = [window_nll(model, TEXT.ids) for model in (again, pruned)]
     assert torch.allclose(*losses, rtol=1e-12)
     if structure == "ragged":
-        assert_same(pruned, dict(again.state_dict()))
+        assert_same(pruned, again.state_dict())
     round_changed(pruned, file_types(pruned, torch.bfloat16))
     for name, weight in weights(pruned).items():
         if re.search(r"\.experts\.|norm|gate\.weight", name):
@@ -199,9 +195,7 @@ def test_a_pruned_checkpoint_on_disk_is_healed(tmp_path):
     for model, dense in zip(pruned, models, strict=True):
         for _ in range(2):
             heal(model, dense, TEXT, **OPTIONS)
-    torch.testing.assert_close(
-        weights(pruned[1]), dict(pruned[0].state_dict()), rtol=1e-9, atol=1e-9
-    )
+    assert_same(pruned[1], pruned[0].state_dict(), 1e-9)
 
 
 def test_one_part_is_in_memory_and_the_dense_model_is_read_once(tmp_path):

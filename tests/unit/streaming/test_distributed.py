@@ -22,7 +22,6 @@ from heapr_lab.streaming.distributed import Ranks, joined
 from heapr_lab.workbench import workbench
 from heapr_lab.workbench.workbench import open_workbench
 
-_SECONDS = 100
 Work = Callable[[Ranks, Path], None]
 
 
@@ -114,7 +113,7 @@ def run_ranks(work: Work, folder: Path, size: int) -> list[int | None]:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(_SECONDS)
+        process.join(timeout=100)
         process.kill()  # nothing, unless it hangs: then its exit code says so
         process.join()
     return [process.exitcode for process in processes]

@@ -92,11 +92,6 @@ def test_both_stream_the_same(dtype, seq_len, share, folder, monkeypatch, caplog
         assert stream_of(whole) is None
 
 
-def test_hardly_any_memory_is_a_streamed_model(folder):
-    """One whose states go to files: nothing says that it cannot be run."""
-    assert plan(folder, memory="1KB").engine == STREAMED
-
-
 def test_a_workbench_leaves_room_for_its_own_windows(folder, monkeypatch):
     """The length of its profile, or the one that is given."""
     room = round(2 * plan(folder, seq_len=2).needed_bytes[IN_MEMORY])
