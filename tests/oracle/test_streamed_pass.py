@@ -33,26 +33,20 @@ def folder(tmp_path_factory) -> Path:
     return written(tmp_path_factory.mktemp("model"), "deepseek_v3")
 
 
-@pytest.fixture
-def table(folder) -> ImportanceTable:
-    """The table of the model in memory."""
-    model = opened(folder, stream=False)
-    return collect_statistics(model, WINDOWS, batch_size=2)
-
-
 # --- memory -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host_memory", [0, 5000, "1GB"])
-def test_states_beyond_the_budget_are_in_files(
-    host_memory, folder, table,
-    monkeypatch, cache
-):  # fmt: skip
-    """The same table, and nothing is left behind."""
+def test_states_beyond_the_budget_are_in_files(host_memory, folder, monkeypatch, cache):
+    """The table of the model in memory, and nothing is left behind."""
     save = Mock(wraps=sweep_store.save_file)
     monkeypatch.setattr(sweep_store, "save_file", save)
     model = opened(folder, stream=True, host_memory=host_memory)
-    same_tables(collect_statistics(model, WINDOWS, batch_size=2), table)
+    table, expected = (
+        collect_statistics(net, WINDOWS, batch_size=2)
+        for net in (model, opened(folder, stream=False))
+    )
+    same_tables(table, expected)
     assert save.called == (host_memory != "1GB")
     assert not list((cache / "sweeps").iterdir())
 

@@ -1,6 +1,7 @@
 """What is kept of a streamed model, against a dict that keeps everything."""
 
 import contextlib
+import itertools
 import multiprocessing
 import random
 import shutil
@@ -49,35 +50,30 @@ def test_any_order_of_calls(budget, durable, tmp_path):
             case 1:
                 store.begin(section)
                 store.drop(name)
-                kept = {k: v for k, v in kept.items() if not _begins(k, section, name)}
+                start = f"{section}-{name}"
+                kept = {k: v for k, v in kept.items() if not k.startswith(start)}
             case _:
                 store.begin(section)
+                stem = f"{section}-{name}0"
                 tensors = group(step, drawn.choice([2, 4, 6]))
                 store.put(f"{name}0", tensors)
-                kept[section, f"{name}0"] = tensors
-                fits = f"{section}-{name}0" in store._memory
-                assert fits or sum(t.nbytes for t in tensors.values()) > store._room
+                kept[stem] = tensors
+                fits = stem in store._memory
+                assert fits or tensors["x"].nbytes > store._room
                 if durable or not fits:
-                    assert f"{section}-{name}0" in files(tmp_path)
-        held = sum(t.nbytes for g in store._memory.values() for t in g.values())
+                    assert stem in files(tmp_path)
+        held = sum(tensors["x"].nbytes for tensors in store._memory.values())
         assert held <= budget
         assert store._room == budget - held
     assert kept
-    for part in ("a", "b"):
+    for part, kind, number in itertools.product("ab", ("in", "out"), range(12)):
         store.begin(part)
-        for number in range(12):
-            for stem in ("in", "out"):
-                name = f"{stem}-{number}-0"
-                assert (name in store) == ((part, name) in kept)
-                if name in store:
-                    assert torch.equal(store.get(name)["x"], kept[part, name]["x"])
-    everywhere = {f"{part}-{name}" for part, name in kept}
-    assert files(tmp_path) <= everywhere
-    assert not durable or files(tmp_path) == everywhere
-
-
-def _begins(key: tuple[str, str], section: str, name: str) -> bool:
-    return key[0] == section and key[1].startswith(name)
+        name = f"{kind}-{number}-0"
+        assert (name in store) == (f"{part}-{name}" in kept)
+        if name in store:
+            assert torch.equal(store.get(name)["x"], kept[f"{part}-{name}"]["x"])
+    assert files(tmp_path) <= kept.keys()
+    assert not durable or files(tmp_path) == kept.keys()
 
 
 def test_a_view_is_kept_as_it_is_seen(tmp_path):
@@ -203,8 +199,7 @@ def test_files_of_killed_processes_are_removed():
     folders, processes = [], []
     for _ in range(2):
         there, here = fork.Pipe()
-        process = fork.Process(target=_with_a_store, args=(here,), daemon=True)
-        processes.append(process)
+        processes.append(fork.Process(target=_with_a_store, args=(here,), daemon=True))
         processes[-1].start()
         folders.append(there.recv())
     processes[0].kill()
