@@ -1,6 +1,8 @@
 """Folders of tiny models whose weights a test quantises, block by block."""
 
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,21 @@ def in_fp8(
         activation_scheme="dynamic",
     )
     return exact
+
+
+def with_twin(
+    folder: Path, quantise: Callable[[Path], Any], dtype: torch.dtype = torch.float32
+) -> Path:
+    """Quantise a folder.
+
+    Returns:
+        A copy of it beside it, whose quantised weights are floats of `dtype`.
+    """
+    twin = Path(shutil.copytree(folder, folder.with_name("exact")))
+    exact = quantise(folder) or {}
+    with changed_tensors(twin) as tensors:
+        tensors |= {name: tensor.to(dtype) for name, tensor in exact.items()}
+    return twin
 
 
 def check_refused(folder: Path, message: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from quantised_folder import (
     in_fp4,
     in_fp8,
     in_pairs,
+    with_twin,
 )
 from stored_tensors import changed_json, changed_tensors, same_bits, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
@@ -96,12 +96,8 @@ def pair_of(kind: str, place: Path) -> tuple[Path, Path]:
     texts = {"vocab_size": D_VOCAB + 2, "max_position_embeddings": 2048}
     texts = {} if kind == "fp4" else texts  # of tables of 48 tokens
     model = tiny_model(family, dtype=torch.bfloat16, **sizes, **texts)
-    write_folder(place / "dense", model)
-    shutil.copytree(place / "dense", place / "exact")
-    exact = quantise(place / "dense") or {}
-    with changed_tensors(place / "exact") as tensors:
-        tensors |= {name: tensor.float() for name, tensor in exact.items()}
-    return place / "dense", place / "exact"
+    packed = write_folder(place / "dense", model)
+    return packed, with_twin(packed, quantise)
 
 
 def types_in(folder: Path) -> set[torch.dtype]:

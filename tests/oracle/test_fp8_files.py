@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from commands import TINY, manifest_of, said
 from families import tiny_model
 from keeps import full_keep, logits_of, widths_keep
 from oracles.streamed import weights
-from quantised_folder import in_fp8, of_each_weight
-from stored_tensors import changed_tensors, same_tensors, tensors_in
+from quantised_folder import in_fp8, of_each_weight, with_twin
+from stored_tensors import same_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
@@ -52,14 +53,11 @@ def folders(request, tmp_path_factory) -> Folders:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = torch.rand(buffer.shape)  # float32, as published
-    write_folder(place / "fp8", model)
-    shutil.copytree(place / "fp8", place / "exact")
+    folder = write_folder(place / "fp8", model)
     kind = torch.bfloat16 if request.param == "qwen3_moe" else None
-    exact = in_fp8(place / "fp8", BLOCK, scales=kind)
-    with changed_tensors(place / "exact") as tensors:
-        tensors |= exact
+    exact = with_twin(folder, partial(in_fp8, block=BLOCK, scales=kind))
     keep = widths_keep(model, WIDTH, structure="uniform")
-    return Folders(place / "fp8", place / "exact", keep)
+    return Folders(folder, exact, keep)
 
 
 def expert_weights(pruned: Any) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ The slow twin runs a layer's modules one token of loss at a time, in float64.
 
 import itertools
 import re
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,15 @@ from commands import one_line, run, text_of
 from families import D_VOCAB, tiny_ids, tiny_model, tiny_windows
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from methods_by_hand import reloaded
-from quantised_folder import POWERS, WIDE, in_fp4, in_fp8, in_pairs, of_each_weight
+from quantised_folder import (
+    POWERS,
+    WIDE,
+    in_fp4,
+    in_fp8,
+    in_pairs,
+    of_each_weight,
+    with_twin,
+)
 from stored_tensors import changed_tensors, same_bits, same_tensors, tensors_in
 from text_models import SIZES
 from tiny_folder import write_text, write_tokenizer
@@ -495,17 +503,15 @@ def pruned_heads(
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """A quantised model, and its layer once pruned, and that of its twin in floats."""
     source = source_of(folder / "source", "glm4_moe", **PAIRS)
-    shutil.copytree(source, folder / "floats")
-    exact = in_fp8(source) if layout == "fp8" else in_pairs(source, layout)
-    with changed_tensors(folder / "floats") as stored:
-        stored |= {name: tensor.bfloat16() for name, tensor in exact.items()}
-    assert any(name.startswith(LAST) for name in exact)
+    quantise = in_fp8 if layout == "fp8" else partial(in_pairs, layout=layout)
+    twin, before = with_twin(source, quantise, torch.bfloat16), tensors_in(source)
+    assert any("scale" in name for name in before if name.startswith(LAST))
     keep = widths_keep(tiny_model("glm4_moe", **PAIRS), 2 * WIDTH, structure=structure)
     heads = []
-    for place in (source, folder / "floats"):
+    for place in (source, twin):
         out = prune_folder(place, keep, place / "out", calibration=TEXT)
         heads.append({n: t for n, t in tensors_in(out).items() if n.startswith(LAST)})
-    return tensors_in(source), heads
+    return before, heads
 
 
 def test_in_fp8(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -204,23 +205,16 @@ def test_one_part_is_in_memory_and_the_dense_model_is_read_once(tmp_path):
     for memory in (None, 0):
         _, dense = both(tmp_path / f"dense-{memory}", "qwen2_moe")
         stream(dense).host_memory = memory
-        pruned, sweeps = pruned_of(dense), list[int]()
-        sweep = stream(dense).reader.read
-
-        def read(
-            number: int, names: Any, sweep: Any = sweep, seen: Any = sweeps
-        ) -> None:
-            seen.append(number)
-            sweep(number, names)
+        pruned, reader = pruned_of(dense), stream(dense).reader
+        reader.read = Mock(wraps=reader.read)
 
         def look(*_: Any, models: Any = (pruned, dense)) -> None:
             assert sum(len(resident(model)) for model in models) == 1
 
         for block in stream(pruned).blocks:
             block.register_forward_hook(look)
-        stream(dense).reader.read = read
         heal(pruned, dense, TEXT, **OPTIONS)
-        n_reads.append(sweeps.count(1))
+        n_reads.append([call.args[0] for call in reader.read.mock_calls].count(1))
     assert n_reads[1] - n_reads[0] == 3
     assert not any(p.requires_grad for p in pruned.parameters())
 
