@@ -88,6 +88,8 @@ def test_both_stream_the_same(dtype, seq_len, share, folder, monkeypatch, caplog
     assert (stream_of(loaded) is not None) == (needs.engine == STREAMED) == (share < 1)
     if share < 1:
         assert needs.why in caplog.text
+        window = f"those of a window of {seq_len} tokens need"
+        assert f"scores may take 75%: {window}" in needs.why
         whole, _ = load_model(folder, device="cpu", stream=False)
         assert stream_of(whole) is None
 

@@ -17,7 +17,7 @@ from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.models.modes import differentiating
 from heapr_lab.models.moments import MAXIMA, SUMS
-from heapr_lab.streaming.plan import ATOM_BYTES, Sizes, size_of, sizes_of, why_streamed
+from heapr_lab.streaming.plan import ATOM_BYTES, Sizes, size_of, sizes_of
 from heapr_lab.streaming.stream import decoder_layers
 
 LAYER = LayerShape(n_experts=4, d_inter=16, d_expert=4, top_k=2)
@@ -103,15 +103,6 @@ def test_a_streamed_pass_holds_one_part():
     wide = replace(SIZES, model=wider, ends=(900, 100))
     assert wide.needed(2, 0, streamed=True) == 2 * 910 + 128 * ATOM_BYTES
     assert 8 * len(SUMS + MAXIMA) == ATOM_BYTES
-
-
-def test_what_needs_more_than_75_per_cent_is_streamed():
-    """So is what is dequantised, whatever is free."""
-    needed = SIZES.needed(4, 7)
-    assert why_streamed(SIZES, 4, 7, needed / 0.74, method=None) is None
-    why = why_streamed(SIZES, 4, 7, needed / 0.76, method=None)
-    assert "scores may take 75%: those of a window of 7 tokens need" in why
-    assert "they are dequantised" in str(why_streamed(SIZES, 4, 7, 1e9, method="fp8"))
 
 
 @pytest.mark.parametrize("size", NO_SIZES)
