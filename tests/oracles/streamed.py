@@ -1,8 +1,8 @@
 """Tiny checkpoints in memory and streamed, and what of them is read and held."""
 
 import shutil
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from heapr_lab.streaming.stream import Stream, stream_of
 WINDOWS = tiny_windows(n_sequences=5, seq_len=16)
 ROUNDED = {"nemotron_h", "nemotron_h_puzzle"}
 """Families that compute in float32 whatever the weights are in."""
-_Usage = namedtuple("_Usage", "total used free")
 
 
 def written(folder: Path, family: str, **sizes: Any) -> Path:
@@ -66,4 +65,4 @@ def same_tables(
 
 def free_on_disk(patch: pytest.MonkeyPatch, n_bytes: int) -> None:
     """Let the disk have so much room."""
-    patch.setattr(shutil, "disk_usage", lambda _: _Usage(0, 0, n_bytes))
+    patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=n_bytes))
