@@ -210,21 +210,17 @@ def test_every_page_is_in_the_menu():
 
 
 def test_the_pages_link_to_what_is_there():
-    """On GitHub and on the site: each relative link of each page is a file."""
+    """On GitHub and on the site: each relative link of each page is a file.
+
+    So are its headings, as GitHub names them: lower case, no punctuation, hyphens for
+    blanks.
+    """
     read = {path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}
-    measured = pages.measured_pages()
-    generated = {"commands.md", "glossary.md", "notebooks/index.md", *measured}
-    pages_made = [*measured.values(), pages.glossary_page()]
-    for text in [*read.values(), *pages_made]:
+    read |= pages.measured_pages() | {"glossary.md": pages.glossary_page()}
+    generated = {"commands.md", "notebooks/index.md", *read}
+    for text in read.values():
         for link in re.findall(r"\]\((?!https:)([\w./]+)", text):
             assert link in generated or (DOCS / link).exists(), link
-
-
-def test_headings_that_are_linked_to_are_there():
-    """As GitHub names them: lower case, no punctuation, hyphens for blanks."""
-    read = {path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}
-    read |= pages.measured_pages()
-    for text in read.values():
         linked = pages.linked_pages(text)
         for page, anchor in re.findall(r"\]\((\w+\.md)#([\w-]+)\)", linked):
             headings = re.findall(r"^#+ (.*)$", read[page], re.M)

@@ -12,8 +12,6 @@ from benchmarks import methods as script
 from benchmarks.machine import Rows
 from heapr_lab.workbench.settings import PROFILES
 
-ONCE = (script.opened, script.case_of, script.dense_predictions)
-
 
 def test_a_run_resumes_where_it_was(tmp_path):
     """Ratios with rows are left out, also those that were refused; then the task."""
@@ -48,7 +46,7 @@ def tiny(root, monkeypatch) -> str:
     few = {"N_WINDOWS": 4, "PROFILE": PROFILES["small"]}
     for name, value in {**few, "CORPUS": text, "CORPORA": (text,)}.items():
         monkeypatch.setattr(script, name, value)
-    for function in ONCE:
+    for function in (script.opened, script.case_of, script.dense_predictions):
         function.cache_clear()
     return str(root / "moe")
 

@@ -1,5 +1,7 @@
 """benchmarks/serving.py: its masks, and what it predicts; tests/engines runs it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -73,22 +75,18 @@ def test_costs_by_hand():
     assert cost["decode", "bytes"] == 4 * (50 + 12 * (3 + 1) / 2)
 
 
-class _Engine:
-    def apply_model(self, _function: object) -> list[list[str]]:
-        return [["RaggedMethod"]]
-
-
 def test_a_row_by_hand():
     """The speedup is the median of those of the rounds, against the same round."""
     keep = KeepMask.from_arrays({0: np.ones((2, 3), bool)})
+    engine = SimpleNamespace(apply_model=lambda _: [["RaggedMethod"]])
     dense = Measured(
-        Served("dense", 0.0, keep, _Engine()),
+        Served("dense", 0.0, keep, engine),
         [(1.0, 4.0), (2.0, 4.0), (9.0, 4.0)],
         {("prefill", "flops"): 6, ("prefill", "bytes"): 5, ("decode", "bytes"): 8}
         | {("decode", "flops"): 7},
     )
     ragged = Measured(
-        Served("ragged", 0.4, keep, _Engine()),
+        Served("ragged", 0.4, keep, engine),
         [(0.5, 1.0), (2.0, 2.0), (3.0, 4.0)],
         {("prefill", "flops"): 2, ("prefill", "bytes"): 5, ("decode", "bytes"): 2}
         | {("decode", "flops"): 7},

@@ -11,11 +11,6 @@ from tiny_folder import write_model
 from benchmarks import tasks
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
 
-local_tasks = pytest.mark.skipif(
-    not Path(os.environ.get("HEAPR_TASKS_DIR", "none")).is_dir(),
-    reason="the tasks' items are not in $HEAPR_TASKS_DIR",
-)
-
 
 def test_other_answers_by_hand():
     """Three items: one differs by acc, one by acc_norm alone, one by neither."""
@@ -29,7 +24,10 @@ def test_other_answers_by_hand():
     assert tasks.other_answers(requests, expected, answers) == 2
 
 
-@local_tasks
+@pytest.mark.skipif(
+    not Path(os.environ.get("HEAPR_TASKS_DIR", "none")).is_dir(),
+    reason="the tasks' items are not in $HEAPR_TASKS_DIR",
+)
 def test_a_row_for_each_task(tmp_path, monkeypatch):
     """One more row is for all of them; the answers are the same."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))

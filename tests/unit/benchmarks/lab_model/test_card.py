@@ -7,7 +7,6 @@ import pytest
 from heapr_lab.storage import files, paths
 
 FOLDER = paths.lab_model_dir()
-MEGABYTE = 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -18,7 +17,7 @@ def test_the_weights_are_small(recipe, megabytes):
     """One safetensors file in bfloat16, so that it can be in the repository."""
     folder = paths.lab_model_dir(recipe)
     (file,) = folder.glob("*.safetensors")
-    assert file.stat().st_size <= megabytes * MEGABYTE
+    assert file.stat().st_size <= megabytes * 1_000_000
     assert files.read_json(folder / "config.json")["dtype"] == "bfloat16"
 
 
