@@ -1,4 +1,4 @@
-"""What docs/when_not.md says is made of rows of known outcome."""
+"""What docs/when_not.md says is counted from rows of known outcome."""
 
 import pandas as pd
 from figure_rows import item_rows, window_rows
@@ -10,17 +10,54 @@ from heapr_lab.recipes.weights import DEFAULT, METHODS
 from heapr_lab.storage import paths
 
 
+def rows(variant: str, against: float, **changes: object) -> dict[str, object]:
+    """A row of `benchmarks/quality.py` with a standard error of 0.01."""
+    return {
+        "calibration": "pydocs",
+        "test": "pydocs",
+        "seed": 0,
+        "ratio": 0.4,
+        "variant": variant,
+        "delta_nll": 0.5,
+        "against_paper": against,
+        "stderr": 0.01,
+    } | changes
+
+
+def test_only_what_exceeds_two_errors_loses_more():
+    """0.03 does and 0.01 does not; another corpus is not counted."""
+    names = (*advice.COUNTED, *advice.WITH_OWN_TEXT)
+    measured = [rows("heapr", 0.0)]
+    for name in names:
+        measured += [rows(name, 0.03), rows(name, 0.01, seed=1)]
+        measured += [rows(name, 0.5, test="wikitext2")]
+    table = advice.worse_table(pd.DataFrame(measured))
+    assert table["removed"].tolist() == ["40%"]
+    assert table.iloc[0, 2:].tolist() == ["1 of 2"] * len(names)
+    assert table.iloc[0, 1] == 0.5
+
+
+def test_a_ratio_at_which_not_everything_was_measured_is_counted():
+    """What the default loses there is not hidden by what nobody measured."""
+    measured = [
+        rows(name, against, ratio=ratio)
+        for ratio, names in ((0.1, ["compress"]), (0.4, [*advice.COUNTED]))
+        for name, against in [("heapr", 0.0), *((name, 0.03) for name in names)]
+    ]
+    measured.append(rows("heapr + own text", 0.0))
+    table = advice.worse_table(pd.DataFrame(measured)).set_index("removed")
+    assert table.index.tolist() == ["10%", "40%"]
+    assert table.loc["10%", "compress loses more"] == "1 of 1"
+    assert table.loc["10%", "fisher + compensation loses more"] == "–"
+
+
 def test_every_run_has_its_interval():
     """1.96 standard errors to both sides; one that was not measured has a dash."""
-    rows = [
-        ("heapr", "pydocs", 0.4, 0.2, 0.0),
-        ("heapr", "pydocs", 0.1, 0.5, 0.0),
-        ("compress", "pydocs", 0.4, 0.5, -0.1),
-        ("compress", "wikitext2", 0.4, 0.5, 9.0),
-    ]
-    columns = ["variant", "test", "ratio", "delta_nll", "against_paper"]
-    measured = pd.DataFrame(rows, columns=columns).assign(stderr=0.01, seed=0)
-    table = advice.runs_table(measured.assign(model="a", calibration="pydocs"))
+    measured = [rows("heapr", 0.0, delta_nll=0.2), rows("heapr", 0.0, ratio=0.1)]
+    measured += [rows("compress", -0.1), rows("compress", 9.0, test="wikitext2")]
+    for row in measured:
+        row["model"] = "a"
+    table = advice.runs_table(pd.DataFrame(measured))
     assert table["removed"].tolist() == ["40%", "10%"]
     gaps = ["-0.100 (-0.120 to -0.080)", "–"]
     assert table["compress minus HEAPr"].tolist() == gaps

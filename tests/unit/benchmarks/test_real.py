@@ -93,7 +93,18 @@ def test_each_model_says_its_windows_and_items():
     assert "100 to 400 items each, each set contained in the larger ones" in told
 
 
-def test_one_state_has_no_pair_that_few_windows_could_speak_for():
-    """How often they do, of those that are measured, docs/claims.md says."""
-    losses = window_rows({("dense", 0.0): 0.0}).assign(fitted_to="wikitext2", seed=0)
-    assert math.isnan(real.share_covered(losses, 4))
+def test_few_windows_may_not_speak_for_all():
+    """Of three pairs of states, every second window is far from the rest in two."""
+    losses = {"dense": [0.0] * 8, "far": [9.0, 1.0, 9.0, 1.1, 9.0, 0.9, 9.0, 1.0]}
+    losses["near"] = [0.9, 1.1, 1.0, 1.0] * 2
+    rows = pd.DataFrame(
+        [
+            {"method": name, "ratio": 0.2, "fitted_to": "wikitext2", "seed": 0}
+            | {"window": window, "nll": nll}
+            for name, values in losses.items()
+            for window, nll in enumerate(values)
+        ]
+    )
+    few = rows[rows["window"].lt(4)].assign(method="few")
+    assert real.share_covered(pd.concat([rows, few]), 4) == pytest.approx(1 / 3)
+    assert math.isnan(real.share_covered(few, 4))
