@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.grouped_linear import rows_of_experts
 from heapr_lab.models.hooks import probed
-from heapr_lab.models.moments import SUMS, one_by_one
+from heapr_lab.models.moments import SUMS, LayerMoments, one_by_one
 
 D_INTER = 5
 ROUTINGS = {
@@ -81,6 +81,16 @@ def test_the_kernel_interpreted():
     paths = [Path(__file__).parent, *sys.path]
     variables["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     subprocess.run([sys.executable, "-c", code], check=True, env=variables)
+
+
+def test_products_of_bfloat16_are_in_float32():
+    """Those of one batch, which sums in float64 would not make exact again."""
+    h, g, p, tokens = rows([0, 4, 7], torch.bfloat16)
+    moments = LayerMoments(len(tokens), D_INTER, h.device)
+    moments.add(h, g, p, tokens)
+    exact = torch.cat(one_by_one(h.double(), g.double(), p.double(), tokens))
+    totals = torch.stack([*moments.atoms.values()])
+    torch.testing.assert_close(totals, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
