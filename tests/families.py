@@ -1,4 +1,4 @@
-"""Tiny random models of every MoE family, from its own config class."""
+"""Tiny random models of every MoE family, and wrappers, from their config classes."""
 
 import tomllib
 from pathlib import Path
@@ -8,7 +8,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+)
 
 import heapr_lab  # noqa: F401 (transformers knows our families after it)
 from heapr_lab.text.calibration import CalibrationSet
@@ -31,6 +36,9 @@ def settings_of(table: dict[str, Any]) -> dict[str, Any]:
 
 COMMON = settings_of(TABLES["parts"]["common"])
 FAMILIES = settings_of(TABLES["families"])
+WRAPPERS = settings_of(TABLES["wrappers"])
+"""Multimodal wrappers around a language model."""
+VISION = settings_of(TABLES["parts"]["vision"])
 D_VOCAB = COMMON["vocab_size"]
 REPRESENTATIVES = (
     "qwen2_moe",  # shared experts
@@ -56,14 +64,26 @@ def config_of(model_type: str, **settings: Any) -> Any:
 def tiny_model(
     family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any
 ) -> nn.Module:
-    """A random model of `family` with every parameter (biases too) away from zero."""
-    settings = COMMON | FAMILIES.get(family, {}) | changes
+    """A random model of `family`, or wrapper, with every parameter away from zero.
+
+    So are biases; `changes` are settings of the language model.
+    """
+    settings, auto = COMMON | FAMILIES.get(family, {}) | changes, AutoModelForCausalLM
+    if family in WRAPPERS:
+        settings, auto = wrapped(WRAPPERS[family], changes), AutoModelForMultimodalLM
     config = config_of(family, **settings)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = auto.from_config(config, dtype=dtype)
     randomise(model)
     model.set_experts_implementation("eager")  # transformers' default knows no float64
     return model.eval()
+
+
+def wrapped(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a wrapper, with `changes` to those of its language model."""
+    text = COMMON | settings.get("text_config", {}) | changes
+    vision = VISION | settings.get("vision_config", {})
+    return settings | {"text_config": text, "vision_config": vision}
 
 
 @torch.no_grad()

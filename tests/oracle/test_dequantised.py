@@ -27,7 +27,6 @@ from quantised_folder import (
 from stored_tensors import changed_json, changed_tensors, same_bits, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
-from wrappers import tiny_wrapper
 
 from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.errors import HeaprLabError, SpecError
@@ -295,7 +294,7 @@ def refused(kind: str, folder: Path) -> None:
 
 def test_a_format_of_the_model_within_a_wrapper_is_refused(tmp_path):
     """It is named as in published wrappers: in the language model's configuration."""
-    write_folder(tmp_path, tiny_wrapper("qwen3_vl_moe"))
+    write_folder(tmp_path, tiny_model("qwen3_vl_moe"))
     with changed_json(tmp_path) as config:
         config["text_config"]["quantization_config"] = {"quant_method": "awq"}
     refused("awq", tmp_path)

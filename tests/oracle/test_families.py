@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from families import FAMILIES, tiny_ids, tiny_model
+from families import FAMILIES, WRAPPERS, tiny_ids, tiny_model
 from oracles import token_by_token
-from wrappers import WRAPPERS, tiny_wrapper
 
 from heapr_lab import CalibrationSet, collect_statistics
 from heapr_lab.importance.columns import MAXIMA, SUMS
@@ -20,8 +19,7 @@ SCORES = ("heapr", "fisher_sum")
 @pytest.mark.parametrize("family", [*FAMILIES, *WRAPPERS])
 def test_statistics_equal_token_by_token(family):
     """Every column, and the paper's score, equals the twin's to 1e-9."""
-    make = tiny_wrapper if family in WRAPPERS else tiny_model
-    model, ids = make(family), tiny_ids()
+    model, ids = tiny_model(family), tiny_ids()
     # One batch, as the twin's: some routers compute in float32 whatever the model.
     table = collect_statistics(model, CalibrationSet.from_ids(ids), batch_size=3)
     records = token_by_token.run(model, ids)

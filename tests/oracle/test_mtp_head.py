@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from commands import one_line, run, text_of
-from families import D_VOCAB, tiny_ids, tiny_model, tiny_windows
+from families import D_VOCAB, WRAPPERS, tiny_ids, tiny_model, tiny_windows
 from keeps import logits_of, random_keep, widths_keep, zeroed_twin
 from methods_by_hand import reloaded
 from quantised_folder import (
@@ -29,7 +29,6 @@ from stored_tensors import changed_tensors, same_bits, same_tensors, tensors_in
 from text_models import SIZES
 from tiny_folder import write_text, write_tokenizer
 from torch import nn
-from wrappers import WRAPPERS, tiny_wrapper
 
 from heapr_lab.checkpoints import mtp_head
 from heapr_lab.checkpoints.mtp_head import (
@@ -85,9 +84,8 @@ WIDTH = 4
 
 def source_of(folder: Path, family: str, *, n_heads: int = 1, **sizes: Any) -> Path:
     """A tiny model with such layers, whose tensors are random."""
-    make = tiny_wrapper if family in WRAPPERS else tiny_model
     count = {COUNTS.get(family, "num_nextn_predict_layers"): n_heads}
-    model = make(family, **count, **sizes)
+    model = tiny_model(family, **count, **sizes)
     model.save_pretrained(folder)
     config = model.config.get_text_config()
     inside = "language_model." if family in WRAPPERS else ""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from commands import TINY, said, text_of
-from families import FAMILIES, HANDING, REPRESENTATIVES, tiny_model
+from families import FAMILIES, HANDING, REPRESENTATIVES, WRAPPERS, tiny_model
 from heard import stop_at
 from keeps import random_keep, window_nll
 from oracles.streamed import (
@@ -59,7 +59,7 @@ def pair(tmp_path_factory) -> tuple[Any, Any]:
 # --- every family ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", [*FAMILIES, *WRAPPERS])
 def test_every_number_is_that_in_memory(family, tmp_path):
     """Sizes, statistics and their key, losses, divergences, sums, solves; to rounding.
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_ids, tiny_model, tiny_windows
+from families import WRAPPERS, tiny_ids, tiny_model
 from keeps import logits_of, masked_logits, random_keep, widths_keep, zeroed_twin
-from oracles.streamed import same_tables
 from stored_tensors import changed_tensors, same_tensors, tensors_in
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-from wrappers import NO_STOCK, WRAPPERS, tiny_wrapper
 
-from heapr_lab import collect_statistics, prune, save_pruned
+from heapr_lab import prune, save_pruned
 from heapr_lab.checkpoints.model_card import loading_code
 from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
@@ -21,7 +19,6 @@ from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.folders import build, read_config, read_weights
 from heapr_lab.models.likelihood import final_states
 from heapr_lab.storage.files import read_json
-from heapr_lab.streaming.opening import open_streamed
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 PROCESSOR = '{"processor_class": "AnyProcessor", "size": 8}'
@@ -29,7 +26,7 @@ PROCESSOR = '{"processor_class": "AnyProcessor", "size": 8}'
 
 def source_of(tmp_path: Path, kind: str, **kwargs: Any) -> tuple[Any, Path]:
     """A tiny wrapper in a folder with a processor's file, and as it is loaded."""
-    model, folder = tiny_wrapper(kind, **kwargs), tmp_path / "source"
+    model, folder = tiny_model(kind, **kwargs), tmp_path / "source"
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(PROCESSOR)
     loaded = read_weights(folder, dtype=model.dtype)
@@ -37,6 +34,8 @@ def source_of(tmp_path: Path, kind: str, **kwargs: Any) -> tuple[Any, Path]:
     return loaded.eval(), folder
 
 
+NO_STOCK = ("inkling_mm_model",)
+"""Wrappers whose shared experts have the width of the routed ones."""
 FORMS = ("qwen3_5_moe", "qwen3_vl_moe", "gemma4", "kimi_k25", *NO_STOCK)
 """Wrappers of several forms, for what is done to the language model alone."""
 
@@ -48,7 +47,7 @@ def test_text_runs_the_language_model_alone(kind):
 
     Parameters are those of the whole, FLOPs those of the language model.
     """
-    model, ids = tiny_wrapper(kind), tiny_ids()
+    model, ids = tiny_model(kind), tiny_ids()
     alone = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(final_states(model, ids), alone, rtol=1e-12, atol=1e-12)
     sizes = describe(model)
@@ -121,8 +120,7 @@ def check_words(*folders: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_moe", "deepseek"])
 def test_the_code_that_loads_it(tmp_path, family, structure):
     """It gives the class that was saved, and imports heapr_lab where that is needed."""
-    make = tiny_wrapper if family in WRAPPERS else tiny_model
-    model = make(family)
+    model = tiny_model(family)
     keep = widths_keep(model, 4, structure=structure)
     named = tmp_path / 'out"); print("'  # which does not end the string
     out = save_pruned(prune(model, keep), named, tokenizer=None)
@@ -131,18 +129,6 @@ def test_the_code_that_loads_it(tmp_path, family, structure):
     assert type(names["model"]).__name__ == type(model).__name__
     plain = structure == "uniform" and family != "deepseek"
     assert ("import heapr_lab" in code) != plain
-
-
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_streamed_is_in_memory(tmp_path, kind):
-    """Streamed, the table is that of the model in memory."""
-    model, source = source_of(tmp_path, kind)
-    texts = tiny_windows(n_sequences=4)
-    streamed = open_streamed(source, dtype=torch.float64, device=torch.device("cpu"))
-    streamed.set_experts_implementation("eager")
-    expected = collect_statistics(model, texts, batch_size=2)
-    table = collect_statistics(streamed, texts, batch_size=2)
-    same_tables(table, expected)
 
 
 @pytest.mark.parametrize("width", [None, 4, 8], ids=["ragged", "uniform", "square"])

@@ -7,10 +7,9 @@ from itertools import groupby
 
 import pandas as pd
 import pytest
-from families import FAMILIES
+from families import FAMILIES, WRAPPERS
 from fences import UPDATE, blocks, updated
 from house import WINGS
-from wrappers import WRAPPERS
 
 from benchmarks import advice, questions, readme
 from benchmarks.index import measured

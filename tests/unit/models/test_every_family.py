@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import D_VOCAB, FAMILIES, config_of, tiny_model, tiny_windows
+from families import (
+    D_VOCAB,
+    FAMILIES,
+    WRAPPERS,
+    config_of,
+    tiny_model,
+    tiny_windows,
+)
 from tiny_folder import write_folder
 from transformers.models.auto import configuration_auto, modeling_auto
-from wrappers import WRAPPERS
 
 from benchmarks.readme import fill_blocks
 from heapr_lab import collect_statistics, load_model

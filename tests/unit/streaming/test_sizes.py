@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import REPRESENTATIVES, tiny_model
-from wrappers import WRAPPERS, tiny_wrapper
+from families import REPRESENTATIVES, WRAPPERS, tiny_model
 
 from heapr_lab.errors import SpecError
 from heapr_lab.models.architecture import Architecture, LayerShape
@@ -31,7 +30,7 @@ SIZES = Sizes(MODEL, (600, 600), (100, 100), (4, 0))
 )
 def test_sizes_are_those_of_the_model(kind):
     """Layers, embeddings and head; the rest are norms, and the towers of wrappers."""
-    model: Any = (tiny_wrapper if kind in WRAPPERS else tiny_model)(kind)
+    model: Any = tiny_model(kind)
     sizes = sizes_of(skeleton_of(model.config))
     assert sizes.model == describe(model)
     counts = [sum(p.numel() for p in b.parameters()) for b in decoder_layers(model)]
