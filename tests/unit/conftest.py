@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 from commands import run, text_of
 from families import tiny_model
+from keeps import random_keep
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tiny_folder import write_model, write_text
 from torch import nn
 
-from heapr_lab import Workbench, open_workbench
+from heapr_lab import KeepMask, Workbench, open_workbench
+from heapr_lab.models.folders import read_weights
 from heapr_lab.panel import pictures
 
 
@@ -56,6 +58,12 @@ def root(tmp_path_factory) -> Path:
 def source(root) -> Path:
     """The folder of the tiny model, which nothing changes."""
     return root / "moe"
+
+
+@pytest.fixture
+def keep(source) -> KeepMask:
+    """The atoms of it that stay."""
+    return random_keep(read_weights(source))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from keeps import random_keep
 from safetensors import SafetensorError
 from stored_tensors import tensors_in, written_at
 
-from heapr_lab import KeepMask, prune, save_pruned
+from heapr_lab import prune, save_pruned
 from heapr_lab.checkpoints import save
 from heapr_lab.checkpoints.folder import check_new, new_folder, partial_of
 from heapr_lab.checkpoints.save import MANIFEST_FILE, prune_folder
@@ -30,12 +30,6 @@ from heapr_lab.streaming import on_disk
 
 BUSY = "is being written by another process or thread: wait"
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture
-def keep(source) -> KeepMask:
-    """The atoms that stay."""
-    return random_keep(read_weights(source))
 
 
 @pytest.fixture

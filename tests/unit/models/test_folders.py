@@ -11,7 +11,6 @@ import pytest
 import torch
 from commands import manifest_of
 from families import tiny_model
-from keeps import random_keep, widths_keep
 from stored_tensors import changed_json
 from transformers import AutoConfig
 
@@ -150,10 +149,11 @@ def test_code_beside_a_known_type_is_not_run(foreign, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_pruned_checkpoint_loads_without_its_code(source, tmp_path, monkeypatch):
+def test_a_pruned_checkpoint_loads_without_its_code(
+    source, keep, tmp_path, monkeypatch
+):
     """It names code for those without heapr_lab, which is not looked at here."""
-    model, _ = load_model(source, device="cpu")
-    save_pruned(prune(model, random_keep(model)), tmp_path / "pruned")
+    save_pruned(prune(read_weights(source), keep), tmp_path / "pruned")
     code = tmp_path / "pruned" / "modeling_heapr.py"
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{code.read_text()}")
     monkeypatch.setattr("builtins.input", lambda *_text: "y")
@@ -177,14 +177,19 @@ def one_line(error: pytest.ExceptionInfo[SpecError]) -> str:
 @pytest.mark.parametrize(
     "stem", ["config", "tokenizer", "tokenizer_config", "generation_config"]
 )
-def test_a_damaged_file_is_named(stem, text, folder):
-    """Anything may stand in it instead of an object."""
+def test_a_damaged_file_is_named(stem, text, folder, keep, tmp_path):
+    """Anything may stand in it instead of an object; slicing writes nothing."""
     path = folder / f"{stem}.json"
     path.write_text(text)
-    with pytest.raises(SpecError) as error:
-        load_model(folder, device="cpu")
-    assert str(path) in one_line(error)
-    assert "download it again" in one_line(error)
+    for attempt in (
+        lambda: load_model(folder, device="cpu"),
+        lambda: prune_folder(folder, keep, tmp_path / "out"),
+    ):
+        with pytest.raises(SpecError) as error:
+            attempt()
+        assert str(path) in one_line(error)
+        assert "download it again" in one_line(error)
+    assert {path.name for path in tmp_path.iterdir()} == {"moe"}
 
 
 ABSURD = [
@@ -210,25 +215,6 @@ def test_absurd_settings_are_named(changes, message, folder):
     with pytest.raises(SpecError, match=message) as error:
         load_model(folder, device="cpu")
     assert "config.json" in one_line(error)
-
-
-def test_a_folder_without_a_vocabulary_is_refused(folder):
-    """Transformers would make a tokenizer that knows no word, and say nothing."""
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    with pytest.raises(SpecError, match=r"there is no tokenizer in .*moe: expected"):
-        load_model(folder, device="cpu")
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_damage_is_found_before_a_file_is_written(name, folder, tmp_path):
-    """Slicing finds it, too."""
-    model, _ = load_model(folder, device="cpu")
-    keep = widths_keep(model, 4, structure="uniform")
-    (folder / name).write_text('{"a": ')
-    with pytest.raises(SpecError, match=name):
-        prune_folder(folder, keep, tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"moe"}
 
 
 INDEXES = [
@@ -262,14 +248,13 @@ def test_a_model_that_cannot_be_built_is_one_line():
 # --- tokenizer --------------------------------------------------------------------
 
 
-def test_the_manifest_says_why_there_is_no_tokenizer(source, tmp_path):
+def test_the_manifest_says_why_there_is_no_tokenizer(source, keep, tmp_path):
     """There is none at hand, or none in the base model; or there is one."""
     pruned, _ = load_model(source, device="cpu")
-    keep = random_keep(pruned)
     model = tiny_model("qwen2_moe", dtype=torch.float32)
-    save_pruned(prune(model, random_keep(model)), tmp_path / "nameless")
+    save_pruned(prune(model, keep), tmp_path / "nameless")
     model.save_pretrained(tmp_path / "base")
-    prune_folder(tmp_path / "base", random_keep(model), tmp_path / "without")
+    prune_folder(tmp_path / "base", keep, tmp_path / "without")
     prune_folder(source, keep, tmp_path / "sliced")
     save_pruned(prune(pruned, keep), tmp_path / "saved")
     facts, cards = {}, {}

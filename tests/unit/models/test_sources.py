@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny_ids
-from keeps import logits_of, random_keep
+from keeps import logits_of
 from safetensors.torch import load_file, save_file
 from stored_tensors import INDEX, changed_tensors, tensors_in
 from tiny_folder import write_model
@@ -17,7 +17,6 @@ from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.loading import load_model, model_folder
-from heapr_lab.pruning.masks import KeepMask
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +26,6 @@ def source(tmp_path_factory) -> Path:
     read_weights(folder).save_pretrained(folder, max_shard_size="12KB")
     (folder / "model.safetensors").unlink()
     return folder
-
-
-@pytest.fixture(scope="module")
-def keep(source) -> KeepMask:
-    """The atoms that stay."""
-    return random_keep(read_weights(source))
 
 
 def shards(folder: Path) -> list[Path]:
