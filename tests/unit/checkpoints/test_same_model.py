@@ -58,12 +58,22 @@ def of_another_model(table: ImportanceTable, **changes: object) -> ImportanceTab
     return ImportanceTable(table.frame, facts)
 
 
-@pytest.mark.parametrize("dtype", ["float8", "load", None])
-def test_an_unknown_type_is_named(dtype, source, table, tmp_path):
-    """Also one that is the name of something else in torch."""
-    other = of_another_model(ImportanceTable.read(table), dtype=dtype)
+TYPES = "expected .*float32.*: make it again"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float8"}, f"measured in 'float8', {TYPES}"),
+        ({"dtype": "load"}, f"measured in 'load', {TYPES}"),
+        ({"dtype": None}, f"measured in None, {TYPES}"),
+        ({"active": "0" * 64}, "while a mask was active"),
+    ],
+)
+def test_what_else_was_measured_is_named(changes, said, source, table, tmp_path):
+    """In an unknown type, which is the name of something else in torch, or masked."""
+    other = of_another_model(ImportanceTable.read(table), **changes)
     other.write(tmp_path / "other.parquet")
-    said = f"measured in {dtype!r}, expected .*float32.*: make it again"
     with pytest.raises(SpecError, match=said):
         own_table(tmp_path / "other.parquet", source, name="moe")
 

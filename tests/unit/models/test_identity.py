@@ -14,7 +14,6 @@ from keeps import full_keep, random_keep
 from tiny_folder import write_model, write_text
 from torch import nn
 
-from heapr_lab.checkpoints.same_model import own_table
 from heapr_lab.errors import HeaprLabError, LayoutError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
@@ -68,6 +67,7 @@ def test_a_table_of_a_masked_model_says_so(model):
     dense, keep = spec_of(model), random_keep(model)
     with masking(model, keep):
         masked = identity_in_force(model)
+        assert masked.keys() - dense["model"].keys() == {"active"}
         assert spec_of(model) == dense | {"model": masked}
         with masking(model, keep):
             assert identity_in_force(model) == masked
@@ -76,15 +76,6 @@ def test_a_table_of_a_masked_model_says_so(model):
     with masking(model, full_keep(model)):
         assert spec_of(model) == dense
     assert identity_in_force(model) == dense["model"] != masked
-
-
-def test_the_command_line_takes_no_masked_table(bench):
-    """`--importance` means the model as it is."""
-    folder = Path(bench.model.name_or_path)
-    with masking(bench.model, random_keep(bench.model)):
-        collect_statistics(bench.model, WINDOWS).write(folder / "masked.parquet")
-    with pytest.raises(SpecError, match="while a mask was active"):
-        own_table(folder / "masked.parquet", folder, name="moe")
 
 
 # --- the workbench ----------------------------------------------------------------
