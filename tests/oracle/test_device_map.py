@@ -7,15 +7,13 @@ import torch
 from accelerate import dispatch_model
 from devices import GPU, OF_DEVICES
 from families import tiny_model, tiny_windows
-from keeps import masked_nll, window_nll
+from keeps import masked_nll, random_keep, window_nll
 from oracles.streamed import same_tables
 from torch import nn
 
 from heapr_lab.errors import LayoutError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.refinement.compensation import compensate
 from heapr_lab.refinement.compress import compress
@@ -42,7 +40,7 @@ def check_equal(model: nn.Module, twin: nn.Module, near: float = EXACT) -> None:
     """Statistics, masked losses, pruned losses and perplexity are those of `twin`."""
     table, wanted = (collect_statistics(m, WINDOWS) for m in (model, twin))
     same_tables(table, wanted, near)
-    keep = half(twin)
+    keep = random_keep(twin)
     losses = []
     for each in (model, twin):
         masked = masked_nll(each, WINDOWS.ids, keep)
@@ -51,11 +49,6 @@ def check_equal(model: nn.Module, twin: nn.Module, near: float = EXACT) -> None:
         best = window_nll(compress(each, WINDOWS, ratio=0.5), WINDOWS.ids)
         losses.append([masked, sliced, torch.tensor(dense), best])
     torch.testing.assert_close(*losses, rtol=near, atol=near)
-
-
-def half(model: nn.Module) -> KeepMask:
-    """The mask of half of the atoms of `model`."""
-    return select(collect_statistics(model, WINDOWS), ratio=0.5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,7 +74,7 @@ def test_offloaded_layers_are_refused(family, tmp_path):
     """The error names the layer and what to do, before anything is run."""
     model: Any = placed(family, "cpu", "disk", offload_dir=tmp_path)
     assert any(p.is_meta for p in model.model.layers[1].parameters())
-    keep = half(tiny_model(family))
+    keep = random_keep(tiny_model(family))
     tried = [
         lambda: collect_statistics(model, WINDOWS),
         lambda: prune(model, keep),

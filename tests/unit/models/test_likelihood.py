@@ -41,27 +41,23 @@ def test_shape_and_type(model):
     assert token_nll(model.bfloat16(), ids).dtype == torch.float32
 
 
-def test_chunked_gradient(model, monkeypatch):
-    """The gradient at the embedding is the same with the head run again in chunks."""
-    ids = tiny_ids()
-    whole = input_gradient(model, ids)
-    in_chunks_of(5, monkeypatch)
-    parts = input_gradient(model, ids)
-    assert whole[:, :-1].abs().min() > 0  # the last token predicts nothing
-    torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-12)
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_logits_never_exist_whole(model, monkeypatch):
-    """The head sees at most so many tokens at once, in both directions."""
-    seen = []
+    """The head sees at most so many tokens at once, in both directions.
+
+    The gradient at the embedding is the same with the head run again in chunks.
+    """
+    ids, seen = tiny_ids(n_sequences=3, seq_len=9), []
+    whole = input_gradient(model, ids)
     model.lm_head.register_forward_hook(
         lambda _module, _args, output: seen.append(output.shape[:-1].numel())
     )
     in_chunks_of(5, monkeypatch)
-    input_gradient(model, tiny_ids(n_sequences=3, seq_len=9))
+    parts = input_gradient(model, ids)
     assert max(seen) == 5
     assert sum(seen) == 2 * 24  # twice all tokens
+    assert whole[:, :-1].abs().min() > 0  # the last token predicts nothing
+    torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-12)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_the_model_is_left_alone(model):

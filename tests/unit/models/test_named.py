@@ -42,14 +42,6 @@ def test_sizes_are_the_published_ones(name):
         assert [layer.n_experts, layer.d_inter, layer.d_expert, layer.top_k] == shape
 
 
-@pytest.mark.parametrize("name", PAPER_MODELS)
-def test_names_are_hub_ids(name):
-    """Upper and lower case do not matter; hub ids and other names stay as they are."""
-    for given in (name, name.lower(), name.upper(), PAPER_MODELS[name]):
-        assert hub_id(given) == PAPER_MODELS[name]
-    assert hub_id(name + "-other") == name + "-other"
-
-
 def test_a_folder_of_that_name_is_a_folder(tmp_path, monkeypatch):
     """What is on this machine comes before the hub."""
     monkeypatch.chdir(tmp_path)
