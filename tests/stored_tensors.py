@@ -75,3 +75,13 @@ def changed_json(path: Path) -> Iterator[dict[str, Any]]:
     held = json.loads(path.read_text())
     yield held
     path.write_text(json.dumps(held))
+
+
+def configured(**changes: Any) -> Callable[[Path], None]:
+    """What changes settings in a JSON file, or in a folder's config.json."""
+
+    def damage(path: Path) -> None:
+        with changed_json(path) as settings:
+            settings |= changes
+
+    return damage

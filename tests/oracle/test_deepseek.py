@@ -13,7 +13,7 @@ from keeps import check_masked, logits_of, widths_keep
 from methods_by_hand import SIX
 from oracles import deepseek as twin
 from processes import run_each
-from stored_tensors import changed_json, same_tensors, tensors_in
+from stored_tensors import configured, same_tensors, tensors_in
 from tiny_folder import write_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -122,8 +122,7 @@ def test_text_with_a_cache_is_text_without():
 def test_another_routing_is_refused(hub, tmp_path):
     """A sigmoid would be another model."""
     folder = Path(shutil.copytree(hub, tmp_path / "moe"))
-    with changed_json(folder) as config:
-        config["scoring_func"] = "sigmoid"
+    configured(scoring_func="sigmoid")(folder)
     with pytest.raises(SpecError, match="scoring_func is 'sigmoid'"):
         load_model(folder, device="cpu")
 

@@ -10,7 +10,7 @@ import torch
 from families import FAMILIES, tiny_ids, tiny_model
 from keeps import logits_of, masked_logits
 from methods_by_hand import reloaded
-from stored_tensors import changed_json, changed_tensors, tensors_in
+from stored_tensors import changed_json, changed_tensors, configured, tensors_in
 from tiny_folder import opened, write_folder
 from torch import nn
 
@@ -189,7 +189,6 @@ def test_half_of_a_layer_that_predicts_is_refused(hub, tmp_path):
 def test_other_lists_are_refused(hub, tmp_path, key, value, message):
     """By name, before a weight is read."""
     folder = Path(shutil.copytree(hub, tmp_path / "moe"))
-    with changed_json(folder) as config:
-        config[key] = value
+    configured(**{key: value})(folder)
     with pytest.raises(SpecError, match=re.escape(message)):
         opened(folder, stream=False)

@@ -5,13 +5,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from commands import manifest_of
 from families import tiny_model
-from stored_tensors import changed_json
+from stored_tensors import configured
 from transformers import AutoConfig
 
 import heapr_lab
@@ -36,15 +35,6 @@ READERS = {"from_pretrained", "from_config"}
 def folder(source, tmp_path) -> Path:
     """A copy of the model, to be damaged."""
     return Path(shutil.copytree(source, tmp_path / "moe"))
-
-
-def change(path: Path, **changes: Any) -> None:
-    """Change settings in a JSON file; None takes one away."""
-    with changed_json(path) as settings:
-        for name, value in changes.items():
-            settings[name] = value
-            if value is None:
-                del settings[name]
 
 
 # --- loading ----------------------------------------------------------------------
@@ -106,13 +96,10 @@ def foreign(folder, tmp_path, monkeypatch) -> Path:
     """A folder with code of its own; whoever is asked says yes."""
     (folder / "evil.py").write_text(CODE.format(mark=str(tmp_path / "ran")))
     classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    change(folder / "config.json", model_type="my_own", auto_map=classes)
-    tokenizers = {"AutoTokenizer": ["evil.Tokenizer", None]}
-    change(
-        folder / "tokenizer_config.json",
-        auto_map=tokenizers,
-        tokenizer_class="EvilTokenizer",
-    )
+    configured(model_type="my_own", auto_map=classes)(folder)
+    classes = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    tokenizers = configured(auto_map=classes, tokenizer_class="EvilTokenizer")
+    tokenizers(folder / "tokenizer_config.json")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *_text: "y")
     return folder
@@ -139,8 +126,9 @@ def test_code_in_a_folder_is_never_run(foreign, tmp_path):
 
 def test_code_beside_a_known_type_is_not_run(foreign, tmp_path):
     """The class of transformers is taken, as it is for our own checkpoints."""
-    change(foreign / "config.json", model_type="qwen2_moe")
-    change(foreign / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    configured(model_type="qwen2_moe")(foreign)
+    tokenizers = configured(tokenizer_class="Qwen2Tokenizer")
+    tokenizers(foreign / "tokenizer_config.json")
     model, _ = load_model(foreign)
     assert type(model).__module__ == "transformers.models.qwen2_moe.modeling_qwen2_moe"
     config = read_config(foreign)
@@ -211,7 +199,7 @@ ABSURD = [
 @pytest.mark.parametrize(("changes", "message"), ABSURD)
 def test_absurd_settings_are_named(changes, message, folder):
     """They are named before they are built, where that would take for ever."""
-    change(folder, layer_types=None, **changes)
+    configured(layer_types=None, **changes)(folder)
     with pytest.raises(SpecError, match=message) as error:
         load_model(folder, device="cpu")
     assert "config.json" in one_line(error)

@@ -2,25 +2,9 @@
 
 import torch
 
-from heapr_lab.models.grouped_linear import (
-    routed_linear,
-    rows_of_experts,
-    scattered_linear,
-)
+from heapr_lab.models.grouped_linear import routed_linear, scattered_linear
 
-T, D, WIDTH, E, K = 7, 5, 3, 4, 2
-"""Expert 2 has no rows."""
-
-
-def routed(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The token and the expert of each row, sorted by expert; rows of each expert."""
-    generator = torch.Generator().manual_seed(seed)
-    used = torch.tensor([0, 1, 3])
-    chosen = torch.stack(
-        [used[torch.randperm(3, generator=generator)[:K]] for _ in range(T)]
-    )
-    experts, order = torch.sort(chosen.reshape(-1), stable=True)
-    return order // K, experts, rows_of_experts(experts, E)
+T, D, WIDTH, E = 7, 5, 3, 4
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -48,11 +32,15 @@ def test_a_token_without_rows_is_zero():
 
 
 def test_bfloat16_is_summed_in_single_precision():
-    """Weights in bfloat16 and routing weights in float32, as under most routers."""
-    rows, experts, tokens = routed()
+    """Weights in bfloat16 and routing weights in float32, as under most routers.
+
+    Each token goes to two experts; one of these has no rows.
+    """
+    rows, tokens = torch.arange(2 * T) % T, torch.tensor([5, 4, 0, 5])
+    experts = torch.arange(E).repeat_interleave(tokens)
     x = leaf(T, D, dtype=torch.bfloat16)
     up, down = (leaf(*s, dtype=torch.bfloat16) for s in ((E, WIDTH, D), (E, D, WIDTH)))
-    p = leaf(T * K, dtype=torch.float32)
+    p = leaf(2 * T, dtype=torch.float32)
     h = routed_linear(x, up, None, rows=rows, experts=experts, tokens=tokens)
     total = scattered_linear(h, down, p, rows=rows, tokens=tokens, n_tokens=T)
     assert (h.dtype, total.dtype) == (torch.bfloat16, torch.float32)

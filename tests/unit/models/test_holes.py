@@ -10,7 +10,14 @@ import torch
 from families import tiny_model
 from keeps import random_keep
 from safetensors.torch import load_file
-from stored_tensors import INDEX, SINGLE, changed_json, changed_tensors, stored
+from stored_tensors import (
+    INDEX,
+    SINGLE,
+    changed_json,
+    changed_tensors,
+    configured,
+    stored,
+)
 from tiny_folder import write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -59,17 +66,6 @@ def half_of_the_index(folder: Path) -> None:
         index["weight_map"] = {name: file for name, file in entries if file in kept}
 
 
-def configured(**changes: Any) -> Callable[[Path], None]:
-    """What changes config.json, in which no kind of layers is named."""
-
-    def damage(folder: Path) -> None:
-        with changed_json(folder) as config:
-            config.pop("layer_types", None)
-            config.update(changes)
-
-    return damage
-
-
 def damaged(source: Path, into: Path, damage: Callable[[Path], None]) -> Path:
     """A copy of a folder, damaged."""
     shutil.copytree(source, into)
@@ -77,7 +73,9 @@ def damaged(source: Path, into: Path, damage: Callable[[Path], None]) -> Path:
     return into
 
 
-deeper, shallower = (configured(num_hidden_layers=number) for number in (3, 1))
+deeper, shallower = (
+    configured(num_hidden_layers=number, layer_types=None) for number in (3, 1)
+)
 HOLES = [
     ("", without(ROUTER), f"lacks 1 of its weights .{ROUTER}"),
     ("", without(NORM), f"lacks 1 of its weights .{NORM}"),
