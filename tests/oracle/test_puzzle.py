@@ -37,10 +37,7 @@ SIZES = {
     "ssm_state_size": 6, "n_groups": 2, "conv_kernel": 3, "chunk_size": 4,
 }  # fmt: skip
 ENDS = {"0.enorm": (16,), "0.hnorm": (16,), "1.final_layernorm": (16,)}
-CODE = """
-from pathlib import Path
-Path(__file__).with_name("ran").touch()
-"""
+CODE = "raise SystemExit('the code of the checkpoint runs')"
 
 
 def kinds(blocks: list[dict[str, Any]]) -> list[str]:
@@ -110,7 +107,6 @@ def test_logits_are_those_of_the_blocks(hub, twins, *, stream):
     model = opened(hub, stream=stream)
     close = {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(logits_of(model, IDS), reference(twins), **close)
-    assert not (hub / "ran").exists()
 
 
 def test_layers_have_sizes_of_their_own(hub):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from commands import manifest_of
 from families import tiny_model
+from house import PACKAGE
 from stored_tensors import configured
 from transformers import AutoConfig
 
-import heapr_lab
 from benchmarks.lab_model.run_folder import begin_from
 from heapr_lab import HeaprLabError, load_model, open_workbench, prune, save_pruned
 from heapr_lab.checkpoints.same_model import own_table
@@ -27,7 +27,6 @@ from heapr_lab.models.folders import (
     skeleton_of,
 )
 
-PACKAGE = Path(heapr_lab.__file__).parent
 READERS = {"from_pretrained", "from_config"}
 
 

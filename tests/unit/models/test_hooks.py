@@ -2,7 +2,6 @@
 
 import functools
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,13 +21,6 @@ from heapr_lab.models.hooks import probed
 from heapr_lab.models.likelihood import token_nll
 
 IDS = tiny_ids()
-
-
-def in_threads(*jobs: Callable[[], None]) -> None:
-    """Run the jobs at the same time and raise what any of them raised."""
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        for running in [pool.submit(job) for job in jobs]:
-            running.result(timeout=60)
 
 
 def implementation(model: nn.Module) -> str | None:
@@ -55,15 +47,13 @@ def test_dense_and_masked_forwards_at_once(family):
     assert not torch.allclose(expected[1], expected[2])
     barrier = threading.Barrier(len(keeps), timeout=30)
 
-    def job(keep: KeepMask | None, right: torch.Tensor) -> Callable[[], None]:
-        def loop() -> None:
-            for _ in range(25):
-                barrier.wait()
-                assert torch.allclose(forward(keep), right, rtol=1e-10, atol=1e-10)
+    def repeat(keep: KeepMask | None, right: torch.Tensor) -> None:
+        for _ in range(25):
+            barrier.wait()
+            assert torch.allclose(forward(keep), right, rtol=1e-10, atol=1e-10)
 
-        return loop
-
-    in_threads(*map(job, keeps, expected))
+    with ThreadPoolExecutor(len(keeps)) as pool:
+        list(pool.map(repeat, keeps, expected, timeout=60))
     assert implementation(model) == "eager"
 
 

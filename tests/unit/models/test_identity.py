@@ -215,13 +215,10 @@ def keep(*dropped: int) -> torch.Tensor:
     return kept
 
 
-def active(model: nn.Module, **masks: Any) -> str | None:
+def active(model: nn.Module, *masks: Any) -> str | None:
     """What is active under masks of the first layers."""
-    numbers = [int(name.removeprefix("layer")) for name in masks]
-    layers = [find_experts(model)[number] for number in numbers]
-    keeps = [mask[0] for mask in masks.values()]
-    down_projs = [mask[1] for mask in masks.values()]
-    with masked(layers, keeps, down_projs):
+    keeps, down_projs = zip(*masks, strict=True)
+    with masked(find_experts(model)[: len(masks)], keeps, down_projs):
         return identity_in_force(model).get("active")
 
 
@@ -232,18 +229,18 @@ def test_what_an_active_mask_is_known_by(model):
     """Layer, atoms and replaced weights; a layer that keeps all is as without."""
     down = find_experts(model)[0].down.detach()
     some, all_of_it = (keep(3), None), (keep(), None)
-    assert active(model, layer0=all_of_it, layer1=all_of_it) is None
-    first = active(model, layer0=some)
-    assert first == active(model, layer0=some, layer1=all_of_it)
+    assert active(model, all_of_it, all_of_it) is None
+    first = active(model, some)
+    assert first == active(model, some, all_of_it)
     different = [
         first,
-        active(model, layer1=some),
-        active(model, layer0=(keep(4), None)),
-        active(model, layer0=(keep(3, 4), None)),
-        active(model, layer0=some, layer1=some),
-        active(model, layer0=(keep(3), down)),
-        active(model, layer0=(keep(), down)),
-        active(model, layer0=(keep(), 2 * down)),
+        active(model, all_of_it, some),
+        active(model, (keep(4), None)),
+        active(model, (keep(3, 4), None)),
+        active(model, some, some),
+        active(model, (keep(3), down)),
+        active(model, (keep(), down)),
+        active(model, (keep(), 2 * down)),
     ]
     assert None not in different
     assert len(set(different)) == len(different)
