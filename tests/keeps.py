@@ -63,14 +63,18 @@ def zeroed_twin(model: nn.Module, keep: KeepMask) -> nn.Module:
     return twin
 
 
-def assert_same_logits(logits: torch.Tensor, expected: torch.Tensor) -> None:
-    """Logits are the same to the last bit, or to rounding of a single token.
+def check_same_logits(model: nn.Module, dense: Any, *, close: float = 0.0) -> None:
+    """Check that logits are the same to the last bit, for one token and for many.
 
-    Some processors add up the products of a single row in an order that depends on the
-    number of columns.
+    Those of a single token may differ by rounding: some processors add up the products
+    of a single row in an order that depends on the number of columns.
     """
-    close = 1e-5 if len(expected.flatten(0, -2)) == 1 else 0.0
-    torch.testing.assert_close(logits, expected, rtol=close, atol=2 * close)
+    for shape in ((1, 1), (1, 300), (3, 100)):
+        ids = torch.randint(dense.config.vocab_size, shape)
+        near = 1e-5 if ids.numel() == 1 else close
+        torch.testing.assert_close(
+            logits_of(model, ids), logits_of(dense, ids), rtol=near, atol=2 * near
+        )
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -86,9 +86,8 @@ def test_entering_a_mask_leaves_autograd_alone(family):
     assert recorded.names == []
 
 
-def test_nested_masks_keep_what_both_keep():
+def test_nested_masks_keep_what_both_keep(model):
     """Inside two masks an atom stays where both keep it; outside, the outer rules."""
-    model = tiny_model("qwen2_moe")
     first, second = random_keep(model, seed=1), random_keep(model, seed=2)
     both = KeepMask.from_arrays(
         {k: first.by_layer(k) & second.by_layer(k) for k in first.layers}
@@ -176,9 +175,9 @@ def test_checkpointing_counts_once(family):
         np.testing.assert_allclose(got[name], values, rtol=1e-10, atol=atol)
 
 
-def test_only_passes_with_gradients_are_probed():
+def test_only_passes_with_gradients_are_probed(model):
     """Forwards without gradients leave no trace, and neither do other models."""
-    model, other = tiny_model("qwen2_moe"), tiny_model("qwen2_moe", seed=3)
+    other = tiny_model("qwen2_moe", seed=3)
     with probed(find_experts(model)) as probes:
         logits_of(model, IDS)
         token_nll(other, IDS).sum().backward()

