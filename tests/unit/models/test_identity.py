@@ -297,7 +297,10 @@ def test_hooks_are_named(model, hook, name, kind):
     "package", ["accelerate", "heapr_lab", "torch", "transformers"]
 )
 def test_hooks_of_these_packages_are_known(model, monkeypatch, package):
-    """They watch, or belong to how the model runs."""
+    """They watch, or belong to how the model runs; as do those of transformers."""
+    model(tiny_ids(), output_hidden_states=True, output_attentions=True)
+    model.enable_input_require_grads()
+    assert any(module._forward_hooks for module in model.modules())
     monkeypatch.setattr(watch, "__module__", f"{package}.somewhere")
     model.lm_head.register_forward_hook(watch)
     refuse_disturbed(model, remedy="ask")
