@@ -13,12 +13,10 @@ from safetensors.torch import load_file, save_file
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def source_of(
-    folder: Path, family: str = "qwen3_moe", *, max_shard_size: str = "5GB"
-) -> tuple[Any, Path]:
+def source_of(folder: Path, family: str = "qwen3_moe") -> tuple[Any, Path]:
     """A tiny model, and the folder it is saved in."""
     model = tiny_model(family, dtype=torch.float32)
-    model.save_pretrained(folder / "source", max_shard_size=max_shard_size)
+    model.save_pretrained(folder / "source")
     return model, folder / "source"
 
 

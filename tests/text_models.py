@@ -7,7 +7,7 @@ import torch
 from families import tiny_model
 from keeps import logits_of
 from oracles.token_by_token import atom_activations, matrices
-from tiny_folder import D_VOCAB
+from tiny_folder import D_VOCAB, SIZES
 from torch import nn
 
 from heapr_lab.models.experts import find_experts
@@ -19,7 +19,6 @@ FAMILIES = ["qwen2_moe", "deepseek_v3", "gpt_oss", "nemotron_h"]
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 SINGLE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
 """The tolerance where a family computes a part in float32, whatever its type."""
-SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
 TEXT = "the weather, then naïve Ω€ 漢字 🙂 paths"
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from heapr_lab import load_model, prune, save_pruned
 
 D_VOCAB = 258
+SIZES = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
 
 
 def write_model(
@@ -20,12 +21,12 @@ def write_model(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
     **changes: Any,
 ) -> Path:
     """A random Qwen2-MoE and its tokenizer, written to `folder`."""
-    sizes = {"vocab_size": D_VOCAB, "max_position_embeddings": 2048}
-    model = tiny_model("qwen2_moe", dtype=dtype, seed=seed, **sizes, **changes)
-    return write_folder(folder, model)
+    model = tiny_model("qwen2_moe", dtype=dtype, seed=seed, **SIZES, **changes)
+    return write_folder(folder, model, max_shard_size=max_shard_size)
 
 
 def write_folder(folder: Path, model: Any, *, max_shard_size: str = "5GB") -> Path:
@@ -46,10 +47,9 @@ def write_pruned(folder: Path, structure: str, *, family: str = "qwen3_moe") -> 
     widths = {"intermediate_size": 64, "moe_intermediate_size": 64}
     sizes = {"hidden_size": 64, "head_dim": 32} | widths
     model = tiny_model(family, dtype=torch.float32, vocab_size=D_VOCAB, **sizes)
-    uniform = structure == "uniform"
-    keep = (
-        widths_keep(model, 32, structure=structure) if uniform else random_keep(model)
-    )
+    keep = random_keep(model)
+    if structure == "uniform":
+        keep = widths_keep(model, 32, structure=structure)
     save_pruned(prune(model, keep), folder)
     write_tokenizer(folder)
     return folder

@@ -26,8 +26,7 @@ from quantised_folder import (
     with_twin,
 )
 from stored_tensors import changed_tensors, same_bits, same_tensors, tensors_in
-from text_models import SIZES
-from tiny_folder import write_text, write_tokenizer
+from tiny_folder import SIZES, write_text, write_tokenizer
 from torch import nn
 
 from heapr_lab.checkpoints import mtp_head

@@ -8,8 +8,8 @@ import pytest
 from heard import Heard
 from keeps import random_keep
 from oracles.streamed import both, stream, written
-from text_models import SIZES, requests_of, task
-from tiny_folder import opened
+from text_models import requests_of, task
+from tiny_folder import SIZES, opened
 
 from heapr_lab.pruning.surgery import masking
 from heapr_lab.tasks.harness import run_tasks

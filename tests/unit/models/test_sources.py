@@ -22,10 +22,8 @@ from heapr_lab.models.loading import load_model, model_folder
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     """A tiny model in several files."""
-    folder = write_model(tmp_path_factory.mktemp("sources") / "moe")
-    read_weights(folder).save_pretrained(folder, max_shard_size="12KB")
-    (folder / "model.safetensors").unlink()
-    return folder
+    folder = tmp_path_factory.mktemp("sources") / "moe"
+    return write_model(folder, max_shard_size="12KB")
 
 
 def shards(folder: Path) -> list[Path]:
