@@ -20,9 +20,6 @@ from heapr_lab.refinement.compress import compress
 
 WINDOWS = tiny_windows(n_sequences=10, seq_len=16)
 FAMILIES = ["qwen2_moe", "gpt_oss"]
-_SPLIT = {"model", "model.layers"}
-"""Modules that are on no single device."""
-EXACT = 1e-12
 
 
 def placed(family: str, *devices: str | int, **options: Any) -> nn.Module:
@@ -30,13 +27,14 @@ def placed(family: str, *devices: str | int, **options: Any) -> nn.Module:
     model: Any = tiny_model(family)
     inner = [f"model.{name}" for name, _ in model.model.named_children()]
     outer = [name for name, _ in model.named_children()]
-    chosen: dict[str, Any] = dict.fromkeys({*inner, *outer} - _SPLIT, "cpu")
+    split = {"model", "model.layers"}  # which are on no single device
+    chosen: dict[str, Any] = dict.fromkeys({*inner, *outer} - split, "cpu")
     for number in range(len(model.model.layers)):
         chosen[f"model.layers.{number}"] = devices[number % len(devices)]
     return dispatch_model(model, chosen, main_device="cpu", force_hooks=True, **options)
 
 
-def check_equal(model: nn.Module, twin: nn.Module, near: float = EXACT) -> None:
+def check_equal(model: nn.Module, twin: nn.Module, near: float = 1e-12) -> None:
     """Statistics, masked losses, pruned losses and perplexity are those of `twin`."""
     table, wanted = (collect_statistics(m, WINDOWS) for m in (model, twin))
     same_tables(table, wanted, near)

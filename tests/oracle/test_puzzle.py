@@ -36,7 +36,6 @@ SIZES = {
     "moe_latent_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 8,
     "ssm_state_size": 6, "n_groups": 2, "conv_kernel": 3, "chunk_size": 4,
 }  # fmt: skip
-ENDS = {"0.enorm": (16,), "0.hnorm": (16,), "1.final_layernorm": (16,)}
 CODE = "raise SystemExit('the code of the checkpoint runs')"
 
 
@@ -62,7 +61,8 @@ def twins() -> list[Any]:
 def hub(twins, tmp_path_factory) -> Path:
     """The blocks in one folder as they are published, with their own code beside."""
     folder = write_folder(tmp_path_factory.mktemp("hub") / "puzzle", twins[0])
-    shapes = ENDS | {"0.eh_proj": (16, 32)}
+    norms = dict.fromkeys(("0.enorm", "0.hnorm", "1.final_layernorm"), (16,))
+    shapes = norms | {"0.eh_proj": (16, 32)}
     stored = {f"mtp.layers.{n}.weight": torch.ones(s) for n, s in shapes.items()}
     heads = [alone(9 + number, block) for number, block in enumerate(MTP)]
     for stem, models in (("mtp", heads), ("model", twins)):

@@ -78,12 +78,7 @@ ROPES = [
     rope("linear", factor=2.0),
     rope("dynamic", factor=2.0),
     rope("yarn", **LONG),
-    rope(
-        "longrope",
-        **LONG,
-        short_factor=[1, 1.5, 2, 3, 4, 5],
-        long_factor=[*range(2, 8)],
-    ),
+    rope("longrope", **LONG, short_factor=[*range(1, 7)], long_factor=[*range(2, 8)]),
     rope("llama3", **LONG, low_freq_factor=1.0, high_freq_factor=4.0),
 ]
 TIED = {"tie_word_embeddings": True}
