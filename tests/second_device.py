@@ -11,6 +11,7 @@ memory of its own, and says nothing of those of a GPU.
 Importing it registers the device with torch, for the rest of the process.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,37 +19,17 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "second"
-
-
-class _Module:
-    """What torch asks of `torch.second`."""
-
-    def is_initialized(self) -> bool:
-        """Whether it can be used: yes."""
-        return True
-
-    is_available = is_initialized
-
-    def current_device(self) -> int:
-        """Number of the device in use."""
-        return 0
-
-    def device_count(self) -> int:
-        """Number of devices."""
-        return 1
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Nothing to do: random numbers are those that the CPU would draw."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Types of autocast."""
-        return [torch.bfloat16, torch.float16]
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-
-_setup_privateuseone_for_python_backend(NAME, _Module())
+_MODULE = SimpleNamespace(
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    _is_in_bad_fork=lambda: False,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    manual_seed_all=lambda _seed: None,  # random numbers are those of the CPU
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+)
+"""What torch asks of `torch.second`."""
+_setup_privateuseone_for_python_backend(NAME, _MODULE)
 _DEVICE = torch.device(NAME, 0)
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _INDEXED = (
