@@ -116,8 +116,7 @@ def test_a_workbench_refuses_inside_a_mask(bench):
         if when == "before":
             first = numbers(bench)
     assert numbers(bench) == first
-    dense = evaluate_perplexity(bench.model, tiny_ids(seed=3))
-    assert first["perplexity"] == dense
+    assert first["perplexity"] == evaluate_perplexity(bench.model, tiny_ids(seed=3))
 
 
 def test_weights_changed_in_place_are_another_model(bench):
@@ -128,8 +127,7 @@ def test_weights_changed_in_place_are_another_model(bench):
     with torch.no_grad():
         layer.down.mul_(3)
     changed = numbers(bench)
-    dense = evaluate_perplexity(bench.model, tiny_ids(seed=3))
-    assert changed["perplexity"] == dense
+    assert changed["perplexity"] == evaluate_perplexity(bench.model, tiny_ids(seed=3))
     different = {name for name in first if first[name] != changed[name]}
     assert different >= {"perplexity", "divergence", "measure", "importance"}
     with torch.no_grad():
@@ -145,10 +143,9 @@ def test_routing_is_of_the_model(bench):
     (before,) = {router.top_k for router in routers}
     for router in routers:
         router.top_k = 1
-    changed = bench.perplexity(None, tiny_windows(seed=3))
-    assert (
-        changed == evaluate_perplexity(model, tiny_ids(seed=3)) != first["perplexity"]
-    )
+    changed = evaluate_perplexity(model, tiny_ids(seed=3))
+    assert bench.perplexity(None, tiny_windows(seed=3)) == changed
+    assert changed != first["perplexity"]
     assert model_identity(model).keys() - identity.keys() == {"routing"}
     for router in routers:
         router.top_k = before
