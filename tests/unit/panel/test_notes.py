@@ -158,6 +158,7 @@ def test_removed_is_counted_as_the_ratio_is():
         removed = removed_share(Selection(0.5, of=unit), keep, row)
         assert removed == pytest.approx(share)
     assert removed_share(Selection(0.5, of="model"), keep, None) is None
+    assert removed_share(Selection(0.5), keep, None) == 0.75
 
 
 @pytest.mark.parametrize(

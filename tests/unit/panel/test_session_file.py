@@ -249,6 +249,7 @@ def test_a_wrong_file_changes_nothing(saved, fresh, tmp_path):
     for part, value, message in SAID:
         bad.write_text(_changed(plain, part, value))
         assert message in told(panel, bad, "open")
+    assert panel.files.undo_button.layout.display == "none"
     assert "Opened" in told(panel, file, "open")
     assert state(panel) != before
 
