@@ -4,17 +4,14 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from browser.pages import Watch, browser, opened, panels, run_all
 from browser.servers import CHROMIUM, Lab, lab
+from playwright.sync_api import Browser, Page
 from tiny_folder import write_model
 
 from heapr_lab.text import pydocs
-
-if TYPE_CHECKING:
-    from browser.pages import Watch
-    from playwright.sync_api import Browser, Page
 
 _NO_BROWSER = (
     "NO BROWSER TEST WAS RUN: there is no chromium. Debian and Ubuntu have it: "
@@ -41,6 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             shared = "watched" in getattr(item, "fixturenames", ())
             group = "page" if shared else item.path.stem
             item.add_marker(pytest.mark.xdist_group(group))
+            item.add_marker(pytest.mark.browser)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -51,21 +49,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def chromium() -> Iterator["Browser"]:
+def chromium() -> Iterator[Browser]:
     """A browser without a window."""
     if CHROMIUM is None:
         pytest.skip(_NO_BROWSER)
-    from browser.pages import browser
-
     with browser(CHROMIUM) as chrome:
         yield chrome
 
 
 @pytest.fixture
-def visit(chromium) -> Iterator[Callable[..., "Page"]]:
+def visit(chromium) -> Iterator[Callable[..., Page]]:
     """Opens an address in a window of its own, which must be clean in the end."""
-    from browser.pages import opened
-
     with contextlib.ExitStack() as stack:
         yield (
             lambda *words, **options: (
@@ -120,23 +114,19 @@ def address(server, tiny_model) -> str:
 
 
 @pytest.fixture(scope="session")
-def watched(chromium, address) -> Iterator["Watch"]:
+def watched(chromium, address) -> Iterator[Watch]:
     """The notebook in the browser, run from top to bottom.
 
     Starting a kernel takes far longer than any test, so all share one page.
     """
-    from browser.pages import opened, run_all
-
     with opened(chromium, address, height=1400) as watch:
         run_all(watch.page)
         yield watch
 
 
 @pytest.fixture
-def page(watched) -> Iterator["Page"]:
+def page(watched) -> Iterator[Page]:
     """The page, which must be clean after each test as well."""
-    from browser.pages import panels
-
     for panel in panels(watched.page):
         panel.is_ready()
     yield watched.page

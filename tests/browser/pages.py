@@ -28,12 +28,8 @@ _MILLISECONDS = 20_000
 """Each step takes part of a second; a busy machine is given time."""
 _FLAGS = (
     "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
     "--disable-quic",
     "--disable-sync",
-    "--no-first-run",
     # Nothing off this machine has an address.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
@@ -73,8 +69,7 @@ class Watch:
 
     page: Page
     complaints: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-    """Addresses off this machine; the browser could not reach them."""
+    """With the addresses off this machine; the browser could not reach them."""
 
     def __post_init__(self) -> None:
         page = self.page
@@ -86,13 +81,12 @@ class Watch:
     def is_clean(self) -> None:
         """Check that it did neither, and that no cell of it has printed a warning."""
         assert self.complaints == []
-        assert self.requests == []
         stderr = "[data-mime-type='application/vnd.jupyter.stderr']"
         assert self.page.locator(stderr).all_inner_texts() == []
 
     def _asked(self, url: str) -> None:
         if _NETWORK.match(url) and not _LOCAL.match(url):
-            self.requests.append(url)
+            self.complaints.append(f"asked for {url}")
 
     def _said(self, message: ConsoleMessage) -> None:
         if message.type == "error":

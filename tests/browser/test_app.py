@@ -12,10 +12,8 @@ import psutil
 import pytest
 from browser.pages import N_ATOMS, TIMEOUT, Panel, pixels, violations
 from browser.servers import served, stop
+from playwright.sync_api import expect
 
-sync_api = pytest.importorskip("playwright.sync_api")
-expect = sync_api.expect
-pytestmark = pytest.mark.browser
 App = tuple[str, "subprocess.Popen[bytes]", Path]
 """Its address and process, and where its temporary files go."""
 

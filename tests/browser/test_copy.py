@@ -3,20 +3,17 @@
 import shutil
 
 import nbformat
-import pytest
 from browser.pages import TIMEOUT, Panel, pixels, run_all
 from browser.servers import lab
+from playwright.sync_api import Page, expect
 from random_tables import small_table
 
 from heapr_lab.panel.keeping import CLASS
 
-sync_api = pytest.importorskip("playwright.sync_api")
-expect = sync_api.expect
-pytestmark = pytest.mark.browser
 CELL = "from heapr_lab import explore\nexplore('table.parquet')"
 
 
-def shows_the_copy(page: "sync_api.Page") -> None:
+def shows_the_copy(page: Page) -> None:
     """The numbers and the picture are on the screen, without a widget."""
     copy = page.locator(f".{CLASS}")
     expect(copy).to_be_visible(timeout=TIMEOUT)

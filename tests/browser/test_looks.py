@@ -5,16 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from browser.pages import TABS, TIMEOUT, Panel, panels, pixels, use_theme, wait_until
-
-sync_api = pytest.importorskip("playwright.sync_api")
-expect = sync_api.expect
-pytestmark = pytest.mark.browser
+from playwright.sync_api import Page, expect
 
 _WIDE = "node => node.scrollWidth - node.clientWidth"
 
 
 @pytest.fixture
-def other(page) -> Iterator["sync_api.Page"]:
+def other(page) -> Iterator[Page]:
     """The page, whose theme and size are put back."""
     size = page.viewport_size
     use_theme(page, "JupyterLab Light")

@@ -3,16 +3,11 @@
 Nothing is prepared but the scores of the lab model.
 """
 
-import pytest
 from browser.pages import panels
+from playwright.sync_api import expect
 
 from heapr_lab import open_workbench
 from heapr_lab.panel.opening import session_of
-
-sync_api = pytest.importorskip("playwright.sync_api")
-expect = sync_api.expect
-pytestmark = pytest.mark.browser
-
 
 SCROLLED = """() => {
     const output = document.querySelector('.jp-OutputArea');

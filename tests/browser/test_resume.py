@@ -3,12 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
 from browser.pages import TIMEOUT, Panel, run_all
-
-sync_api = pytest.importorskip("playwright.sync_api")
-expect = sync_api.expect
-pytestmark = pytest.mark.browser
+from playwright.sync_api import expect
 
 OPEN = """\
 import os

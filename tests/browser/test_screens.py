@@ -10,15 +10,13 @@ from collections.abc import Iterator
 import pytest
 from browser.pages import TIMEOUT, Panel, opened, run_all
 from browser.servers import lab
+from playwright.sync_api import Page, expect
 
 from heapr_lab import open_workbench
 
-sync_api = pytest.importorskip("playwright.sync_api")
-expect = sync_api.expect
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif("HEAPR_SHOTS" not in os.environ, reason="set HEAPR_SHOTS"),
-]
+pytestmark = pytest.mark.skipif(
+    "HEAPR_SHOTS" not in os.environ, reason="set HEAPR_SHOTS"
+)
 
 CELL = """\
 from heapr_lab import explore
@@ -34,7 +32,7 @@ WAYS = {
 
 
 @pytest.fixture
-def page(chromium, session_cache, tmp_path) -> Iterator["sync_api.Page"]:
+def page(chromium, session_cache, tmp_path) -> Iterator[Page]:
     """The notebook, its table being in the cache, without the file browser."""
     open_workbench("lab").importance()
     silent = {"HEAPR_LAB_PROGRESS": "0"}
