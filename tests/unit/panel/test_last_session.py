@@ -185,22 +185,21 @@ def test_weights_that_choose_are_opened_too(panel, tmp_path):
     assert panel.session.recipe == panel.comparison.pins[0].recipe == recipe
 
 
-@pytest.mark.parametrize("wrong", ['"version": 3', "}"])
-def test_a_file_that_cannot_be_shown_is_said(wrong):
+def test_a_file_that_cannot_be_shown_is_said():
     """The panel stays as it is, and the file as well."""
     first = displayed(small_table())
     use(first)
     path, first.last.path = first.last.path, None  # nothing more is kept
     assert path is not None
     time.sleep(0.2)
-    text = path.read_text()
-    path.write_text(text.replace(f'"version": {VERSION}', wrong))
+    older = path.read_text().replace(f'"version": {VERSION}', '"version": 3')
+    path.write_text(older)
     again = displayed(small_table())
     again.last.resume.click()
     assert 'role="alert"' in again.last.message.value
     assert again.session.selection == Selection(0.25)
     use(again)
-    assert wrong in path.read_text()
+    assert path.read_text() == older
 
 
 def test_an_infeasible_state_is_not_kept():

@@ -18,6 +18,7 @@ from heapr_lab.panel.pictures import ChoicePicture, drawn_png, figure_points
 from heapr_lab.panel.session import POINT_COLUMNS, PruningSession
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
+from heapr_lab.pruning.selection import select
 
 DRAW_SECONDS = 0.15
 
@@ -74,11 +75,10 @@ def test_the_cut_is_the_highest_score_removed():
     table = small_table()
     picture = ChoicePicture(table)
     for ratio in (0.25, 0.75):
-        session = PruningSession(table)
-        session.choose(Selection(ratio=ratio))
-        picture.draw(session.keep, estimator="heapr")
+        keep = select(table, Selection(ratio))
+        picture.draw(keep, estimator="heapr")
         scores = table.score("heapr").to_numpy()
-        gone = ~session.keep.rows
+        gone = ~keep.rows
         (cut,) = {float(x) for x in picture.figure.axes[2].get_lines()[0].get_xdata()}
         step = (scores.max() / scores.min()) ** (1 / 80)
         assert scores[gone].max() <= cut <= scores[gone].max() * step**1.01
@@ -87,10 +87,9 @@ def test_the_cut_is_the_highest_score_removed():
 def test_whole_experts_stand_in_the_histogram_of_whole_experts():
     """Scores are summed; all that go are below the cut where all sizes agree."""
     table = random_table(2, 4, 16)
-    session = PruningSession(table)
-    session.choose(Selection(ratio=0.5, granularity="expert"))
+    keep = select(table, Selection(0.5, granularity="expert"))
     picture = ChoicePicture(table)
-    picture.draw(session.keep, estimator="heapr", granularity="expert")
+    picture.draw(keep, estimator="heapr", granularity="expert")
     bins = picture.figure.axes[2]
     every, gone = (stairs.get_data().values for stairs in bins.patches)
     assert (every.sum(), gone.sum()) == (8, 4)
@@ -99,19 +98,17 @@ def test_whole_experts_stand_in_the_histogram_of_whole_experts():
     assert (sums <= cut).sum() == 4
     assert bins.get_ylabel() == "whole experts [count]"
     assert bins.get_xlabel() == "score [nats per routed token]"
-    picture.draw(session.keep, estimator="heapr")
+    picture.draw(keep, estimator="heapr")
     assert bins.get_ylabel() == "atomic experts [count]"
 
 
 def test_picture_is_quick():
     """A change takes well under 150 ms of the processor, at 48 × 128 experts too."""
     table = random_table(48, 128, 4)
-    session = PruningSession(table)
     picture = ChoicePicture(table)
-    picture.draw(session.keep, estimator="heapr")
+    picture.draw(select(table, Selection(0.25)), estimator="heapr")
     started = time.thread_time()
-    session.choose(Selection(ratio=0.5))
-    picture.draw(session.keep, estimator="heapr")
+    picture.draw(select(table, Selection(0.5)), estimator="heapr")
     assert time.thread_time() - started < DRAW_SECONDS
 
 

@@ -45,14 +45,6 @@ def pictures(page: str) -> list[bytes]:
     return [base64.b64decode(data) for data in PICTURE.findall(page)]
 
 
-def next_of(shown: Shown, n_before: int) -> tuple[dict[str, str], dict[str, Any]]:
-    """The first display after `n_before`."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while len(shown) == n_before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return shown[n_before]
-
-
 def test_the_copy_is_an_output_below_the_widget(shown):
     """JupyterLab would show nothing else of an output that holds a widget."""
     panel = explore(small_table(), selection=Selection(0.5))
@@ -93,7 +85,10 @@ def test_moves_are_followed_by_one_update(shown, monkeypatch):
     panel._ipython_display_()
     for ratio in ("0.1", "0.2", "0.75"):
         panel.controls.ratio.value = ratio
-    copy, options = next_of(shown, 2)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(shown) == 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    copy, options = shown[2]
     assert options.pop("update")
     assert options == shown[1][1]
     assert "atomic experts: dense 16, pruned 4, saved 75.0%" in copy["text/plain"]
