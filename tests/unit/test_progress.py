@@ -7,7 +7,7 @@ from heard import Heard
 
 from heapr_lab.panel import jobs
 from heapr_lab.panel.jobs import Job, Report
-from heapr_lab.progress import Parts, TimeLeft, no_report, progress_bars, time_left_text
+from heapr_lab.progress import Parts, TimeLeft, progress_bars, time_left_text
 
 
 class Clock:
@@ -44,14 +44,6 @@ def test_a_part_has_its_own_units_and_never_goes_back():
     for done in (0, 10, 30, 0, 20, 30):
         report(done, 30)
     assert [done for done, _ in calls] == [0, 4, 6, 10, 10, 10, 10]
-
-
-def test_parts_that_nobody_watches():
-    """They still count."""
-    for nobody in (None, no_report):
-        parts = Parts(4, nobody)
-        parts.part(4)(3, 4)
-        assert parts.done == 3
 
 
 def test_a_part_that_never_reports_has_no_bar(monkeypatch, capsys):

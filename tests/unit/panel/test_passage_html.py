@@ -119,7 +119,9 @@ def test_map_shows_the_most(monkeypatch):
     shares = {"layer": [1, 2], "n_removed": 5, "first_order": [-0.007, 0.0035]}
     layers, texts = pd.DataFrame(shares), ["<a", "b\n", "c", ""]
     page = attribution_html(layers, tokens, texts, change=0.25, pruned=PRUNED)
-    assert cells(page)[2:] == [
+    assert cells(page) == [
+        ["1", "5", "-0.0070"],
+        ["2", "5", "+0.0035"],
         ["1", "b↵", "-7.00", "-8.00", "+1.00"],
         ["3", "▯", "+2.00", "+0.00", "+2.00"],
         ["–", "2 others", "+1.50", "+1.00", "+0.50"],
