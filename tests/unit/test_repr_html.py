@@ -29,12 +29,6 @@ NASTY = "<script>alert('&')</script>"
 _ROWS = {"layer": [0, 0], "expert": [0, 0], "atom": [0, 1], "sum_hg2": [2.0, 6]}
 
 
-def keep_mask() -> KeepMask:
-    """One of two atoms stays."""
-    settings = {"scope": "global", "granularity": "atom", "structure": "ragged"}
-    return KeepMask.from_arrays({0: [[True, False]]}, estimator=NASTY, **settings)
-
-
 Shown = dict[str, tuple[Any, list[str]]]
 """By the name of its class, an object and what its card must say."""
 
@@ -42,6 +36,8 @@ Shown = dict[str, tuple[Any, list[str]]]
 @pytest.fixture(scope="module")
 def shown() -> Shown:
     """An object of each class."""
+    settings = {"scope": "global", "granularity": "atom", "structure": "ragged"}
+    keep = KeepMask.from_arrays({0: [[True, False]]}, estimator=NASTY, **settings)
     windows = CalibrationSet(
         torch.zeros(3, 5, dtype=torch.long), {"corpus": NASTY, "seed": 7}
     )
@@ -49,7 +45,7 @@ def shown() -> Shown:
         tiny_model("mixtral"), None, name=NASTY, profile=PROFILES["small"]
     )
     cards: list[tuple[Any, list[str]]] = [
-        (keep_mask(), ["50.00%", "1 of 2"]),
+        (keep, ["50.00%", "1 of 2"]),
         (ImportanceTable.from_frame(pd.DataFrame(_ROWS), N=1234), ["1,234", "2"]),
         (windows, ["3 of 5 tokens", "12", "7"]),
         (Corpus(NASTY, "test", ("ab", "c"), NASTY), ["test", "2", "3"]),
@@ -65,7 +61,7 @@ def shown() -> Shown:
             ["plug-in", "Nobody 2026", "Never run."],
         ),
         (
-            AtomCompression(Made(NASTY, 0.25, 7, {"alpha": 2}), keep_mask(), {0: 12}),
+            AtomCompression(Made(NASTY, 0.25, 7, {"alpha": 2}), keep, {0: 12}),
             ["0.25", "0.5", "alpha=2", "7"],
         ),
     ]

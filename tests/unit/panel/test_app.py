@@ -107,7 +107,6 @@ SERVE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from heapr_lab.errors import SpecError
 from heapr_lab.panel import app
 app.panel_source("lab", profile=None, device="cpu", dtype="auto", folder=Path("."))
 kernels = SimpleNamespace(get_kernel=None, list_kernel_ids=list)

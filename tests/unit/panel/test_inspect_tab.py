@@ -210,7 +210,6 @@ def test_two_at_once(tab):
     press(tab.generate)
     press(tab.compare)
     alone = tab.generate.value, tab.compare.value
-    tab.n_tokens.value = 5
     for _ in range(3):
         for shown in (tab.generate, tab.compare):
             shown.clear()
