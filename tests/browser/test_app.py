@@ -28,11 +28,8 @@ def app(tiny_model, environment, tmp_path_factory) -> Iterator[App]:
     # The path of a socket has to be short.
     with tempfile.TemporaryDirectory(prefix="hl-") as temporary:
         variables = environment | {"TMPDIR": temporary, "HEAPR_LAB_RESUME": "1"}
-        with served(command, private=private, environment=variables) as (
-            address,
-            process,
-        ):
-            yield address, process, Path(temporary)
+        with served(command, private=private, environment=variables) as running:
+            yield *running, Path(temporary)
     # Other tests use the same table, and would be offered these.
     shutil.rmtree(Path(environment["HEAPR_CACHE_DIR"], "sessions"))
 

@@ -24,7 +24,9 @@ def test_a_panel_opens_as_it_was_left(visit, tiny_model, environment, server):
     panel.type_ratio("0.5")
     explain(panel)
     carry_as_code(panel, str(tiny_model))
-    pin(panel)
+    panel.open("Compare")
+    panel.button("Pin").click()
+    expect(panel.root.get_by_text("1 pinned.")).to_be_visible()
     panel.open("Evaluate")
     panel.button("Evaluate").click()
     expect(panel.root.get_by_text("Last point, ")).to_be_visible(timeout=TIMEOUT)
@@ -76,10 +78,3 @@ def carry_as_code(panel: Panel, model: str) -> None:
     code = panel.root.get_by_text("import heapr_lab as hl")
     expect(code.first).to_contain_text("ratio=0.5")
     expect(code.first).to_contain_text(model)
-
-
-def pin(panel: Panel) -> None:
-    """Pin the selection."""
-    panel.open("Compare")
-    panel.button("Pin").click()
-    expect(panel.root.get_by_text("1 pinned.")).to_be_visible()
