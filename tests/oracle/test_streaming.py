@@ -447,8 +447,8 @@ def test_streams_of_another_kind_are_refused(tmp_path):
 # --- the command line --------------------------------------------------------------
 
 
-def test_a_streamed_model_is_scored_and_evaluated(tmp_path, monkeypatch):
-    """Each command with --stream streams, and says what it says without."""
+def test_each_command_streams(tmp_path, monkeypatch):
+    """With --stream it does, and says what it says without."""
     write_model(tmp_path / "moe")
     write_text(tmp_path / "text.txt")
     outputs, streams = [], Mock(wraps=opening.open_streamed)
@@ -461,6 +461,8 @@ def test_a_streamed_model_is_scored_and_evaluated(tmp_path, monkeypatch):
         text = ("--kl", "--corpora", tmp_path / "text.txt", *TINY)
         losses = said("evaluate", tmp_path / "moe", "--mask", mask, way, *text)
         scored = said("score", tmp_path / "moe", way, *text_of(tmp_path))
-        outputs.append((facts["atoms_kept"], losses, scored["spec_hash"]))
+        heapr = ("compare", tmp_path / "moe", "--methods", "heapr", "--ratios", 0.4)
+        compared = said(*heapr, *text[1:], way, *text_of(tmp_path))
+        outputs.append((facts["atoms_kept"], losses, scored["spec_hash"], compared))
     assert outputs[0] == outputs[1]
-    assert streams.call_count == 3
+    assert streams.call_count == 4
