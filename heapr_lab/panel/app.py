@@ -279,9 +279,8 @@ def _bytes_of(source: str) -> int:
 
 def _free_port(port: int) -> int:
     with socket.socket() as probe:
-        if (
-            sys.platform != "win32"
-        ):  # where a port that was just released counts as taken
+        if sys.platform != "win32":
+            # Else a port that was just released counts as taken.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
