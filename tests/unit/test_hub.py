@@ -104,8 +104,8 @@ def test_a_hub_that_hangs_is_given_up(server, monkeypatch):
     assert time.perf_counter() - started < 6
 
 
-def test_what_a_hub_that_is_away_has_is_missed_at_once(server, monkeypatch):
-    """One try serves all data sets and models; errors say what to do, or name it."""
+def test_data_sets_of_a_hub_that_is_away_are_missed_at_once(server, monkeypatch):
+    """One try serves all of them, and the error says what to do."""
     server.status = 503
     monkeypatch.delenv("HEAPR_DATA_DIR", raising=False)
     monkeypatch.setattr(corpora, "_not_on_hub", {})
@@ -114,6 +114,14 @@ def test_what_a_hub_that_is_away_has_is_missed_at_once(server, monkeypatch):
     for name in ("wikitext2", "ptb", "c4"):
         with pytest.raises(CorpusError, match="Set the variable, or connect"):
             corpora.load_corpus(name, split="test")
+    assert time.perf_counter() - started < 5
+    assert len(server.asked) == 1
+
+
+def test_a_model_of_a_hub_that_is_away_is_missed_at_once(server):
+    """One try, then an error that names the model."""
+    server.status = 503
+    started = time.perf_counter()
     with pytest.raises(SpecError, match=r"no/such-model"):
         load_model("no/such-model")
     assert time.perf_counter() - started < 5

@@ -174,6 +174,7 @@ def test_columns_that_are_read(tmp_path):
     ("name", "value", "expected"),
     [
         ("N", 0, "has N=0, expected a positive number"),
+        ("N", -1, "has N=-1, expected a positive number"),
         ("N", "7", "has N=7, expected a positive number"),
         ("N", None, "has N=None, expected a positive number"),
         ("spec", [], r"has spec=\[\], expected a dict"),

@@ -142,7 +142,7 @@ def test_methods_need_no_pin(panel):
 
 
 def test_rows_are_of_the_text_that_they_were_measured_on(session, root, tmp_path):
-    """They go once the corpus has another; a session of them alone is refused."""
+    """They go once the corpus has another; a session of them is refused, or of points."""
     file, text = tmp_path / "mine.txt", (root / "text.txt").read_text()
     file.write_text(text)
     first = panel_on(session, (str(file),))
@@ -154,6 +154,7 @@ def test_rows_are_of_the_text_that_they_were_measured_on(session, root, tmp_path
     assert panel.comparison.frame()["label"].tolist() == ["heapr 50%"]
     file.write_text(text[::-1])
     press(panel.evaluation.job)
+    points = panel.files.saved()
     assert panel.comparison.frame().empty
     first.comparison.clear_button.click()
     press(first.evaluation.job)
@@ -164,6 +165,9 @@ def test_rows_are_of_the_text_that_they_were_measured_on(session, root, tmp_path
     fewer = msgspec.structs.replace(saved.tests, n_test=3)
     with pytest.raises(SpecError, match="expected Tests"):
         panel.files.restore(msgspec.structs.replace(saved, tests=fewer))
+    file.write_text(text)
+    with pytest.raises(SpecError, match=r"mine\.txt is another text"):
+        panel.files.restore(points)
 
 
 @pytest.mark.parametrize(

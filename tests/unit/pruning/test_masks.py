@@ -76,10 +76,11 @@ def test_copies_are_equal_and_as_fixed(keep):
     [
         (np.ones(7, bool), r"shape \(7,\), expected \(8,\): one for each atom"),
         (np.ones((2, 4), bool), r"shape \(2, 4\), expected \(8,\)"),
+        (np.ones(8), r"mask of layer 0 is float64 \(2, 2\), expected bool"),
     ],
 )
 def test_rows_of_something_else_are_refused(keep, rows, message):
-    """Another number of them."""
+    """Another number of them, or no truth values."""
     with pytest.raises(SpecError, match=message):
         KeepMask.from_rows(keep, rows)
 
