@@ -191,7 +191,8 @@ def test_an_interrupted_pass_goes_on(window, tmp_path, caplog):
 def test_a_state_of_another_pass_is_refused(tmp_path):
     """Another model's or calibration set's state is an error, and is left alone.
 
-    It has the hash of its specification, and how many windows are done.
+    So is half of one. It has the hash of its specification, and how many windows are
+    done.
     """
     model, state = tiny_model("qwen2_moe"), tmp_path / "pass.state"
     interrupted(model, state, 3)
@@ -209,6 +210,9 @@ def test_a_state_of_another_pass_is_refused(tmp_path):
         with pytest.raises(CacheError, match=r"pass\.state is the state of another"):
             collect_statistics(other, windows, batch_size=1, state=state)
     assert state.read_bytes() == content
+    state.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CacheError, match=r"pass\.state cannot be read"):
+        collect_statistics(model, WINDOWS, batch_size=1, state=state)
 
 
 def measure(state: Path, steps: Connection) -> None:
