@@ -88,13 +88,16 @@ def test_nats_are_added_up_in_float64():
 def test_kl_where_one_model_excludes_a_token():
     """What p never does is free; what q never does, though p does, is infinite.
 
-    What neither does adds nothing.
+    What neither does adds nothing. Each row has its own.
     """
     p = torch.tensor([1.0, 0.0]).log()
     q = torch.tensor([0.5, 0.5]).log()
     assert kl_divergence(p, q).item() == pytest.approx(math.log(2))
     assert kl_divergence(q, p).item() == math.inf
     assert kl_divergence(p, p).item() == 0
+    assert kl_divergence(torch.stack([p, p, q]), q).tolist() == pytest.approx(
+        [math.log(2), math.log(2), 0]
+    )
 
 
 def test_the_exponential_overflows_to_infinity():
