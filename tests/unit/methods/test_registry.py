@@ -137,6 +137,7 @@ def test_two_plugins_of_one_name_are_refused(install):
         ("import nothing_of_that_name", "loaded: ModuleNotFoundErr"),
         ("SECOND = 1", "loaded: AttributeError"),
         ("METHOD = 1", "is int, expected a heapr_lab.methods.method"),
+        ("METHOD = None", "is NoneType, expected a heapr_lab"),
         ("raise SystemExit(3)", "loaded: SystemExit: 3"),
         (called("Smallest"), "is called 'Smallest', expected lower"),
         (with_rule(TAKEN), "has an option ratio, which is an"),
