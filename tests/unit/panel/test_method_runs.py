@@ -142,7 +142,7 @@ def test_methods_need_no_pin(panel):
 
 
 def test_rows_are_of_the_text_that_they_were_measured_on(session, root, tmp_path):
-    """They go once the corpus has another; a session of them is refused, or of points."""
+    """They go once the corpus has another; neither they nor points are opened then."""
     file, text = tmp_path / "mine.txt", (root / "text.txt").read_text()
     file.write_text(text)
     first = panel_on(session, (str(file),))
