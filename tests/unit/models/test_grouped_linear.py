@@ -5,6 +5,7 @@ import torch
 from heapr_lab.models.grouped_linear import routed_linear, scattered_linear
 
 T, D, WIDTH, E = 7, 5, 3, 4
+GRADIENT = {"rtol": 0.03, "atol": 0.05}
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -37,14 +38,19 @@ def test_bfloat16_is_summed_in_single_precision():
     Each token goes to two experts; one of these has no rows.
     """
     rows, tokens = torch.arange(2 * T) % T, torch.tensor([5, 4, 0, 5])
+    where = {"rows": rows, "tokens": tokens}
     experts = torch.arange(E).repeat_interleave(tokens)
-    x = leaf(T, D, dtype=torch.bfloat16)
-    up, down = (leaf(*s, dtype=torch.bfloat16) for s in ((E, WIDTH, D), (E, D, WIDTH)))
-    p = leaf(2 * T, dtype=torch.float32)
-    h = routed_linear(x, up, None, rows=rows, experts=experts, tokens=tokens)
-    total = scattered_linear(h, down, p, rows=rows, tokens=tokens, n_tokens=T)
-    assert (h.dtype, total.dtype) == (torch.bfloat16, torch.float32)
-    exact = scattered_linear(
-        h.double(), down.double(), p.double(), rows=rows, tokens=tokens, n_tokens=T
-    )
-    torch.testing.assert_close(total.double(), exact, rtol=0.02, atol=0.02)
+    shapes = (T, D), (E, WIDTH, D), (E, D, WIDTH)
+    given = [*(leaf(*shape, dtype=torch.bfloat16) for shape in shapes)]
+    given.append(leaf(2 * T, dtype=torch.float32))
+    results = []
+    for leaves in (given, [t.detach().double().requires_grad_() for t in given]):
+        x, up, down, p = leaves
+        h = routed_linear(x, up, None, experts=experts, **where)
+        total = scattered_linear(h, down, p, n_tokens=T, **where)
+        results.append([h, total, *torch.autograd.grad(total.sum(), leaves)])
+    got, exact = results
+    assert (got[0].dtype, got[1].dtype) == (torch.bfloat16, torch.float32)
+    for number, (value, true) in enumerate(zip(got, exact, strict=True)):
+        close = {"rtol": 0.02, "atol": 0.02} if number < 2 else GRADIENT
+        torch.testing.assert_close(value.double(), true, **close)
