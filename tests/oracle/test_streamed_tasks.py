@@ -5,8 +5,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from heard import Heard
-from keeps import random_keep
+from keeps import logits_of, random_keep
 from oracles.streamed import both, stream, written
 from text_models import requests_of, task
 from tiny_folder import SIZES, opened
@@ -19,12 +20,24 @@ TOKENS_AT_ONCE = 3500
 
 
 def answers(model: Any, tokenizer: Any, n: int = 4) -> list[tuple[float, bool]]:
-    """What a model says of `n` items."""
+    """What the streamed model says of `n` items."""
     from heapr_lab.tasks.harness_model import PackingHFLM
 
     lm = PackingHFLM(model, tokenizer)
     lm.tokens_at_once = TOKENS_AT_ONCE
     pairs: list[tuple[float, bool]] = lm.loglikelihood(requests_of(n))
+    return pairs
+
+
+def alone(model: Any, tokenizer: Any) -> list[tuple[float, bool]]:
+    """The answer to each request, without padding, from all logits."""
+    pairs = []
+    for request in requests_of(4):
+        context, continuation = (tokenizer(text).input_ids for text in request.args)
+        log_p = logits_of(model, torch.tensor([context + continuation])).log_softmax(-1)
+        of_each = log_p[0, len(context) - 1 : -1]
+        value = of_each[range(len(continuation)), continuation].sum().item()
+        pairs.append((value, of_each.argmax(-1).tolist() == continuation))
     return pairs
 
 
@@ -37,10 +50,9 @@ def test_answers_are_those_in_memory(family, tokenizer, tmp_path):
     keep = random_keep(whole)
     # These compute a part of their layers in float32, where the padding matters.
     tolerance = 1e-5 if family in {"qwen3_next", "nemotron_h"} else 1e-9
-    models = whole, streamed
-    dense = [answers(model, tokenizer) for model in models]
+    dense = alone(whole, tokenizer), answers(streamed, tokenizer)
     with masking(streamed, keep), masking(whole, keep):
-        masked = [answers(model, tokenizer) for model in models]
+        masked = alone(whole, tokenizer), answers(streamed, tokenizer)
     for expected, pairs in (dense, masked):
         values = [value for value, _ in expected]
         assert [value for value, _ in pairs] == pytest.approx(values, rel=tolerance)
