@@ -76,10 +76,15 @@ def changed_json(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def configured(**changes: Any) -> Callable[[Path], None]:
-    """What changes settings in a JSON file, or in a folder's config.json."""
+    """What changes settings in a JSON file, or in a folder's config.json.
+
+    None takes one away.
+    """
 
     def damage(path: Path) -> None:
         with changed_json(path) as settings:
             settings |= changes
+            for name in [name for name in changes if changes[name] is None]:
+                del settings[name]
 
     return damage
