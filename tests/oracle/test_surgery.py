@@ -14,6 +14,7 @@ from keeps import (
     masked_logits,
     random_keep,
     weights_of,
+    widths_keep,
     zeroed_twin,
 )
 from oracles.streamed import ROUNDED
@@ -77,6 +78,17 @@ def test_a_pruned_model_is_smaller_by_the_formula(family, tied):
         rows = 2 if layer.gated else 1
         by_hand += n_dropped * ((rows + 1) * layer.d_expert + rows * layer.biased)
     assert numel - left == by_hand
+
+
+@pytest.mark.parametrize("width", [0, 8])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_masks_that_are_empty_or_full(family, width):
+    """Without atoms the output biases are left; with all of them, the dense model."""
+    model = tiny_model(family)
+    keep = widths_keep(model, width, structure="per_layer")
+    expected = logits_of(zeroed_twin(model, keep), IDS)
+    torch.testing.assert_close(masked_logits(model, IDS, keep), expected)
+    torch.testing.assert_close(logits_of(prune(model, keep), IDS), expected)
 
 
 def test_a_copy_of_a_masked_model_is_dense():
