@@ -212,10 +212,11 @@ def keep(*dropped: int) -> torch.Tensor:
     return kept
 
 
-def active(model: nn.Module, *masks: Any) -> str | None:
-    """What is active under masks of the first layers."""
+def active(model: nn.Module, *masks: Any, first: int = 0) -> str | None:
+    """What is active under masks of layers from the first on."""
     keeps, down_projs = zip(*masks, strict=True)
-    with masked(find_experts(model)[: len(masks)], keeps, down_projs):
+    layers = find_experts(model)[first : first + len(masks)]
+    with masked(layers, keeps, down_projs):
         return identity_in_force(model).get("active")
 
 
@@ -231,7 +232,7 @@ def test_what_an_active_mask_is_known_by(model):
     assert first == active(model, some, all_of_it)
     different = [
         first,
-        active(model, all_of_it, some),
+        active(model, some, first=1),
         active(model, (keep(4), None)),
         active(model, (keep(3, 4), None)),
         active(model, some, some),
