@@ -92,7 +92,9 @@ def test_what_is_no_conversation(tmp_path):
     """However it is none; the line is named, or the row of parquet."""
     for row in ([], "hi", [1], [{"content": "no role"}], [{"role": 7, "content": "x"}]):
         path = written(tmp_path, [CHATS[0], row])
-        with pytest.raises(CorpusError, match=r"line 2: .*'messages' field.*a role"):
+        with pytest.raises(
+            CorpusError, match=r"line 2: .*'messages' field.*with a role"
+        ):
             load_corpus(path)
     path = written(tmp_path, [CHATS[0], None], "parquet")
     with pytest.raises(CorpusError, match=r"row 2: .*with a role"):
