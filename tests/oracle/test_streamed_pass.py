@@ -38,9 +38,16 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("host_memory", [0, 5000, "1GB"])
 def test_states_beyond_the_budget_are_in_files(host_memory, folder, monkeypatch, cache):
-    """The table of the model in memory, and nothing is left behind."""
-    save = Mock(wraps=sweep_store.save_file)
+    """The table of the model in memory, within the budget; nothing is left behind."""
+    save, put = Mock(wraps=sweep_store.save_file), SweepStore.put
+
+    def noted(store: SweepStore, name: str, group: Any) -> None:
+        put(store, name, group)
+        held = [t.nbytes for each in store._memory.values() for t in each.values()]
+        assert sum(held) <= (1e9 if host_memory == "1GB" else host_memory)
+
     monkeypatch.setattr(sweep_store, "save_file", save)
+    monkeypatch.setattr(SweepStore, "put", noted)
     model = opened(folder, stream=True, host_memory=host_memory)
     table, expected = (
         collect_statistics(net, WINDOWS, batch_size=2)
