@@ -150,7 +150,10 @@ def test_slots_without_an_expert_and_repeated_ones():
 
 @pytest.mark.parametrize(("n_active", "used"), [(3, True), (2, False)])
 def test_where_it_is_used(n_active, used, tmp_path, monkeypatch):
-    """Models loaded on a CPU use it, masked or not, if most experts are active."""
+    """Models loaded on a CPU use it, masked or not, if most experts are active.
+
+    So they do with new columns, as a pruned model has them.
+    """
     spy = Mock(wraps=hooks.all_experts)
     monkeypatch.setattr(hooks, "all_experts", spy)
     folder = write_model(tmp_path, num_experts_per_tok=n_active)
@@ -158,10 +161,13 @@ def test_where_it_is_used(n_active, used, tmp_path, monkeypatch):
     assert model.config._experts_implementation == hooks.ON_CPU
     keep, ids = random_keep(model), tiny_ids()
     dense = logits_of(model, ids)
-    masked = masked_logits(model, ids, keep)
+    down_projs = {layer.layer: 2 * layer.down.detach() for layer in find_experts(model)}
+    masked = masked_logits(model, ids, keep, down_projs)
     assert spy.call_count == (2 * model.config.num_hidden_layers if used else 0)
     model.set_experts_implementation("eager")
-    torch.testing.assert_close(dense, logits_of(model, ids), rtol=1e-4, atol=1e-5)
+    pruned = prune(model, keep, down_projs=down_projs)
+    for logits, net in ((dense, model), (masked, pruned)):
+        torch.testing.assert_close(logits, logits_of(net, ids), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(dense, masked)
 
 
