@@ -84,7 +84,8 @@ ROPES = [
 TIED = {"tie_word_embeddings": True}
 WINDOW = {"sliding_window": 7}
 OTHERS = {"head_dim": 20, "rms_norm_eps": 1e-2, "hidden_act": "swish"}
-"""Wide heads, a large ε, another name of silu."""
+OTHERS |= rope("default")[1]
+"""Wide heads, a large ε, another name of silu, another base."""
 FAMILIES = [("llama", {}), ("mistral", WINDOW)]
 
 
