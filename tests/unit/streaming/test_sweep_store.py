@@ -101,6 +101,7 @@ def test_the_budget_is_half_of_what_is_free(monkeypatch):
         lambda path: path.write_bytes(b""),
         Path.unlink,
     ],
+    ids=["a bit", "a name", "another file", "nothing left", "missing"],
 )
 def test_a_damaged_file_is_refused(damage, tmp_path):
     """It is named, with what to do; two files that were exchanged are damaged, too."""
