@@ -400,6 +400,14 @@ def _ranked(known: pd.DataFrame, nearest: float) -> pd.DataFrame:
     )
 
 
+_MERGING = {
+    "hc-smoe": "merging, HC-SMoE",
+    "random-groups": "merging random groups",
+    "reap": "dropping, REAP",
+    "random": "removing random atoms",
+}
+
+
 def similarity_table(rows: pd.DataFrame) -> pd.DataFrame:
     """How alike the experts are, model by model: means over layers and their range.
 
@@ -418,3 +426,20 @@ def similarity_table(rows: pd.DataFrame) -> pd.DataFrame:
         }
         table[model] = {"experts": part["n_experts"].iloc[0]} | texts
     return pd.DataFrame(table).T.rename_axis("model").reset_index()
+
+
+def merging_table(
+    rows: pd.DataFrame, measured: pd.DataFrame, *, ratio: float
+) -> pd.DataFrame:
+    """`similarity_table`, with what merging, dropping and random atoms lose at a ratio.
+
+    Args:
+        rows: of `benchmarks/similarity.py`.
+        measured: of `benchmarks/methods.py`.
+        ratio: share of the routed experts' parameters that is removed.
+    """
+    at = measured[measured["ratio"].eq(ratio) & measured["variant"].isin(_MERGING)]
+    losses = at.pivot_table(index="model", columns="variant", values="delta_nll pydocs")
+    losses = losses[list(_MERGING)].rename(columns=_MERGING).round(3)
+    losses.index = losses.index.str.removesuffix(" model")
+    return similarity_table(rows).merge(losses, on="model")

@@ -104,7 +104,12 @@ def test_the_front_is_of_methods_that_none_beats():
     slow = measured_methods()
     slow.loc[slow["variant"].eq("reap"), "fit_seconds"] *= 10
     data = methods.method_costs_data(slow).set_index("variant")
-    assert data.index[~data["efficient"]].tolist() == ["reap"]
+    assert data["efficient"].to_dict() == {
+        "random": True,
+        "heapr": True,
+        "compress": True,
+        "reap": False,
+    }
     ax = methods.plot_method_costs(data.reset_index())
     assert {text.get_text() for text in ax.texts} == set(order) - {"reap"}
 
@@ -131,11 +136,15 @@ def test_published_rows_are_marked_and_ranked_beside_ours():
     assert methods.rankings_table(methods.methods_data(alone)).empty
 
 
-def test_copies_of_one_expert_are_alike():
-    """Those of other models are not."""
-    table = methods.similarity_table(results_of("similarity")).set_index("model")
-    means = table["cosine of two experts' weights"].str.split().str[0].astype(float)
+def test_alike_experts_stand_beside_what_merging_loses():
+    """Copies of one expert are alike, others are not; a row for each model of both."""
+    table = methods.merging_table(
+        results_of("similarity"), results_of("methods"), ratio=0.4
+    )
+    cosines = table.set_index("model")["cosine of two experts' weights"]
+    means = cosines.str.split().str[0].astype(float)
     assert means["upcycled"] > 0.5 > 0.1 > means.drop("upcycled").max()
+    assert table["merging random groups"].gt(0).all()
 
 
 def test_the_mean_cosine_of_pairs():
