@@ -119,7 +119,8 @@ test-engines: $(ENGINES_STAMP) ## tests with vLLM, llama.cpp, other tools, and t
 		tests/engines/test_peft.py tests/engines/test_mergekit.py
 	PYTHONPATH=$(abspath $(LLM_COMPRESSOR)) $(ENGINES)/python -m pytest -m engine \
 		tests/engines/test_llm_compressor.py
-	$(ENGINES)/python -m pytest tests/unit/models/test_moments.py -k interpreted
+	$(ENGINES)/python -m pytest -k interpreted \
+		tests/unit/models/test_moments.py tests/unit/models/test_ragged_kernel.py
 
 reproduce: $(STAMP) ## the main job: tables, figures, notebooks (MODEL=... for another model)
 	$(BIN)/heapr-lab reproduce $(if $(MODEL),--model "$(MODEL)")

@@ -9,9 +9,11 @@ Shapes: E n_experts, D d_expert, w_e atoms kept of expert e, W = sum of w_e.
 """
 
 import copy
+import dataclasses
 import functools
 import inspect
 import itertools
+import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -30,6 +32,14 @@ from transformers.quantizers.auto import (
 )
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # it comes with torch for CUDA
+    triton = None
+
+logger = logging.getLogger(__name__)
 
 METHOD = "heapr"
 FORMAT_VERSION = 1
@@ -100,10 +110,58 @@ class RaggedExperts(nn.Module):
 
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
+        routing = top_k_index, top_k_weights
+        if self._has_kernel(hidden_states):
+            return self.at_once(hidden_states, *routing)
         n_experts = len(self.heapr_widths)
-        return routed_sum(
-            self._expert, n_experts, hidden_states, top_k_index, top_k_weights
-        )
+        return routed_sum(self._expert, n_experts, hidden_states, *routing)
+
+    def _has_kernel(self, x: torch.Tensor) -> bool:
+        """Whether `at_once` runs: half precision on CUDA, and no gradients."""
+        if triton is None or not x.is_cuda or not len(x) or not self.starts[-1]:
+            return False
+        tensors = [x, *self.parameters()]
+        trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        half = {t.dtype for t in tensors} in ({torch.bfloat16}, {torch.float16})
+        return half and not trained and _compiles(x.device)
+
+    def at_once(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """`forward` by one kernel for each of the two products, whatever the widths.
+
+        The host waits for nothing. Activations are padded to the widest expert.
+
+        Shapes: as `forward`.
+        """
+        n_experts, n_slots = len(self.heapr_widths), top_k_index.shape[-1]
+        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (n,)
+        rows = _Rows.of(experts, self._starts_on(experts.device))
+        shape = -(-max(self.heapr_widths) // 16) * 16, self.d_expert
+        layout = self.factor, self.factor if self.family.is_concatenated else 1
+        up = hidden_states, self.up_rows, self.up_bias, order // n_slots
+        h = activate(self.family, rows.times(*up, shape, layout))
+        out = rows.times(h, self.down_columns, None, order, shape)
+        if self.down_bias is not None:
+            out = out + self.down_bias[experts.clamp_max(n_experts - 1)]
+        if normalises(self.family):
+            out = self.family.post_expert_norm(out)
+        p = top_k_weights.reshape(-1)[order] * (experts < n_experts)
+        weighted = out * p[:, None]
+        slots = torch.empty_like(weighted).index_copy_(0, order, weighted)
+        total: torch.Tensor
+        total = slots.unflatten(0, (-1, n_slots)).sum(1, dtype=torch.float32)
+        return total.to(hidden_states.dtype)
+
+    def _starts_on(self, device: torch.device) -> torch.Tensor:
+        """The `starts` as a tensor, copied to a device once."""
+        there: torch.Tensor | None = self.__dict__.get("_starts")
+        if there is None or there.device != device:
+            there = self.__dict__["_starts"] = torch.tensor(self.starts, device=device)
+        return there
 
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         rows = self._rows_of(expert)
@@ -248,6 +306,169 @@ def without_weights(module: nn.Module) -> Any:
     shell._parameters = dict.fromkeys(module._parameters)
     shell._modules = copy.deepcopy(module._modules)  # a norm keeps its weights
     return shell
+
+
+# --- all experts at once, on a GPU ------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows sorted by expert, cut into pieces that a program multiplies."""
+
+    cuts: torch.Tensor
+    """The first row of each piece, and n."""
+    experts: torch.Tensor
+    """The expert of each piece, or E: then nothing is computed."""
+    starts: torch.Tensor
+    """The first atom of each expert, and W: (E + 1,)."""
+    size: int
+    """Most rows of a piece."""
+    n: int
+
+    @classmethod
+    def of(cls, experts: torch.Tensor, starts: torch.Tensor) -> "_Rows":
+        """Cut where an expert ends, and after so many rows as an expert has on average.
+
+        Shapes: experts (n,) in ascending order.
+        """
+        n, n_experts = len(experts), len(starts) - 1
+        size = min(128, max(16, triton.next_power_of_2(n // n_experts)))
+        numbers = torch.arange(n_experts, device=experts.device)
+        ends = torch.searchsorted(experts, numbers, right=True)
+        regular = torch.arange(0, n + size, size, device=experts.device).clamp_max(n)
+        cuts, _ = torch.cat([regular, ends]).sort()
+        owners = torch.searchsorted(ends, cuts, right=True)
+        return cls(cuts, owners, starts, size, n)
+
+    def times(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        of_rows: torch.Tensor,
+        shape: tuple[int, int],
+        layout: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """The products of all rows and the matrix of their expert.
+
+        Args:
+            x: with a layout the tokens (T, D), else the activations (n, w).
+            weight: the rows of the input projection, or the columns of W_down.
+            bias: of these rows, if the family has one.
+            of_rows: the token of each row, (n,).
+            shape: w, the padded width, and D.
+            layout: of the input projection, its rows for each atom, and the parts that
+                they are in: two if the gate is a part of its own.
+
+        Returns:
+            The input projection's output, padded, (n, rows of an atom · w), or (n, D).
+        """
+        (width, d_expert), (factor, parts) = shape, layout or (1, 1)
+        x, out = (
+            x.contiguous(),
+            x.new_zeros(self.n, factor * width if layout else d_expert),
+        )
+        tile = _tile(self.size)
+        grid = len(self.cuts) - 1, triton.cdiv(out.shape[1], tile["N"])
+        tensors = x, of_rows, weight, weight if bias is None else bias, out
+        of_pieces = self.cuts, self.experts, self.starts
+        sizes = len(self.starts) - 1, width, d_expert
+        kind = layout is not None, factor, parts, bias is not None
+        with torch.cuda.device_of(out):
+            _multiply[grid](*tensors, *of_pieces, *sizes, *kind, M=self.size, **tile)
+        return out
+
+
+@functools.cache
+def _compiles(device: torch.device) -> bool:
+    """Whether Triton compiles here, for which it needs a C compiler."""
+    x = torch.ones(1, 16, dtype=torch.float16, device=device)
+    one, starts = torch.zeros(1, dtype=torch.long, device=device), [0, 16]
+    rows = _Rows.of(one, torch.tensor(starts, device=device))
+    try:
+        rows.times(x, x.expand(16, 16).contiguous(), None, one, (16, 16))
+    except Exception:  # of whatever is missing
+        logger.warning(
+            "one expert is run after the other, which is slow", exc_info=True
+        )
+        return False
+    return True
+
+
+def _tile(size: int) -> dict[str, int]:
+    """How a program multiplies `size` rows: its columns, depths, warps and stages."""
+    columns = 64 if size <= 32 else 128
+    return {"N": columns, "K": 64, "num_warps": 4, "num_stages": 3}
+
+
+if triton is not None:
+
+    @triton.jit
+    def _multiply(  # type: ignore[no-untyped-def]
+        x,
+        of_rows,
+        weight,
+        bias,
+        out,
+        cuts,
+        experts,
+        starts,
+        n_experts,
+        most,
+        d_expert,
+        UP: tl.constexpr,
+        FACTOR: tl.constexpr,
+        PARTS: tl.constexpr,
+        BIAS: tl.constexpr,
+        M: tl.constexpr,
+        N: tl.constexpr,
+        K: tl.constexpr,
+    ):
+        """Multiply the rows of one piece by N columns of their expert's matrix.
+
+        Of each of the PARTS of the padded columns the first ones are the expert's.
+        """
+        piece = tl.program_id(0)
+        first, end = tl.load(cuts + piece), tl.load(cuts + piece + 1)
+        expert = tl.load(experts + piece)
+        if (first < end) & (expert < n_experts):
+            start = tl.load(starts + expert)
+            width = tl.load(starts + expert + 1) - start
+            rows = first + tl.arange(0, M)
+            here = rows < end
+            columns = tl.program_id(1) * N + tl.arange(0, N)
+            if UP:
+                each = FACTOR // PARTS
+                part, place = columns // (each * most), columns % (each * most)
+                inside = (part < PARTS) & (place < each * width)
+                source = FACTOR * start + part * each * width + place
+                left = x + tl.load(of_rows + rows, mask=here, other=0) * d_expert
+                right = weight + source * d_expert
+                stride, depth, n_columns = 1, d_expert, FACTOR * most
+            else:
+                inside = columns < d_expert
+                left = x + rows * most
+                right = weight + start * d_expert + columns
+                stride, depth, n_columns = d_expert, width, d_expert
+            if tl.sum(inside.to(tl.int32)) > 0:
+                total = tl.zeros((M, N), tl.float32)
+                for k in range(0, depth, K):
+                    deep = k + tl.arange(0, K)
+                    within = deep < depth
+                    a = tl.load(
+                        left[:, None] + deep, mask=here[:, None] & within, other=0
+                    )
+                    b = tl.load(
+                        right + deep[:, None] * stride,
+                        mask=within[:, None] & inside,
+                        other=0,
+                    )
+                    total = tl.dot(a, b, total)
+                if BIAS:
+                    total += tl.load(bias + source, mask=inside, other=0).to(tl.float32)
+                at = out + rows[:, None] * n_columns + columns
+                value = total.to(out.dtype.element_ty)
+                tl.store(at, value, mask=here[:, None] & inside)
 
 
 # --- files: one tensor for each expert, packed when it is loaded ------------------
