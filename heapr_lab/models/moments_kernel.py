@@ -30,7 +30,8 @@ def at_once(
     sums = p.new_empty(n_pieces, _N_SUMS, width)
     maxima = p.new_empty(n_pieces, _N_MAXIMA, width)
     grid = n_pieces, triton.cdiv(width, _COLUMNS)
-    _reduce[grid](h, g, p, cuts, sums, maxima, width, _ROWS, _COLUMNS)
+    with torch.cuda.device_of(h):  # Triton launches on the current device
+        _reduce[grid](h, g, p, cuts, sums, maxima, width, _ROWS, _COLUMNS)
     of_experts = _segments(sums, "sum", experts), _segments(maxima, "max", experts)
     return of_experts[0].transpose(0, 1), of_experts[1].transpose(0, 1)
 
