@@ -23,7 +23,7 @@ from heapr_lab.errors import LayoutError, SpecError, one_of
 from heapr_lab.models.experts import ExpertsLayer, checked_norms, find_experts
 from heapr_lab.models.hooks import Routed, observed
 from heapr_lab.models.identity import refuse_autocast
-from heapr_lab.models.likelihood import check_fits
+from heapr_lab.models.likelihood import check_fits, input_device
 from heapr_lab.models.ragged_experts import normalises
 from heapr_lab.progress import Parts, Progress
 from heapr_lab.refinement.expert_calls import watched
@@ -37,6 +37,9 @@ _LARGEST_LAYER = 4096
 _AT_ONCE = 4 * 2**30
 """Bytes of sums that are in memory at once."""
 _TOKENS_AT_ONCE = 4096
+_TIMES_ON_A_GPU = 4
+"""So many times as many tokens at once: with few rows of an expert it waits for the
+next launch."""
 _numbers = itertools.count()
 
 
@@ -240,7 +243,8 @@ def iter_grams(
     """
     refuse_autocast(model)
     check_fits(model, calibration.ids)
-    size = max(1, _TOKENS_AT_ONCE // calibration.seq_len)
+    times = _TIMES_ON_A_GPU if input_device(model).type == "cuda" else 1
+    size = max(1, times * _TOKENS_AT_ONCE // calibration.seq_len)
     fit, held_out = (windows.ids.split(size) for windows in calibration.split())
     groups = _groups(find_experts(model), span)
     batches = [*fit, *held_out]

@@ -43,6 +43,18 @@ def scarcity(grams: LayerGrams, d_inter: int) -> torch.Tensor:
     return (d_inter / tokens).clamp_min(1.0)
 
 
+def solved_by(factor: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """As `torch.cholesky_solve`, which takes many problems one by one on CUDA.
+
+    Shapes: lower triangles (P, f, f); wanted and result (P, f, q).
+    """
+    if not factor.is_cuda:
+        return torch.cholesky_solve(wanted, factor)
+    half = torch.linalg.solve_triangular(factor, wanted, upper=False)
+    solution: torch.Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return solution
+
+
 def small_factor(W: torch.Tensor) -> torch.Tensor:
     """A matrix R (P, min(D, F), F) with RᵀR = WᵀW, for W (P, D, F).
 
@@ -116,7 +128,7 @@ class Normal:
         diag = self.A.diagonal(dim1=-2, dim2=-1)
         lifted = self.A + torch.diag_embed(torch.where(diag > 0, ridge * diag, 1.0))
         factor, info = torch.linalg.cholesky_ex(lifted)
-        change = torch.cholesky_solve(self.wanted, factor)
+        change = solved_by(factor, self.wanted)
         singular = (info > 0) | ~torch.isfinite(change).all(2).all(1)
         for k in singular.nonzero()[:, 0].tolist():
             change[k] = torch.linalg.pinv(lifted[k], hermitian=True) @ self.wanted[k]
