@@ -10,11 +10,12 @@ same DIR goes on with the parts that have not ended. Their output is in DIR/gpu.
 - `tests`: the tests marked `gpu`.
 - `equal`: scores on the device against those of the CPU in float64.
 - `memory:MODEL`: the models of the paper with random bfloat16 weights on 128 × 2048
-  tokens: scores, forward and backward without statistics (`plain`), Algorithm 1.
+  tokens: scores, forward and backward without statistics (`plain`), `compress` at 40 %,
+  Algorithm 1.
 - `streamed:MODEL`: scores of a random checkpoint on the disk, a layer at a time. It has
   just been written, so that much of it is read from the system's cache.
 - `accounting`: kernels and seconds of a layer's experts, with and without statistics.
-- `ragged`: tokens per second of sliced experts (`speed.py`).
+- `ragged`: tokens per second of sliced experts (`speed.py`), in DIR/speed_gpu.csv.
 
 A model that does not fit has fewer layers (`n_layers` of `of_layers`);
 `seconds_all_layers` then is in proportion to the layers, which counts the head too
@@ -60,6 +61,7 @@ from heapr_lab.models.experts import find_experts
 from heapr_lab.models.hooks import probed
 from heapr_lab.models.memory import is_out_of_memory
 from heapr_lab.models.moments import LayerMoments
+from heapr_lab.refinement.compress import fit_compression
 from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
@@ -96,6 +98,8 @@ PARTS = (
     "streamed:Qwen1.5-MoE-A2.7B",
 )
 
+RATIO = 0.4
+"""What `compress` prunes."""
 SUMS = "kernel" if importlib.util.find_spec("triton") else "expert by expert"
 """How `LayerMoments` adds up on a GPU."""
 
@@ -122,7 +126,7 @@ class Run:
     @property
     def size(self) -> tuple[int, int]:
         """Windows, and tokens in each."""
-        return (128, 2048) if self.on_gpu else (2, 16 if self.small else 128)
+        return (128, 2048) if self.on_gpu else (8, 16 if self.small else 128)
 
     def shape(self, name: str) -> Shape:
         """The sizes of a model of the paper."""
@@ -172,7 +176,7 @@ def tests(run: Run) -> Iterator[Row]:
     marked = [
         str(path)
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if "@pytest.mark.gpu" in path.read_text("utf-8")
+        if "pytest.mark.gpu" in path.read_text("utf-8")
     ]
     reports = _Reports()
     options = ["-m", "gpu", "--noconftest", "-W", "default", "-p", "no:cacheprovider"]
@@ -232,11 +236,12 @@ def in_memory(run: Run, name: str) -> Iterator[Row]:
         "scores": scores,
         "plain": plain,
         "scores, same batch": lambda: scores(sizes[0]),
+        "compress": lambda: fit_compression(model, windows, ratio=RATIO),
         "two_stage": lambda: two_stage_scores(model, windows, batch_size=sizes[0]),
         "scores, batch 1": lambda: scores(1),
     }
     if depth < shape.n_layers and run.on_gpu:
-        methods = {name: methods[name] for name in ("scores", "plain")}
+        methods = {name: methods[name] for name in ("scores", "plain", "compress")}
     for method, call in methods.items():
         row = _timed(run, call, resident=_bytes(model))
         batch = sizes[-1] if method.startswith("scores") else sizes[0]
@@ -366,7 +371,7 @@ def ragged(run: Run) -> Iterator[Row]:
     """Tokens per second of dense, masked and sliced experts, for each shape."""
     shapes = speed.SHAPES if run.on_gpu else {"small": speed.QUICK}
     for name, shape in shapes.items():
-        yield from ({"case": f"{name} {r['mode']}"} | r for r in _ragged(run, shape))
+        yield from ({"model": name} | row for row in _ragged(run, shape))
         torch.cuda.empty_cache()
 
 
@@ -393,10 +398,12 @@ def measure(run: Run, part: str) -> Iterator[Row]:
 def run_part(options: Any) -> None:
     """Measure one part in this process, and write its rows one by one."""
     run = Run(options.device, options.small)
-    rows, details = Rows("gpu", options.out), {"options": _settings(options)}
+    name = "speed_gpu" if options.part == "ragged" else "gpu"
+    rows, details = Rows(name, options.out), {"options": _settings(options)}
     for row in measure(run, options.part):
         told = machine(options.device) | details
-        rows.add([{"part": options.part, "date": told["date"][:10]} | row], told)
+        when = {"date": told["date"][:10], "device": told["device"]}
+        rows.add([{"part": options.part} | when | row], told)
 
 
 def run_all(options: Any) -> list[Row]:

@@ -231,6 +231,13 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 table=speed.speed_table,
             ),
             Benchmark(
+                "speed_gpu",
+                "How fast sliced experts run on a GPU",
+                table=speed.speed_table,
+                measured_by="gpu",
+                arguments="--parts ragged",
+            ),
+            Benchmark(
                 "serving",
                 "How fast vLLM serves pruned models",
                 table=speed.serving_table,

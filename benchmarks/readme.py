@@ -100,13 +100,19 @@ def _cost_on_gpu(rows: pd.DataFrame) -> str:
     """The same on a GPU, at equal batches, where a kernel adds up the statistics."""
     runs = gpu_runs(rows)
     runs = runs[runs["sums"].eq("kernel")]
+    devices = " and an ".join(runs["device"].unique())
     runs = runs.pivot_table(index="model", columns="case", values="seconds")
     same = runs["scores, same batch"].fillna(runs["scores"])
-    device = BENCHMARKS["gpu"].machine()["device"]
+
+    def times(seconds: "pd.Series[float]", base: "pd.Series[float]") -> str:
+        return f"{value_range(seconds / base, '.2f')} ×"
+
     return (
-        f"On an {device} it takes {value_range(same / runs['plain'], '.2f')} × "
-        f"(random weights of {' and '.join(runs.index)} in bfloat16; [where the time "
-        "goes](docs/models.md#on-a-gpu))."
+        f"On an {devices} it takes {times(same, runs['plain'])}, Algorithm 1 "
+        f"{times(runs['two_stage'], runs['plain'])}; all of `compress` takes "
+        f"{times(runs['compress'], runs['scores'])} the scores (random weights of "
+        f"{' and '.join(runs.index)} in bfloat16; [where the time goes](docs/models.md"
+        "#on-a-gpu))."
     )
 
 
@@ -159,8 +165,7 @@ def gpu_evidence(rows: pd.DataFrame) -> pd.DataFrame:
     ways = runs["way"].str.removeprefix("scores, ")
     scored = runs["case"].isin(["scores", "scores, batch 1"])
     whole = runs["n_layers"].eq(runs["of_layers"])
-    device = BENCHMARKS["gpu"].machine()["device"]
-    return runs.assign(way=ways, device=device)[scored & whole]
+    return runs.assign(way=ways)[scored & whole]
 
 
 def kept_of_items(items: pd.DataFrame, states: pd.DataFrame) -> pd.DataFrame:

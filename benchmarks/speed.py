@@ -138,7 +138,7 @@ def build_model(
     shape = Shape("qwen3_moe", c.n_layers, c.d_model, heads, heads, *sizes, head_dim=64)
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     config = shape.config(c.n_layers)
-    return random_model(config, dtype=dtype, device="cpu").to(device)
+    return random_model(config, dtype=dtype, device=device)
 
 
 def ragged_mask(configuration: Configuration, ratio: float) -> KeepMask:

@@ -167,6 +167,7 @@ _WAYS = {
     "scores, same batch": "scores, that batch at once",
     "scores, batch 1": "scores, a window at a time",
     "plain": "forward and backward, no statistics",
+    "compress": "all of `compress` at 40 %",
     "two_stage": "the paper's Algorithm 1",
 }
 _STREAMED = "scores, a layer at a time from disk"
@@ -203,6 +204,7 @@ def gpu_table(rows: pd.DataFrame) -> pd.DataFrame:
             "what": runs["way"],
             "sums": runs["sums"].where(runs["way"].str.startswith("scores"), "–"),
             **{name: said_or_dash(column) for name, column in numbers.items()},
+            "device": runs["device"],
             "date": runs["date"],
         }
     )

@@ -29,24 +29,27 @@ def speed_table(measured: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         measured: mode, ratio, method, tokens_per_second, speedup_over_dense,
-            predicted_speedup, share_of_predicted and parameter_bytes.
+            predicted_speedup, share_of_predicted and parameter_bytes; `model` if there
+            are several.
 
     Returns:
-        A row for each mode and ratio.
+        A row for each model, mode and ratio.
     """
-    sliced = measured[measured["method"].eq("sliced") & measured["ratio"].gt(0)]
-    dense = measured[measured["ratio"].eq(0) & measured["method"].eq("sliced")]
-    bytes_before = dense.set_index("mode")["parameter_bytes"]
+    rows = measured[measured["method"].eq("sliced")]
+    of_all = rows.groupby([c for c in ("model", "mode") if c in rows])
+    bytes_before = of_all["parameter_bytes"].transform("max")
+    pruned = rows["ratio"].gt(0)
+    sliced, bytes_before = rows[pruned], bytes_before[pruned]
     return pd.DataFrame(
         {
+            **({"model": sliced["model"]} if "model" in rows else {}),
             "mode": sliced["mode"].str.replace("_", " "),
             "ratio": sliced["ratio"],
             "tokens per second ↑": sliced["tokens_per_second"],
             "÷ dense ↑": sliced["speedup_over_dense"],
             "predicted": sliced["predicted_speedup"],
             "reached of it ↑": sliced["share_of_predicted"],
-            "bytes ÷ dense ↓": sliced["parameter_bytes"]
-            / sliced["mode"].map(bytes_before),
+            "bytes ÷ dense ↓": sliced["parameter_bytes"] / bytes_before,
         }
     ).reset_index(drop=True)
 

@@ -522,10 +522,12 @@ def _cost_on_gpu(evidence: Evidence) -> Finding | None:
         minutes, gigabytes = runs["seconds"] / 60, runs["peak_bytes"] / 1e9
         within = minutes.le(row["gpu_minutes"]) & gigabytes.le(row["memory_gb"])
         verdicts.append(AGREES if within.any() else DISAGREES)
-        cells = zip(minutes, gigabytes, runs["way"], strict=True)
-        ways = (f"{time:.1f} min, {size:.0f} GB ({way})" for time, size, way in cells)
-        device = runs["device"].iloc[0]
-        texts.append(f"{name}, random weights, {device}: {'; '.join(ways)}")
+        cells = zip(runs["device"], minutes, gigabytes, runs["way"], strict=True)
+        ways = (
+            f"{device}: {time:.1f} min, {size:.0f} GB ({way})"
+            for device, time, size, way in cells
+        )
+        texts.append(f"{name}, random weights, {'; '.join(ways)}")
     return _all_of(verdicts, texts)
 
 

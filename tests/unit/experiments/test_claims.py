@@ -80,13 +80,18 @@ def test_the_cost_on_a_gpu_is_compared(gigabytes, verdict):
 
     The other model of the paper's table is open then.
     """
-    run = {"model": "DeepSeekMoE-16B", "device": "x"}
-    slow = run | {"way": "a", "seconds": 361, "peak_bytes": 1e10}
-    fast = run | {"way": "b", "seconds": 30, "peak_bytes": gigabytes * 1e9}
+    run = {"model": "DeepSeekMoE-16B"}
+    slow = run | {"device": "x", "way": "a", "seconds": 361, "peak_bytes": 1e10}
+    fast = run | {
+        "device": "y",
+        "way": "b",
+        "seconds": 30,
+        "peak_bytes": gigabytes * 1e9,
+    }
     gpu = pd.DataFrame([slow, fast])
     row = judged(gpu=gpu).loc[12]
     assert row["verdict"] == verdict
-    assert f"0.5 min, {gigabytes} GB (b)" in row["found"]
+    assert f"x: 6.0 min, 10 GB (a); y: 0.5 min, {gigabytes} GB (b)" in row["found"]
     assert "Qwen2-57B-A14B: not measured as a whole" in row["found"]
     whole = pd.DataFrame([fast, fast | {"model": "Qwen2-57B-A14B"}])
     assert judged(gpu=whole.assign(peak_bytes=1e10))["verdict"][12] == "agrees"
