@@ -120,10 +120,16 @@ class RaggedExperts(nn.Module):
         """Whether `at_once` runs: half precision on CUDA, and no gradients."""
         if triton is None or not x.is_cuda or not len(x) or not self.starts[-1]:
             return False
-        tensors = [x, *self.parameters()]
+        return self.infers_in_half(x) and _compiles(x.device)
+
+    def infers_in_half(self, x: torch.Tensor) -> bool:
+        """Whether all is in one half-precision type, and no gradient is wanted."""
+        # Adapters may take the place of a parameter, and be trained alone.
+        used = self.up_rows, self.down_columns, self.up_bias, self.down_bias
+        tensors = [x, *self.parameters(), *(t for t in used if t is not None)]
         trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         half = {t.dtype for t in tensors} in ({torch.bfloat16}, {torch.float16})
-        return half and not trained and _compiles(x.device)
+        return half and not trained
 
     def at_once(
         self,
@@ -145,13 +151,15 @@ class RaggedExperts(nn.Module):
         up = hidden_states, self.up_rows, self.up_bias, order // n_slots
         h = activate(self.family, rows.times(*up, shape, layout))
         out = rows.times(h, self.down_columns, None, order, shape)
+        del h  # there are as many rows as routed tokens
         if self.down_bias is not None:
             out = out + self.down_bias[experts.clamp_max(n_experts - 1)]
         if normalises(self.family):
             out = self.family.post_expert_norm(out)
-        p = top_k_weights.reshape(-1)[order] * (experts < n_experts)
-        weighted = out * p[:, None]
-        slots = torch.empty_like(weighted).index_copy_(0, order, weighted)
+        p = top_k_weights.reshape(-1)[order].masked_fill(experts >= n_experts, 0.0)
+        out = out * p[:, None]
+        slots = torch.empty_like(out).index_copy_(0, order, out)
+        del out
         total: torch.Tensor
         total = slots.unflatten(0, (-1, n_slots)).sum(1, dtype=torch.float32)
         return total.to(hidden_states.dtype)
@@ -370,7 +378,8 @@ class _Rows:
         )
         tile = _tile(self.size)
         grid = len(self.cuts) - 1, triton.cdiv(out.shape[1], tile["N"])
-        tensors = x, of_rows, weight, weight if bias is None else bias, out
+        inputs = x, of_rows, weight, weight if bias is None else bias
+        tensors = *(tensor.contiguous() for tensor in inputs), out
         of_pieces = self.cuts, self.experts, self.starts
         sizes = len(self.starts) - 1, width, d_expert
         kind = layout is not None, factor, parts, bias is not None
@@ -381,12 +390,18 @@ class _Rows:
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
-    """Whether Triton compiles here, for which it needs a C compiler."""
+    """Whether Triton compiles here, for which it needs a C compiler.
+
+    Raises:
+        OutOfMemoryError: there is no memory to try it.
+    """
     x = torch.ones(1, 16, dtype=torch.float16, device=device)
     one, starts = torch.zeros(1, dtype=torch.long, device=device), [0, 16]
     rows = _Rows.of(one, torch.tensor(starts, device=device))
     try:
         rows.times(x, x.expand(16, 16).contiguous(), None, one, (16, 16))
+    except torch.OutOfMemoryError:  # it will be asked again
+        raise
     except Exception:  # of whatever is missing
         logger.warning(
             "one expert is run after the other, which is slow", exc_info=True

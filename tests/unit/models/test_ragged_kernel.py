@@ -13,6 +13,8 @@ import torch
 from devices import GPU, needs_cuda
 from families import tiny_model
 from keeps import random_keep
+from torch import nn
+from torch.nn.utils import parametrize
 
 from heapr_lab import prune
 from heapr_lab.models import ragged_experts
@@ -86,6 +88,31 @@ def test_a_cpu_takes_one_expert_after_the_other(dtype):
     assert not module._has_kernel(torch.ones(2, module.d_expert, dtype=dtype))
 
 
+def test_what_is_trained_takes_one_expert_after_the_other():
+    """Also an adapter alone, in the place of a parameter that is frozen."""
+    module = ragged("qwen3_moe", "cpu", torch.bfloat16)
+    x = torch.ones(2, module.d_expert, dtype=torch.bfloat16)
+    assert module.infers_in_half(x)
+    assert not module.infers_in_half(x.float())
+    parametrize.register_parametrization(module, "up_rows", _Adapter())
+    assert not any(p.requires_grad for p in module.parameters())
+    assert not module.infers_in_half(x)
+    with torch.no_grad():
+        assert module.infers_in_half(x)
+
+
+class _Adapter(nn.Module):
+    """Adds to a weight what is trained elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delta = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The sum."""
+        return weight + self.delta
+
+
 def test_without_a_compiler_it_is_said_once(monkeypatch, caplog):
     """The experts still run, one after the other."""
     missing = MagicMock()
@@ -100,3 +127,6 @@ def test_without_a_compiler_it_is_said_once(monkeypatch, caplog):
     assert answers == [False, False]
     assert len(caplog.records) == 1
     assert "Failed to find C compiler" in caplog.text
+    missing.__getitem__.side_effect = torch.OutOfMemoryError("another time")
+    with pytest.raises(torch.OutOfMemoryError):
+        ragged_experts._compiles(torch.device("cpu"))
