@@ -16,7 +16,7 @@ import itertools
 import logging
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,58 +111,33 @@ class RaggedExperts(nn.Module):
         Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
         """
         routing = top_k_index, top_k_weights
-        if self._has_kernel(hidden_states):
+        if kernel_runs(hidden_states, self._tensors(), self.starts[-1]):
             return self.at_once(hidden_states, *routing)
         n_experts = len(self.heapr_widths)
         return routed_sum(self._expert, n_experts, hidden_states, *routing)
 
-    def _has_kernel(self, x: torch.Tensor) -> bool:
-        """Whether `at_once` runs: half precision on CUDA, and no gradients."""
-        if triton is None or not x.is_cuda or not len(x) or not self.starts[-1]:
-            return False
-        return self.infers_in_half(x) and _compiles(x.device)
-
-    def infers_in_half(self, x: torch.Tensor) -> bool:
-        """Whether all is in one half-precision type, and no gradient is wanted."""
-        # Adapters may take the place of a parameter, and be trained alone.
-        used = self.up_rows, self.down_columns, self.up_bias, self.down_bias
-        tensors = [x, *self.parameters(), *(t for t in used if t is not None)]
-        trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        half = {t.dtype for t in tensors} in ({torch.bfloat16}, {torch.float16})
-        return half and not trained
+    def _tensors(self) -> Iterator[torch.Tensor | None]:
+        """All that computes: adapters may take the place of a parameter."""
+        yield from (self.up_rows, self.down_columns, self.up_bias, self.down_bias)
+        yield from self.parameters()
 
     def at_once(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
+        self, hidden_states: torch.Tensor, *routing: torch.Tensor
     ) -> torch.Tensor:
-        """`forward` by one kernel for each of the two products, whatever the widths.
-
-        The host waits for nothing. Activations are padded to the widest expert.
-
-        Shapes: as `forward`.
-        """
-        n_experts, n_slots = len(self.heapr_widths), top_k_index.shape[-1]
-        experts, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (n,)
-        rows = _Rows.of(experts, self._starts_on(experts.device))
-        shape = -(-max(self.heapr_widths) // 16) * 16, self.d_expert
-        layout = self.factor, self.factor if self.family.is_concatenated else 1
-        up = hidden_states, self.up_rows, self.up_bias, order // n_slots
-        h = activate(self.family, rows.times(*up, shape, layout))
-        out = rows.times(h, self.down_columns, None, order, shape)
-        del h  # there are as many rows as routed tokens
-        if self.down_bias is not None:
-            out = out + self.down_bias[experts.clamp_max(n_experts - 1)]
-        if normalises(self.family):
-            out = self.family.post_expert_norm(out)
-        p = top_k_weights.reshape(-1)[order].masked_fill(experts >= n_experts, 0.0)
-        out = out * p[:, None]
-        slots = torch.empty_like(out).index_copy_(0, order, out)
-        del out
-        total: torch.Tensor
-        total = slots.unflatten(0, (-1, n_slots)).sum(1, dtype=torch.float32)
-        return total.to(hidden_states.dtype)
+        """`forward` by `sum_at_once`; arguments and result as there."""
+        norm = self.family.post_expert_norm if normalises(self.family) else None
+        packed = Packed(
+            self.up_rows,
+            self.down_columns,
+            self.up_bias,
+            self.down_bias,
+            self._starts_on(hidden_states.device),
+            max(self.heapr_widths),
+            (self.factor, self.factor if self.family.is_concatenated else 1),
+            functools.partial(activate, self.family),
+            norm,
+        )
+        return sum_at_once(packed, hidden_states, *routing)
 
     def _starts_on(self, device: torch.device) -> torch.Tensor:
         """The `starts` as a tensor, copied to a device once."""
@@ -320,6 +295,87 @@ def without_weights(module: nn.Module) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Packed:
+    """The experts of one layer, packed one after the other, and what they compute."""
+
+    up_rows: torch.Tensor
+    """Rows of the input projection, (layout[0] · W, D)."""
+    down_columns: torch.Tensor
+    """Columns of W_down as rows, (W, D)."""
+    up_bias: torch.Tensor | None
+    """(layout[0] · W,)."""
+    down_bias: torch.Tensor | None
+    """(E, D)."""
+    starts: torch.Tensor
+    """The first atom of each expert, and W: (E + 1,), on the device."""
+    widest: int
+    """Atoms of the widest expert."""
+    layout: tuple[int, int]
+    """Rows of the input projection for each atom, and the parts that they are in: two
+    if the gate is a part of its own."""
+    activate: Callable[[torch.Tensor], torch.Tensor]
+    """Atom activations (n, w) from the input projection's output (n, layout[0] · w)."""
+    norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """That of each expert's output, before its routing weight."""
+
+
+def kernel_runs(
+    x: torch.Tensor, tensors: Iterable[torch.Tensor | None], n_atoms: int
+) -> bool:
+    """Whether `sum_at_once` takes `x`: half precision on CUDA, and no gradients.
+
+    Args:
+        x: the tokens.
+        tensors: all weights.
+        n_atoms: atoms of all experts.
+    """
+    if triton is None or not x.is_cuda or not len(x) or not n_atoms:
+        return False
+    return infers_in_half(x, *tensors) and _compiles(x.device)
+
+
+def infers_in_half(*tensors: torch.Tensor | None) -> bool:
+    """Whether all are of one half-precision type, and no gradient is wanted."""
+    there = [t for t in tensors if t is not None]
+    trained = torch.is_grad_enabled() and any(t.requires_grad for t in there)
+    half = {t.dtype for t in there} in ({torch.bfloat16}, {torch.float16})
+    return half and not trained
+
+
+def sum_at_once(
+    experts: Packed,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """As `routed_sum`, by one kernel for each of the two products, whatever the widths.
+
+    The host waits for nothing. Activations are padded to the widest expert.
+
+    Shapes: hidden_states (T, D); top_k_index, top_k_weights (T, K); result (T, D).
+    """
+    n_experts, n_slots = len(experts.starts) - 1, top_k_index.shape[-1]
+    of_rows, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (n,)
+    rows = _Rows.of(of_rows, experts.starts)
+    shape = -(-experts.widest // 16) * 16, hidden_states.shape[1]
+    up = hidden_states, experts.up_rows, experts.up_bias, order // n_slots
+    h = experts.activate(rows.times(*up, shape, experts.layout))
+    out = rows.times(h, experts.down_columns, None, order, shape)
+    del h  # there are as many rows as routed tokens
+    if experts.down_bias is not None:
+        out = out + experts.down_bias[of_rows.clamp_max(n_experts - 1)]
+    if experts.norm is not None:
+        out = experts.norm(out)
+    p = top_k_weights.reshape(-1)[order].masked_fill(of_rows >= n_experts, 0.0)
+    out = out * p[:, None]
+    slots = torch.empty_like(out).index_copy_(0, order, out)
+    del out
+    total: torch.Tensor
+    total = slots.unflatten(0, (-1, n_slots)).sum(1, dtype=torch.float32)
+    return total.to(hidden_states.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Rows:
     """Rows sorted by expert, cut into pieces that a program multiplies."""
 
@@ -365,8 +421,7 @@ class _Rows:
             bias: of these rows, if the family has one.
             of_rows: the token of each row, (n,).
             shape: w, the padded width, and D.
-            layout: of the input projection, its rows for each atom, and the parts that
-                they are in: two if the gate is a part of its own.
+            layout: that of `Packed`, of the input projection.
 
         Returns:
             The input projection's output, padded, (n, rows of an atom · w), or (n, D).

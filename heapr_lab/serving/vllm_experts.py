@@ -36,7 +36,14 @@ from vllm.platforms import current_platform
 from vllm.utils.math_utils import round_up
 
 from heapr_lab.errors import LayoutError
-from heapr_lab.models.ragged_experts import linear, routed_sum, times
+from heapr_lab.models.ragged_experts import (
+    Packed,
+    kernel_runs,
+    linear,
+    routed_sum,
+    sum_at_once,
+    times,
+)
 from heapr_lab.serving.widths import shard
 
 GATE, DOWN, UP = "w1", "w2", "w3"
@@ -390,6 +397,11 @@ def ragged_sum(
         cpu_fused_moe(out, x, *weights, *biases, whole, only, activation, isa)
         return out
 
+    if kernel_runs(x, tensors, starts[-1]):
+        widest = max(b - a for a, b in itertools.pairwise(starts))
+        ends = torch.tensor(starts, device=x.device)
+        packed = Packed(*tensors, ends, widest, (2, 2), lambda h: act(*h.chunk(2, -1)))
+        return sum_at_once(packed, x, topk_ids.long(), topk_weights)
     run = by_kernel if isa else by_torch
     return routed_sum(run, len(starts) - 1, x, topk_ids.long(), topk_weights)
 

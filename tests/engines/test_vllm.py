@@ -126,12 +126,18 @@ def pruned(folder: Path, family: str, structure: str, **changes: Any) -> Path:
     return save_pruned(prune(model, keep), folder)
 
 
+def latent(folder: Path) -> dict[str, str]:
+    """Which kernel latent attention has: that for AMX takes no float32."""
+    config = json.loads((folder / "config.json").read_text())
+    return {"attention_backend": "CPU_MLA"} if "kv_lora_rank" in config else {}
+
+
 def engine_of(folder: Path, **settings: Any) -> Any:
     """The engine with the model in `folder`; two prompts at most run at once."""
     from vllm import LLM
 
     common = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 2}
-    more = {"skip_tokenizer_init": True, "enforce_eager": True}
+    more = {"skip_tokenizer_init": True, "enforce_eager": True, **latent(folder)}
     return LLM(model=str(folder), **common | more | settings)
 
 
@@ -251,7 +257,7 @@ def test_drafts_with_a_pruned_layer(family, tmp_path, monkeypatch):
 
     monkeypatch.setattr("heapr_lab.checkpoints.save.further_layers", same_atoms)
     folder = prune_folder(source, keep, tmp_path / "pruned")
-    drafting = {"method": "mtp", "num_speculative_tokens": 1}
+    drafting = {"method": "mtp", "num_speculative_tokens": 1, **latent(folder)}
     engine = engine_of(folder, speculative_config=drafting, disable_log_stats=False)
     check_as_transformers(folder, generated(engine))
     counts = {m.name: getattr(m, "value", None) for m in engine.get_metrics()}
@@ -423,6 +429,22 @@ def test_the_sum_against_loops(isa, dtype, tolerance, activation):
     assert output.dtype == dtype
     error = (output.double() - expected).abs().max() / expected.abs().max()
     assert error < tolerance
+
+
+def test_the_sum_by_the_kernel_for_gpus():
+    """The same, by Triton's interpreter in a process of its own."""
+    code = (
+        "import torch\n"
+        "from heapr_lab.serving import vllm_experts\n"
+        "from test_vllm import test_the_sum_against_loops as check\n"
+        "vllm_experts.kernel_runs = lambda *_: True\n"
+        "for activation in ('silu', 'swigluoai'):\n"
+        "    check('', torch.float16, 5e-3, activation)"
+    )
+    variables = os.environ | {"TRITON_INTERPRET": "1"}
+    paths = [Path(__file__).parent, *sys.path]
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    subprocess.run([sys.executable, "-c", code], check=True, env=variables)
 
 
 def test_weights_that_are_loaded_again(tmp_path):
