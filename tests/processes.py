@@ -35,6 +35,14 @@ while line := sys.stdin.readline():
 """
 
 
+def interpreted(code: str, beside: str) -> None:
+    """Run code with Triton's interpreter, which can import what is beside a file."""
+    variables = os.environ | {"TRITON_INTERPRET": "1"}
+    paths = [Path(beside).parent, *sys.path]
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    subprocess.run([sys.executable, "-c", code], check=True, env=variables)
+
+
 def says(*words: str, **options: Any) -> str:
     """What a Python of its own prints, which has to succeed."""
     done = subprocess.run(

@@ -24,6 +24,7 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import logits_of, widths_keep
+from processes import interpreted
 from stored_tensors import changed_json, changed_tensors
 from tiny_folder import D_VOCAB, write_tokenizer
 from transformers import AutoModelForCausalLM
@@ -441,10 +442,7 @@ def test_the_sum_by_the_kernel_for_gpus():
         "for activation in ('silu', 'swigluoai'):\n"
         "    check('', torch.float16, 5e-3, activation)"
     )
-    variables = os.environ | {"TRITON_INTERPRET": "1"}
-    paths = [Path(__file__).parent, *sys.path]
-    variables["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    subprocess.run([sys.executable, "-c", code], check=True, env=variables)
+    interpreted(code, __file__)
 
 
 def test_weights_that_are_loaded_again(tmp_path):

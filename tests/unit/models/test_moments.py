@@ -1,15 +1,12 @@
 """Sums over routed rows: both ways of adding them up, and what a GPU waits for."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from devices import GPU, needs_cuda
 from families import tiny_model
+from processes import interpreted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from heapr_lab.models.experts import find_experts
@@ -90,10 +87,7 @@ def test_the_kernel_interpreted():
         "    for tokens in ROUTINGS.values():\n"
         "        check(at_once, 'cpu', dtype, tokens)"
     )
-    variables = os.environ | {"TRITON_INTERPRET": "1"}
-    paths = [Path(__file__).parent, *sys.path]
-    variables["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    subprocess.run([sys.executable, "-c", code], check=True, env=variables)
+    interpreted(code, __file__)
 
 
 def test_products_of_bfloat16_are_in_float32():

@@ -2,10 +2,6 @@
 
 import copy
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -13,6 +9,7 @@ import torch
 from devices import GPU, needs_cuda
 from families import tiny_model
 from keeps import random_keep
+from processes import interpreted
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -85,10 +82,7 @@ def test_the_kernel_interpreted():
         "    for family in FAMILIES:\n"
         "        check(family, 'cpu', dtype)"
     )
-    variables = os.environ | {"TRITON_INTERPRET": "1"}
-    paths = [Path(__file__).parent, *sys.path]
-    variables["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    subprocess.run([sys.executable, "-c", code], check=True, env=variables)
+    interpreted(code, __file__)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
