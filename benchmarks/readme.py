@@ -47,7 +47,7 @@ def front_blocks(
     """
     costs = (
         _cost(measured["cost"]),
-        _cost_on_gpu(measured["gpu"]),
+        f"{_cost_on_gpu(measured['gpu'])} {_sliced_on_gpu(measured['speed_gpu'])}",
         _streamed(measured["streaming"]),
     )
     return {
@@ -113,6 +113,22 @@ def _cost_on_gpu(rows: pd.DataFrame) -> str:
         f"{times(runs['compress'], runs['scores'])} the scores (random weights of "
         f"{' and '.join(runs.index)} in bfloat16; [where the time goes](docs/models.md"
         "#on-a-gpu))."
+    )
+
+
+def _sliced_on_gpu(rows: pd.DataFrame) -> str:
+    """How fast pruned models run beside dense ones."""
+    sliced = rows[rows["method"].eq("sliced") & rows["ratio"].gt(0)]
+    prefill = sliced["mode"].eq("prefill")
+    first, then = (
+        value_range(sliced.loc[which, "speedup_over_dense"], ".2f")
+        for which in (prefill, ~prefill)
+    )
+    return (
+        f"Pruned by {value_range(sliced['ratio'], '.0%')}, experts of different widths "
+        f"run at {first} × the dense model's speed in prefill and {then} × in decode "
+        "([short texts, few layers](benchmarks/README.md"
+        "#how-fast-sliced-experts-run-on-a-gpu))."
     )
 
 
