@@ -38,6 +38,9 @@ from heapr_lab.text.calibration import CalibrationSet
 
 logger = logging.getLogger(__name__)
 
+_MOST_NAMED = 20
+"""Experts that a warning names; a model may have tens of thousands."""
+
 STATISTICS_SCHEMA = 1
 """Increased whenever the same input would give other numbers."""
 _TOKENS_ON_CPU, _TOKENS_AND_LAYERS = 2048, 2**14
@@ -277,9 +280,13 @@ def check_coverage(table: ImportanceTable) -> None:
         )
     unrouted = table.unrouted()
     if len(unrouted):
-        named = [f"{row.layer}/{row.expert}" for row in unrouted.itertuples()]
+        first = unrouted.head(_MOST_NAMED).itertuples()
+        named = [f"{row.layer}/{row.expert}" for row in first]
+        named += ["..."] * (len(unrouted) > len(named))
         logger.warning(
-            "%d experts saw no token (layer/expert): %s", len(named), ", ".join(named)
+            "%d experts saw no token (layer/expert): %s",
+            len(unrouted),
+            ", ".join(named),
         )
 
 

@@ -27,8 +27,8 @@ WINDOWS = tiny_windows(n_sequences=5)
 # --- coverage ---------------------------------------------------------------------
 
 
-def test_experts_without_tokens_are_named(caplog):
-    """They are counted, and named by layer and expert."""
+def test_experts_without_tokens_are_named(caplog, monkeypatch):
+    """They are counted, and named by layer and expert; of many, the first ones."""
     model = tiny_model("qwen2_moe")
     ids = WINDOWS.ids[:1, :2]
     table = collect_statistics(model, CalibrationSet.from_ids(ids))
@@ -39,6 +39,10 @@ def test_experts_without_tokens_are_named(caplog):
         f"{len(unrouted)} experts saw no token (layer/expert): {named}"
         in caplog.messages
     )
+    monkeypatch.setattr(collect, "_MOST_NAMED", 1)
+    collect.check_coverage(table)
+    first = f"(layer/expert): {named.partition(',')[0]}, ..."
+    assert caplog.messages[-1].endswith(first)
 
 
 def test_windows_that_repeat_are_told(model, caplog):
