@@ -5,7 +5,8 @@ can be loaded without heapr_lab, with `trust_remote_code=True`. Importing it reg
 the checkpoint format with transformers, as a "quantization" named heapr, because that
 is the only hook that may change modules before weights are loaded into them.
 
-Shapes: E n_experts, D d_expert, w_e atoms kept of expert e, W = sum of w_e.
+Shapes: E n_experts, D d_expert, w_e atoms kept of expert e, W = sum of w_e, n routed
+rows, T tokens, K experts of each.
 """
 
 import copy
