@@ -428,10 +428,7 @@ class _Rows:
             The input projection's output, padded, (n, rows of an atom · w), or (n, D).
         """
         (width, d_expert), (factor, parts) = shape, layout or (1, 1)
-        x, out = (
-            x.contiguous(),
-            x.new_zeros(self.n, factor * width if layout else d_expert),
-        )
+        out = x.new_zeros(self.n, factor * width if layout else d_expert)
         tile = _tile(self.size)
         grid = len(self.cuts) - 1, triton.cdiv(out.shape[1], tile["N"])
         inputs = x, of_rows, weight, weight if bias is None else bias
