@@ -55,7 +55,7 @@ REPORTED = 3 / 8
 """Those whose loss is taken to report, of two models and of the dense one."""
 TIMED = 2048
 SUMMED_TOKENS = 8 * TIMED
-"""More tokens for sums, which are added to once in 4096 tokens."""
+"""More tokens for sums, which are added to once in 8192 tokens."""
 LAYERS = {
     name: Configuration(
         "qwen3_moe", s.d_model, s.d_inter, s.n_experts, 1, TIMED, TIMED, top_k=s.top_k

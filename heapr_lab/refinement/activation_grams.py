@@ -36,10 +36,12 @@ _LARGEST_LAYER = 4096
 """Most features for which products across a layer's experts are the default."""
 _AT_ONCE = 4 * 2**30
 """Bytes of sums that are in memory at once."""
-_TOKENS_AT_ONCE = 4096
-_TIMES_ON_A_GPU = 4
+_TOKENS_AT_ONCE = 8192
+_TIMES_ON_A_GPU = 2
 """So many times as many tokens at once: with few rows of an expert it waits for the
 next launch."""
+_SMALLEST_BLOCK = 256
+"""Features of a block on the diagonal whose products are all computed."""
 _numbers = itertools.count()
 
 
@@ -107,18 +109,27 @@ class _Collector:
 
 
 def _add_upper(into: torch.Tensor, phi: torch.Tensor) -> None:
-    """Add φᵀφ but for its quarter of low rows and left columns, until `_mirror`."""
-    half = len(into) // 2
+    """Add φᵀφ but for what lies left of blocks on the diagonal, until `_mirror`."""
+    size = len(into)
+    if size <= _SMALLEST_BLOCK:
+        into += phi.T @ phi
+        return
+    half = size // 2
     left, right = phi[:, :half], phi[:, half:]
-    into[:half, :half] += left.T @ left
+    _add_upper(into[:half, :half], left)
     into[:half, half:] += left.T @ right
-    into[half:, half:] += right.T @ right
+    _add_upper(into[half:, half:], right)
 
 
 def _mirror(sums: torch.Tensor) -> None:
-    """Fill the quarter that `_add_upper` leaves out; sums are symmetric."""
-    half = sums.shape[-1] // 2
+    """Fill what `_add_upper` leaves out; sums (…, I, I) are symmetric."""
+    size = sums.shape[-1]
+    if size <= _SMALLEST_BLOCK:
+        return
+    half = size // 2
     sums[..., half:, :half] = sums[..., :half, half:].mT
+    _mirror(sums[..., :half, :half])
+    _mirror(sums[..., half:, half:])
 
 
 def _pairs(

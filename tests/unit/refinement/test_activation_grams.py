@@ -80,19 +80,31 @@ def test_an_expert_without_tokens(span):
 @pytest.mark.parametrize(
     ("tokens", "steps"),
     [
-        (4096, [4, 6]),
+        (8192, [4, 6]),
         (9 * 3, [3, 4, 6]),
         (9 * 2 - 1, [1, 2, 3, 4, 5, 6]),
         (1, [1, 2, 3, 4, 5, 6]),
     ],
 )
 def test_forwards_are_of_a_few_windows(tokens, steps, model, monkeypatch):
-    """As many as have about 4096 tokens, at least one; after each it is told."""
-    assert activation_grams._TOKENS_AT_ONCE == 4096
+    """As many as have about 8192 tokens, at least one; after each it is told."""
+    assert activation_grams._TOKENS_AT_ONCE == 8192
     monkeypatch.setattr(activation_grams, "_TOKENS_AT_ONCE", tokens)
     layers, told = watched(model, "expert")
     assert told == [(step, N_WINDOWS) for step in steps]
     assert_right(layers, model, "expert")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 12])
+def test_half_of_the_products_is_mirrored(size, monkeypatch):
+    """By blocks of at most two features, of any number of features."""
+    monkeypatch.setattr(activation_grams, "_SMALLEST_BLOCK", 2)
+    phi = torch.randn(2, 5, size, dtype=torch.float64)
+    sums = torch.zeros(2, size, size, dtype=torch.float64)
+    for into, part in zip(sums, phi, strict=True):
+        activation_grams._add_upper(into, part)
+    activation_grams._mirror(sums)
+    torch.testing.assert_close(sums, phi.mT @ phi)
 
 
 def test_too_little_to_sum(model):
