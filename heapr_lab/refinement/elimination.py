@@ -193,7 +193,8 @@ def _costs(
         B, W = B.float(), W.float()
     dearest = _or_one(rates.amax(1))[:, None]
     relative = (rates / dearest).to(B.dtype)
-    return _eliminated(B, W, relative, n_steps).double() * largest * dearest
+    rows = W.mT.contiguous()
+    return _eliminated(B, rows, relative, n_steps).double() * largest * dearest
 
 
 def _or_one(x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +204,10 @@ def _or_one(x: torch.Tensor) -> torch.Tensor:
 def _eliminated(
     B: torch.Tensor, W: torch.Tensor, rate: torch.Tensor, n_steps: int
 ) -> torch.Tensor:
-    """Costs (P, F) from inverses B (P, F, F) and weights W, which are overwritten."""
+    """Costs (P, F) from inverses B (P, F, F) and weights W, which are overwritten.
+
+    W is (P, F, D), an atom a row, whose norms are then read as they lie in memory.
+    """
     costs = torch.zeros_like(rate)
     left = torch.arange(rate.shape[1], device=rate.device).expand(rate.shape)
     there = torch.ones_like(rate, dtype=torch.bool)
@@ -215,10 +219,11 @@ def _eliminated(
         if 2 * n_left <= there.shape[1]:  # smaller matrices, now and then
             pick = there.nonzero()[:, 1].view(len(there), n_left)
             left, rate = left.gather(1, pick), rate.gather(1, pick)
-            W = W.take_along_dim(pick[:, None], 2)
+            W = W.take_along_dim(pick[:, :, None], 1)
             B = B.take_along_dim(pick[:, :, None], 1).take_along_dim(pick[:, None], 2)
             there = torch.ones_like(left, dtype=torch.bool)
-        cost = W.square().sum(1) * rate / B.diagonal(dim1=-2, dim2=-1)
+        energy = torch.linalg.vector_norm(W, dim=2).square()
+        cost = energy * rate / B.diagonal(dim1=-2, dim2=-1)
         cost = torch.where(there, cost, torch.inf)
         lowest, gone = cost.topk(n_gone, largest=False)
         lowest = lowest.maximum(level)  # later atoms never cost less
@@ -227,7 +232,7 @@ def _eliminated(
         rows = B.take_along_dim(gone[:, :, None], 1)
         block = rows.take_along_dim(gone[:, None], 2)
         solved = torch.cholesky_solve(rows, torch.linalg.cholesky(block))
-        W.baddbmm_(W.take_along_dim(gone[:, None], 2), solved, alpha=-1)
+        W.baddbmm_(solved.mT, W.take_along_dim(gone[:, :, None], 1), alpha=-1)
         B.baddbmm_(rows.mT, solved, alpha=-1)
         there.scatter_(1, gone, False)
         n_left -= n_gone
