@@ -11,6 +11,7 @@ variance is that of single atoms: where whole experts or steps of a width are re
 chance varies more, and z is too large.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,14 +21,12 @@ import pandas as pd
 import scipy  # its `stats` are imported when they are first used
 
 from heapr_lab.errors import SpecError
-from heapr_lab.importance.columns import atom_keys, differing
+from heapr_lab.importance.columns import differing
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.selection import select
 
-FATES = ("neither", "a", "b", "both")
-"""Who removes an atom."""
 _COUNTS = ["n_atoms", "removed_a", "removed_b", "both"]
 
 
@@ -40,8 +39,6 @@ class ScoredMask:
     keep: KeepMask
     scores: np.ndarray
     """(n_atoms,), in the order of the mask's rows; the lowest are removed first."""
-    within_layer: bool = False
-    """Whether atoms were ranked within their layer."""
     model: Mapping[str, Any] | None = None
     """The identity of the measured model; None if it is not known."""
 
@@ -53,7 +50,6 @@ class ScoredMask:
             label,
             select(table, selection),
             table.scores(selection.estimator, **options),
-            within_layer=selection.scope == "layer",
             model=(table.metadata.get("spec") or {}).get("model"),
         )
 
@@ -100,30 +96,7 @@ def _chance(counts: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     return expected, np.sqrt(variance / np.maximum(total - 1, 1))
 
 
-# --- ranks ------------------------------------------------------------------------
-
-
-def ranks(a: ScoredMask, b: ScoredMask) -> tuple[np.ndarray, np.ndarray]:
-    """The rank of every atom in A and in B, in (0, 1]: 1 is needed most.
-
-    It is the share of the atoms that are removed before it or with it, by score alone.
-    Both rank all atoms together, or, if one of them ranks within layers, those of each
-    layer. Equal scores rank in the order of the rows, as they do for `select`.
-
-    Shapes: float64 (n_atoms,) each.
-
-    Raises:
-        SpecError: the masks are of different models, or there is not one score for each
-            atom.
-    """
-    _check_scored(a, b)
-    layers = _places(a.keep)["layer"]
-    among = layers if a.within_layer or b.within_layer else np.zeros(len(layers))
-    rank_a, rank_b = (
-        pd.Series(mask.scores).groupby(among).rank("first", pct=True).to_numpy()
-        for mask in (a, b)
-    )
-    return rank_a, rank_b
+# --- scores -----------------------------------------------------------------------
 
 
 def rank_agreement(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
@@ -133,30 +106,15 @@ def rank_agreement(a: ScoredMask, b: ScoredMask) -> pd.DataFrame:
         Columns layer, n_atoms, spearman; missing where the scores of one are all equal.
 
     Raises:
-        SpecError: as `ranks`.
+        SpecError: the masks are of different models, or there is not one score for each
+            atom.
     """
-    _check_scored(a, b)
-    groups = _places(a.keep).groupby("layer").groups.items()
+    check_scored(a, b)
+    sizes = [math.prod(shape) for shape in a.keep.shapes().values()]
+    layers = pd.Series(np.repeat(a.keep.layers, sizes))
+    groups = layers.groupby(layers).groups.items()
     rows = [(k, len(at), spearman(a.scores[at], b.scores[at])) for k, at in groups]
     return pd.DataFrame(rows, columns=["layer", "n_atoms", "spearman"])
-
-
-def rank_agreement_in_all(a: ScoredMask, b: ScoredMask) -> float:
-    """Spearman's correlation of the scores of all atoms.
-
-    If A or B ranks within layers, whose scores cannot be compared: the mean over the
-    layers, weighted by their atoms, without those that have no correlation.
-
-    Raises:
-        SpecError: as `ranks`.
-    """
-    _check_scored(a, b)
-    if not (a.within_layer or b.within_layer):
-        return spearman(a.scores, b.scores)
-    known = rank_agreement(a, b).dropna()
-    if known.empty:
-        return float("nan")
-    return float(np.average(known["spearman"], weights=known["n_atoms"]))
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
@@ -164,58 +122,6 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan")
     return float(scipy.stats.spearmanr(x, y).statistic)
-
-
-def cut(removed: np.ndarray, rank: np.ndarray) -> float:
-    """The highest rank of a removed atom, if all kept ones rank higher, else missing.
-
-    Missing, too, if nothing is removed. Atoms that are protected, removed as whole
-    experts or counted by layer leave no single cut.
-
-    Shapes: bool (n_atoms,), float64 (n_atoms,).
-    """
-    if not removed.any():
-        return float("nan")
-    highest = rank[removed].max()
-    lowest = rank[~removed].min(initial=np.inf)
-    return float(highest) if highest < lowest else float("nan")
-
-
-def rank_points(a: ScoredMask, b: ScoredMask, *, most: int = 20_000) -> pd.DataFrame:
-    """Every atom with its ranks in A and B; for a large model a fixed sample.
-
-    Args:
-        a: a mask with its scores.
-        b: another of the same model.
-        most: atoms to return; if there are more, drawn with a fixed seed, each alike.
-
-    Returns:
-        Columns layer, expert, atom, rank_a, rank_b (of `ranks`), removed_by (one of
-        `FATES`), in the order of the rows. `attrs` has `n_atoms`, of which they are
-        drawn, and `cut_a` and `cut_b`, of all atoms.
-
-    Raises:
-        SpecError: as `ranks`.
-    """
-    rank_a, rank_b = ranks(a, b)
-    gone_a, gone_b = ~a.keep.rows, ~b.keep.rows
-    rows = np.arange(len(rank_a))
-    if len(rows) > most:
-        rows = np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
-    points = _places(a.keep).iloc[rows].reset_index(drop=True)
-    points = points.assign(rank_a=rank_a[rows], rank_b=rank_b[rows])
-    points["removed_by"] = np.array(FATES)[gone_a[rows] + 2 * gone_b[rows]]
-    cuts = {"cut_a": cut(gone_a, rank_a), "cut_b": cut(gone_b, rank_b)}
-    points.attrs.update(n_atoms=len(rank_a), **cuts)
-    return points
-
-
-def _places(keep: KeepMask) -> pd.DataFrame:
-    """Layer, expert and atom of every row of a mask."""
-    parts = [
-        pd.DataFrame(atom_keys(layer, *shape)) for layer, shape in keep.shapes().items()
-    ]
-    return pd.concat(parts, ignore_index=True)
 
 
 # --- checks -----------------------------------------------------------------------
@@ -236,7 +142,7 @@ def check_same_model(a: KeepMask, b: KeepMask) -> None:
     )
 
 
-def _check_scored(a: ScoredMask, b: ScoredMask) -> None:
+def check_scored(a: ScoredMask, b: ScoredMask) -> None:
     """Check that both are of one model, with a score for each atom.
 
     Raises:

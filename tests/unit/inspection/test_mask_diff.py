@@ -1,4 +1,4 @@
-"""Two masks compared: counts, chance and ranks, against Python sets."""
+"""Two masks compared: counts, chance and scores, against Python sets."""
 
 import math
 import warnings
@@ -13,14 +13,11 @@ from scipy.stats import hypergeom
 
 from heapr_lab import ImportanceTable, KeepMask, Selection
 from heapr_lab.errors import SpecError
+from heapr_lab.figures import mask_diff_data
 from heapr_lab.inspection.mask_diff import (
     ScoredMask,
-    cut,
     overlap,
     rank_agreement,
-    rank_agreement_in_all,
-    rank_points,
-    ranks,
     spearman,
 )
 
@@ -89,27 +86,11 @@ def test_counts_of_large_layers_do_not_overflow():
     assert row["sd"] == pytest.approx(math.sqrt(variance))
 
 
-# --- ranks ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("within", [(False, False), (False, True), (True, True)])
-def test_ranks_count_what_goes_before(within):
-    """Atoms of the model count, or of the layer as soon as one mask ranks in layers."""
-    a = scored("A", 1, within_layer=within[0])
-    b = scored("B", 2, within_layer=within[1])
-    layers = [layer for layer, _, _ in atoms()]
-    for mask, rank in zip((a, b), ranks(a, b), strict=True):
-        for row, layer in enumerate(layers):
-            among = [
-                (mask.scores[other], other) <= (mask.scores[row], row)
-                for other in range(29)
-                if layers[other] == layer or not any(within)
-            ]
-            assert rank[row] == pytest.approx(sum(among) / len(among))
+# --- scores -----------------------------------------------------------------------
 
 
 def test_agreement_is_the_correlation_of_average_ranks():
-    """Spearman's correlation by its definition, by layer and in all, with ties."""
+    """Spearman's correlation by its definition, by layer, with ties."""
     a, b = scored("A", 1), scored("B", 2)
     frame = rank_agreement(a, b)
     layers = np.array([layer for layer, _, _ in atoms()])
@@ -119,60 +100,21 @@ def test_agreement_is_the_correlation_of_average_ranks():
     }
     assert dict(zip(frame["layer"], frame["n_atoms"], strict=True)) == {1: 15, 4: 14}
     assert frame["spearman"].tolist() == pytest.approx([*expected.values()])
-    whole = scores.rank().corr().loc["a", "b"]
-    assert rank_agreement_in_all(a, b) == pytest.approx(whole)
-    inside = scored("B", 2, within_layer=True)
-    mean = (15 * expected[1] + 14 * expected[4]) / 29
-    assert rank_agreement_in_all(a, inside) == pytest.approx(mean)
 
 
 def test_constant_scores_have_no_agreement():
-    """It is missing, silently, in one layer (the mean is of the others) or in all."""
-    a, b = scored("A", 1, within_layer=True), scored("B", 2)
+    """It is missing, silently, as that of one score."""
+    a, b = scored("A", 1), scored("B", 2)
     b.scores[:15] = 0.0
-    rho = rank_agreement(a, b)["spearman"]
-    assert rho.isna().tolist() == [True, False]
-    assert rank_agreement_in_all(a, b) == rho[1]
-    b.scores[:] = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert math.isnan(rank_agreement_in_all(a, b))
+        rho = rank_agreement(a, b)["spearman"]
         assert math.isnan(spearman(np.ones(1), np.ones(1)))
-
-
-def test_a_cut_exists_only_where_ranks_decide():
-    """The highest removed rank; none if an atom below it is kept, or all are."""
-    a, b = scored("A", 1), scored("B", 2)
-    rank, _ = ranks(a, b)
-    gone = ~a.keep.rows
-    assert cut(gone, rank) == pytest.approx(11 / 29)
-    assert math.isnan(cut(np.zeros(29, bool), rank))
-    gone[np.argmin(rank)] = False
-    assert math.isnan(cut(gone, rank))
-
-
-def test_points_are_a_fixed_sample_of_all_atoms():
-    """All atoms if they fit; else the same each time, with ranks and cuts of all."""
-    a, b = scored("A", 1), scored("B", 2)
-    every = rank_points(a, b)
-    assert [*every[["layer", "expert", "atom"]].itertuples(index=False, name=None)] == (
-        atoms()
-    )
-    by_a, by_b = removed(a.keep), removed(b.keep)
-    names = ("neither", "a", "b", "both")
-    fates = [names[(atom in by_a) + 2 * (atom in by_b)] for atom in atoms()]
-    assert every["removed_by"].tolist() == fates
-    some = rank_points(a, b, most=10)
-    assert len(some) == 10
-    assert some.attrs == every.attrs
-    assert every.attrs["n_atoms"] == 29
-    assert every.attrs["cut_a"] == pytest.approx(11 / 29)
-    pd.testing.assert_frame_equal(some, rank_points(a, b, most=10))
-    pd.testing.assert_frame_equal(some.merge(every), some)
+    assert rho.isna().tolist() == [True, False]
 
 
 def test_a_selection_brings_its_scores():
-    """The estimator's options count, and the scope in which atoms are ranked.
+    """The estimator's options count, and the scope in which atoms are removed.
 
     The model is the one that its table was measured on, if that says so.
     """
@@ -180,10 +122,7 @@ def test_a_selection_brings_its_scores():
     choice = Selection(0.5, "random", scope="layer", estimator_options=(("seed", 3),))
     mask = ScoredMask.select("A", table, choice)
     assert mask.scores.tolist() == table.score("random", seed=3).tolist()
-    assert mask.within_layer
     assert mask.keep.layer_ratios().tolist() == [0.5, 0.5]
-    rank, _ = ranks(mask, mask)
-    assert cut(~mask.keep.rows, rank) == 0.5
     assert mask.model is None
     spec = {"model": {"weights": "1"}}
     known = ImportanceTable.from_frame(table.frame, spec=spec)
@@ -200,10 +139,10 @@ def test_masks_of_different_models_are_refused():
     with pytest.raises(SpecError, match=r"4: \(2, 6\)\}, expected .*4: \(2, 7\)"):
         overlap(a.keep, other)
     b = scored("B", 2, model={"weights": "2", "class": "x"})
-    for compare in (ranks, rank_agreement, rank_points):
+    for compare in (rank_agreement, mask_diff_data):
         with pytest.raises(SpecError, match=r"different models.*differ in weights;"):
             compare(a, b)
-    assert len(ranks(a, scored("B", 2))[0]) == 29  # of an unknown model
+    assert len(rank_agreement(a, scored("B", 2))) == 2  # of an unknown model
 
 
 def test_too_few_scores_are_named():
