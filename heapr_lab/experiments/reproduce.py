@@ -259,7 +259,7 @@ def draw_all(
 
 
 def _drawings(bench: Workbench, evidence: claims.Evidence) -> list[tuple[Any, ...]]:
-    """The paper's figures: name, what draws it, its data, and what makes its table."""
+    """The paper's figures: name, what draws it, its data, what makes its table."""
     results, savings = evidence.results, evidence.savings
     compared = (0.0, *paper.METHOD_RATIOS)  # the same for every curve of a figure
     common, saved = (
@@ -271,14 +271,13 @@ def _drawings(bench: Workbench, evidence: claims.Evidence) -> list[tuple[Any, ..
     boundary = figures.boundary_data(results, savings)
     grain = figures.granularity_data(common, saved)
     scope, main = figures.scope_data(common), figures.main_data(common)
-    table = figures.comparison_table
     return [
         ("1_layer_ratios", figures.figure_layer_ratios, layers, None),
         ("2_bins", figures.figure_bins, evidence.bins, None),
         ("3_calibration_size", figures.figure_calibration_size, sizes, None),
         ("4_boundary", figures.figure_boundary, boundary, None),
-        ("5_granularity", figures.figure_granularity, grain, table),
-        ("6_scope", figures.figure_scope, scope, table),
+        ("5_granularity", figures.figure_granularity, grain, None),
+        ("6_scope", figures.figure_scope, scope, None),
         ("8_methods", figures.figure_main, main, figures.main_table),
     ]
 

@@ -10,7 +10,6 @@ and a `..._table` function that formats the rows for readers. `save_figure` and
 from heapr_lab.figures.boundary import boundary_data, figure_boundary, plot_boundary
 from heapr_lab.figures.comparisons import (
     calibration_size_data,
-    comparison_table,
     figure_calibration_size,
     figure_granularity,
     figure_main,

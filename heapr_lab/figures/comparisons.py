@@ -1,4 +1,4 @@
-"""Figures 3, 5, 6 and 8 and their tables: what differs by one setting, compared.
+"""Figures 3, 5, 6 and 8 and the tables: what differs by one setting, compared.
 
 The settings are the amount of calibration text, granularity, scope and estimator.
 Values of the last three are relative to the dense model, so that they can be shown
@@ -332,30 +332,6 @@ def main_table(data: pd.DataFrame) -> pd.DataFrame:
     table.insert(0, "removed [%]", 100 * table.pop("ratio"))
     table.insert(1, "method", [look(name).label for name in table.pop("name")])
     return table
-
-
-def comparison_table(data: pd.DataFrame) -> pd.DataFrame:
-    """Any curve frame as a table of our rows and the paper's, marked as such.
-
-    Returns:
-        Columns `source`, `selection`, `removed [%]`, `metric`, `data set`, `value`,
-        `relative to dense`.
-    """
-    rows = data[data["ratio"].gt(0) | data["source"].eq("paper")]
-    source = rows["source"].where(
-        rows["source"].eq("ours"), "paper, " + rows["model"] + ", not comparable"
-    )
-    return pd.DataFrame(
-        {
-            "source": source,
-            "selection": [look(name).label for name in rows["name"]],
-            "removed [%]": 100 * rows["ratio"],
-            "metric": rows["metric"],
-            "data set": rows["dataset"],
-            "value": rows["value"],
-            "relative to dense": rows["relative"],
-        }
-    ).reset_index(drop=True)
 
 
 def summary_table(results: pd.DataFrame, savings: pd.DataFrame) -> pd.DataFrame:
