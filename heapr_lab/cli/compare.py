@@ -10,7 +10,7 @@ import typer
 from heapr_lab.cli import options
 from heapr_lab.cli.console import names_in, print_facts, say
 from heapr_lab.errors import SpecError
-from heapr_lab.methods import DESCRIBED, OPTIONS, check_name, check_options
+from heapr_lab.methods import check_name
 from heapr_lab.text.calibration_spec import Calibration
 
 if TYPE_CHECKING:
@@ -76,15 +76,6 @@ def compare(
         ),
     ] = None,
     limit: options.Limit = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="METHOD.OPTION=VALUE",
-            help="An option of a method, such as camera-p.alpha=0.5; can be given "
-            "several times.",
-        ),
-    ] = None,
     corpus: Annotated[
         str | None,
         typer.Option(
@@ -116,14 +107,13 @@ def compare(
         _defaults(name, preset), methods=names, ratios=ratios, corpora=corpora,
         tasks=tasks, corpus=corpus,
     )  # fmt: skip
-    given = _settings(settings or [])
     calibration = Calibration(asked["corpus"], n_sequences, seed=seed)
     options.check_corpora([asked["corpus"]], split="train")
     options.check_corpora(asked["corpora"], split="test")
     options.check_tasks(asked["tasks"])
     from heapr_lab.methods.comparison import compare_methods, entries
 
-    wanted = entries(asked["methods"], asked["ratios"], given)
+    wanted = entries(asked["methods"], asked["ratios"])
     bench = options.open_bench(
         name, profile, seq_len, device, dtype, stream, host_memory
     )
@@ -267,31 +257,3 @@ def _list(*, as_json: bool) -> None:
             typer.echo(f"  option {name} [default: {json.dumps(default)}]")
         for text in method.deviations:
             typer.echo(f"  * {text}")
-
-
-def _settings(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """The options of each method in texts such as `camera-p.alpha=0.5`.
-
-    Those of plug-ins are checked later, since they may import torch.
-
-    Raises:
-        SpecError: a text cannot be read, or a method or an option is unknown.
-    """
-    settings: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        place, equals, value = text.partition("=")
-        method, dot, option = place.partition(".")
-        if not (equals and dot):
-            raise SpecError(
-                f"--set is {text!r}, expected METHOD.OPTION=VALUE, such as "
-                "camera-p.alpha=0.5"
-            )
-        try:
-            settings.setdefault(method, {})[option] = json.loads(value)
-        except ValueError:
-            settings.setdefault(method, {})[option] = value
-    for name, given in settings.items():
-        check_name(name)
-        if name in DESCRIBED:
-            check_options(name, given, OPTIONS.get(name, {}))
-    return settings

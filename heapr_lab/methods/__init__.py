@@ -43,10 +43,6 @@ def _described() -> dict[str, dict[str, Any]]:
 
 DESCRIBED: Mapping[str, Mapping[str, Any]] = _described()
 """The fields of each method of this package, and its `module`, by the method's name."""
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    name: entry["options"] for name, entry in DESCRIBED.items() if "options" in entry
-}
-"""The options of those that have any, with their defaults; known without torch."""
 
 
 def check_name(name: str, known: Iterable[str] = DESCRIBED) -> None:

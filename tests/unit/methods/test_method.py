@@ -64,6 +64,7 @@ def test_measurements_of_something_else_are_refused(model):
         ("mone", {"ratio": 0.2, "alpha": 1}, "no option alpha; it has score, scope"),
         ("naee", {"ratio": 0.2, "most_tokens": "all"}, "is 'all', expected int"),
         ("naee", {"ratio": 0.2, "most_tokens": True}, "is True, expected int"),
+        ("naee", {"ratio": 0.2, "most_tokens": 0}, "is 0, expected int from 1"),
         ("camera-p", {"ratio": 0.2, "alpha": float("nan")}, "is nan, expected float"),
         ("camera-p", {"ratio": 0.2, "alpha": False}, "is False, expected float"),
         ("camera-p", {"ratio": 0.2, "alpha": float("inf")}, "is inf, expected float"),
