@@ -23,12 +23,10 @@ from heapr_lab.errors import SpecError
 from heapr_lab.experiments import claims, paper
 from heapr_lab.experiments.intervals import kept_of_boundary
 from heapr_lab.experiments.workers import Step, default_workers, run_steps, workers
-from heapr_lab.figures.curves import AS_THE_PAPER, matching
 from heapr_lab.figures.files import draw_files, write_table
 from heapr_lab.models.memory import return_freed
 from heapr_lab.models.named import LAB
 from heapr_lab.progress import progress_bar
-from heapr_lab.pruning.savings import at_context
 from heapr_lab.storage import cache, files, paths
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text import pydocs
@@ -97,33 +95,14 @@ def reproduce(
     gc.collect()
     return_freed()  # what held the model, before each kernel holds its own
     executed = _execute_notebooks(**execution) if notebooks else []
+    counts = verdicts["verdict"].value_counts(sort=False)
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     seconds = time.perf_counter() - started
     return [
         f"made {len(drawn)} files and {len(executed)} notebooks in {seconds:.0f} s",
         *(f"skipped {name}: {why}" for name, why in skipped.items()),
-        *_results(evidence, verdicts),
-        f"figures and tables: {folder}",
-    ]
-
-
-def _results(evidence: claims.Evidence, verdicts: pd.DataFrame) -> list[str]:
-    """Perplexities, savings and verdicts, as lines of text."""
-    table = figures.summary_table(evidence.results, evidence.savings)
-    perplexities = table.set_index("ratio").filter(like="perplexity ")
-    changes = "; ".join(
-        f"{name.removeprefix('perplexity ')} {dense:.2f} → {pruned:.2f}"
-        for name, (dense, pruned) in perplexities.loc[[0.0, 0.25]].items()
-    )
-    quarter = matching(evidence.savings, AS_THE_PAPER | {"ratio": 0.25})
-    saved = quarter.to_dict("records")[0]
-    counts = verdicts["verdict"].value_counts(sort=False)
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return [
-        f"perplexity, dense → 25 % of the atomic experts pruned: {changes}",
-        f"saved at 25 %: {saved['parameter_reduction']:.1%} of the parameters, "
-        f"{saved['flops_reduction']:.1%} of the FLOPs {at_context(saved['seq_len'])} "
-        f"({saved['routed_flops_reduction']:.1%} of the routed experts')",
         f"claims of the paper here: {told} (0_claims_table.md)",
+        f"figures and tables: {folder}",
     ]
 
 

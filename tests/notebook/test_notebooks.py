@@ -220,9 +220,8 @@ def test_reproduce_makes_every_figure_and_table(stranger):
     assert {_number(name) for name in drawn} == {1, 2, 3, 4, 5, 6, 8}
     assert {path.stem for path in stranger.figures.glob("*.pdf")} == drawn
     tables = {_number(path.stem) for path in stranger.figures.glob("*_table.csv")}
-    assert tables == {0, 5, 6, 8}
+    assert tables == {0, 8}
     assert all(path.stat().st_size > 0 for path in stranger.figures.glob("*_table.*"))
-    assert "perplexity, dense" in stranger.output
 
 
 @pytest.mark.notebook
