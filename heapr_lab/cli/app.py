@@ -149,8 +149,6 @@ def reproduce(
         str, typer.Option(help=options.NAME_HELP, callback=options.model_name)
     ] = "lab",
     profile: options.Profile = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the figures.")] = None,
-    notebooks: Annotated[bool, typer.Option(help="Also execute the notebooks.")] = True,
     publish: Annotated[
         bool,
         typer.Option(
@@ -173,8 +171,6 @@ def reproduce(
 
     It scores the model, prunes it at 10 to 90 %, evaluates and draws.
     """
-    if out is not None:
-        options.check_folder(out)
     from heapr_lab.experiments.reproduce import reproduce as make
 
     lines = make(
@@ -182,8 +178,6 @@ def reproduce(
         profile=profile,
         device=device,
         dtype=dtype,
-        figures_dir=out,
-        notebooks=notebooks,
         publish=publish,
         n_workers=n_workers,
     )

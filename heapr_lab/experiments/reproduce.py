@@ -40,8 +40,6 @@ def reproduce(
     profile: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
-    figures_dir: Path | None = None,
-    notebooks: bool = True,
     publish: bool = False,
     n_workers: int | None = 1,
 ) -> list[str]:
@@ -52,11 +50,9 @@ def reproduce(
         profile: how much text to use; a name in `settings.PROFILES`.
         device: as `load_model`.
         dtype: as `load_model`.
-        figures_dir: folder of the figures and executed notebooks; by default a folder
-            of this model and profile in `figures/`.
-        notebooks: whether to execute the notebooks.
-        publish: rewrite the committed files instead: the figures in `figures/`, and
-            the notebooks in place.
+        publish: rewrite the committed files: the figures in `figures/`, and the
+            notebooks in place. Otherwise all are written to a folder of this model and
+            profile in `figures/`.
         n_workers: number of processes; None takes one for each core if the model is
             small and on the CPU, else one. With more than one, a script needs
             `if __name__ == "__main__"`.
@@ -69,13 +65,13 @@ def reproduce(
             failed (after all of them were run); finished steps stay in the cache.
     """
     started = time.perf_counter()
-    _check_publish(publish, name_or_path, profile, figures_dir)
+    _check_publish(publish, name_or_path, profile)
     hub.is_reachable()  # once, for this process and those to come
     open_bench = functools.partial(
         open_workbench, name_or_path, profile=profile, device=device, dtype=dtype
     )
     bench = open_bench()
-    folder = figures_dir or _folder_of(bench, name_or_path, publish=publish)
+    folder = _folder_of(bench, name_or_path, publish=publish)
     n_processes = n_workers or default_workers(bench)
     with workers(n_processes, open_bench) as executor:
         _harvest(bench, executor)
@@ -94,7 +90,7 @@ def reproduce(
     del bench
     gc.collect()
     return_freed()  # what held the model, before each kernel holds its own
-    executed = _execute_notebooks(**execution) if notebooks else []
+    executed = _execute_notebooks(**execution)
     counts = verdicts["verdict"].value_counts(sort=False)
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     seconds = time.perf_counter() - started
@@ -106,20 +102,17 @@ def reproduce(
     ]
 
 
-def _check_publish(
-    publish: bool, name_or_path: str, profile: str | None, figures_dir: Path | None
-) -> None:
+def _check_publish(publish: bool, name_or_path: str, profile: str | None) -> None:
     """Make sure that committed files are only rewritten for the lab model.
 
     Raises:
-        SpecError: `publish` is combined with another model, profile or folder.
+        SpecError: `publish` is combined with another model or profile.
     """
-    ours = name_or_path == LAB and profile in (None, LAB) and figures_dir is None
-    if publish and not ours:
+    if publish and (name_or_path != LAB or profile not in (None, LAB)):
         raise SpecError(
-            f"publish with model {name_or_path!r}, profile {profile!r} and folder "
-            f"{figures_dir}: expected the lab model, its own profile and no folder, "
-            "which the committed files are of. Omit publish or the other options"
+            f"publish with model {name_or_path!r} and profile {profile!r}: expected "
+            "the lab model and its own profile, which the committed files are of. Omit "
+            "publish or the other options"
         )
 
 
