@@ -240,23 +240,6 @@ def best_scores(curves: pd.DataFrame, ratio: float) -> str:
     )
 
 
-def one_scale(bins: pd.DataFrame) -> str:
-    """How many times its scores each tenth of the model costs, from the first layers.
-
-    Args:
-        bins: from `figures.bins_data`; tenths by index are tenths of the layers.
-    """
-    rows = bins[bins["order"].eq("index")].sort_values("bin")
-    times = rows["delta_nll"] / rows["score_sum"]
-    above = rows.loc[times.gt(1), "bin"]
-    which = listed(above) if len(above) else "none"
-    return (
-        "Tenths of the model, from 0 with the first layers to 9 with the last, cost "
-        f"{value_range(times, '.2f')} × the sum of their scores; more than that sum: "
-        f"{which}."
-    )
-
-
 def importance(
     scores: "pd.Series[float]", ranks: pd.DataFrame, facts: Mapping[str, object]
 ) -> Answer:

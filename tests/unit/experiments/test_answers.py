@@ -119,17 +119,6 @@ def test_the_best_score_is_told_at_the_nearest_ratio():
     assert "HEAPr's is 1.00 to 1.10 times as high" in text
 
 
-def test_tenths_that_cost_more_than_their_scores_are_named():
-    """The first costs 3 times its scores, the second half of them."""
-    bins = pd.DataFrame(
-        {"order": "index", "bin": [0, 1], "score_sum": 0.1, "delta_nll": [0.3, 0.05]}
-    )
-    assert "cost 0.50 to 3.00 ×" in answers.one_scale(bins)
-    assert answers.one_scale(bins).endswith("more than that sum: 0.")
-    less = bins.assign(delta_nll=0.05)
-    assert answers.one_scale(less).endswith("more than that sum: none.")
-
-
 def test_a_folded_table_has_its_title_and_all_rows():
     """What is longer than ten rows is out of sight, and escaped."""
     shown = Folded(pd.DataFrame({"a": range(12)}), "a < b")._repr_html_()
