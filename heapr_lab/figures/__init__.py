@@ -32,10 +32,5 @@ from heapr_lab.figures.masks import (
     plot_layer_ratios,
     plot_mask_diff,
 )
-from heapr_lab.figures.scores import (
-    bins_data,
-    figure_bins,
-    plot_bins,
-    plot_score_histogram,
-)
+from heapr_lab.figures.scores import bins_data, figure_bins, plot_bins
 from heapr_lab.figures.style import STYLE_FILE, look, styled

@@ -1,6 +1,7 @@
-"""Scores: figure 2, whether their sum predicts the loss increase; and histograms.
+"""Scores: figure 2, whether their sum predicts the loss increase; and a histogram.
 
-A histogram is on a logarithmic axis, and shows how many of each bin are pruned.
+The histogram, which the panel shows, is on a logarithmic axis, and shows how many of
+each bin are pruned.
 """
 
 import math
@@ -31,7 +32,6 @@ from heapr_lab.importance.estimators import unit_of
 ORDERS = {"index": "bins by original index", "score": "bins by score rank"}
 _INTERVAL = 0.95
 _N_RESAMPLES = 5000
-_N_BINS = 60
 _KEPT = "#CCCCCC"
 
 
@@ -162,7 +162,7 @@ def figure_bins(data: pd.DataFrame) -> Figure:
     )
 
 
-# --- histograms ---------------------------------------------------------------------
+# --- histogram ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -189,61 +189,26 @@ class ScoreBins:
         return np.bincount(numbers, minlength=len(self.edges))[:-1]
 
 
-def bin_scores(
-    scores: np.ndarray, *, edge: float | None = None, bins: int = _N_BINS
-) -> ScoreBins:
+def bin_scores(scores: np.ndarray, *, bins: int) -> ScoreBins:
     """The bin of each score; the bins cover the positive scores.
 
     Args:
         scores: (n,), finite.
-        edge: a score that is a bin edge, if it is within the range of the others.
-        bins: number of bins, plus or minus one.
+        bins: number of bins in which the highest score would be an edge; there is one
+            more, or fewer if the scores are almost equal.
     """
     positive = scores[scores > 0]
     low, high = (positive.min(), positive.max()) if len(positive) else (1.0, 10.0)
-    anchor = edge if edge is not None and low < edge < high else low
-    below, above = (math.log(end) - math.log(anchor) for end in (low, high))
-    width = max((above - below) / bins, 1e-6)
+    span = math.log(high) - math.log(low)
+    width = max(span / bins, 1e-6)
     # Half a bin of room at the top, so that no score is lost to rounding.
-    places = np.arange(
-        math.floor(below / width), math.floor(above / width + 0.5) + 2, dtype=float
-    )
-    edges = np.exp(math.log(anchor) + width * places)
-    edges[places == 0] = anchor
-    edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
+    places = np.arange(math.floor(span / width + 0.5) + 2)
+    edges = np.exp(math.log(low) + width * places)
+    edges[0], edges[-1] = low, max(edges[-1], high)
     numbers = np.searchsorted(edges, scores, side="right") - 1
     numbers = np.minimum(numbers, len(edges) - 2)  # the last bin has its upper edge
     numbers[scores <= 0] = len(edges) - 1
     return ScoreBins(edges, numbers.astype(np.min_scalar_type(len(edges))))
-
-
-@styled
-def plot_score_histogram(
-    scores: pd.Series, cut: float, *, ax: Axes | None = None
-) -> Axes:
-    """Histogram of the scores on a logarithmic axis, removed atoms in another colour.
-
-    Args:
-        scores: one score per atomic expert; the name of the series is the estimator.
-        cut: the score below which atoms are removed, drawn as a line; it is a bin edge,
-            so that no bin contains both removed and kept atoms.
-        ax: where to draw; None makes a new figure.
-
-    Returns:
-        The Axes.
-    """
-    values, estimator = scores.to_numpy(dtype=float), str(scores.name)
-    binned = bin_scores(values, edge=cut)
-    picture = ScorePicture(own_axes(ax))
-    picture.show(
-        binned.edges,
-        binned.counts(),
-        name=f"score, {look(estimator).label} [{unit_of(estimator)}]",
-        hidden=binned.n_not_positive,
-    )
-    picture.remove(binned.counts(values < cut))
-    add_legend(picture.ax)
-    return picture.ax
 
 
 class ScorePicture:
