@@ -9,7 +9,7 @@ from benchmarks.figures.looks import HATCHES, look
 from heapr_lab.errors import SpecError
 from heapr_lab.experiments.answers import value_range
 from heapr_lab.figures.curves import paper_table
-from heapr_lab.figures.style import add_legend, figure_of, own_axes, styled
+from heapr_lab.figures.style import figure_of, own_axes, styled
 
 MIB = 2**20
 NOT_COMPARABLE = "paper, not comparable (other model, data and machine)"
@@ -143,7 +143,6 @@ def plot_cost(data: pd.DataFrame, *, quantity: str, ax: Axes | None = None) -> A
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.set_xlabel(LABELS[quantity])
-    add_legend(ax)
     return ax
 
 

@@ -9,7 +9,6 @@ from benchmarks.figures.looks import HATCHES
 from heapr_lab.figures.style import (
     COLORS,
     REFERENCE_GREY,
-    add_legend,
     figure_of,
     own_axes,
     styled,
@@ -87,7 +86,6 @@ def plot_streaming(
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.set_xlabel(_AXES[quantity])
-    add_legend(ax)
     return ax
 
 

@@ -2,9 +2,9 @@
 
 Each figure has a data function that returns a tidy frame (`boundary_data`), a plot
 function that draws the frame on one Axes and returns it (`plot_boundary`), and a figure
-function that lays out all panels (`figure_boundary`). Each table has a data function
-and a `..._table` function that formats the rows for readers. `save_figure` and
-`write_table` write files; the same input gives the same bytes.
+function that lays out all panels with one legend (`figure_boundary`). Each table has a
+data function and a `..._table` function that formats the rows for readers.
+`save_figure` and `write_table` write files; the same input gives the same bytes.
 """
 
 from heapr_lab.figures.boundary import boundary_data, figure_boundary, plot_boundary

@@ -21,7 +21,6 @@ from heapr_lab.figures.curves import (
 from heapr_lab.figures.style import (
     LABELS,
     PAPER_GREY,
-    add_legend,
     figure_of,
     look,
     own_axes,
@@ -108,7 +107,6 @@ def plot_boundary(data: pd.DataFrame, *, quantity: str, ax: Axes | None = None) 
     _draw_model_axis(ax, data)
     finish_panel(ax, rows, quantity, relative=quantity == "accuracy")
     name_models(ax, statements, column=column)
-    add_legend(ax)
     return ax
 
 

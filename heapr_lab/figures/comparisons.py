@@ -29,7 +29,6 @@ from heapr_lab.figures.curves import (
 from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_LINE,
-    add_legend,
     figure_of,
     literal,
     look,
@@ -187,7 +186,6 @@ def plot_comparison(
     paper = rows[rows["source"].eq("paper")].sort_values(["ratio", column])
     name_models(ax, paper.tail(1), column=column)
     ax.set_title(literal(_title(metric, dataset)))
-    add_legend(ax)
     return ax
 
 
@@ -274,7 +272,6 @@ def plot_calibration_size(
         ax.plot([], [], linestyle="none", marker="|", color="#555555", label=note)
     _finish(ax, rows, metric=metric)
     ax.set_title(literal(look(dataset).label))
-    add_legend(ax)
     return ax
 
 

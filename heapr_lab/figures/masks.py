@@ -13,7 +13,6 @@ from matplotlib.ticker import MaxNLocator
 from heapr_lab.figures.style import (
     COLORS,
     LABELS,
-    add_legend,
     figure_of,
     own_axes,
     show_percent,
@@ -71,7 +70,6 @@ def plot_layer_ratios(data: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     )
     ax.grid(visible=False, axis="x")
     _label_shares(ax)
-    add_legend(ax)
     return ax
 
 

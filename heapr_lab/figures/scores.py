@@ -20,7 +20,6 @@ from heapr_lab.figures.style import (
     LABELS,
     REFERENCE_GREY,
     REFERENCE_LINE,
-    add_legend,
     figure_of,
     look,
     name_points,
@@ -125,7 +124,6 @@ def plot_bins(data: pd.DataFrame, *, order: str, ax: Axes | None = None) -> Axes
     name_points(ax, _bin_names(rows))
     ax.set_xlabel(f"summed score [{unit_of(estimator)}]")
     ax.set_ylabel(LABELS["delta_nll"])
-    add_legend(ax)
     return ax
 
 

@@ -169,16 +169,12 @@ def figure_of(
         spare.remove()
     for item, ax in zip(items, grid.flat, strict=False):
         draw(item, ax)
-    share_legend(figure)
+    _share_legend(figure)
     return figure
 
 
-def share_legend(figure: Figure) -> None:
-    """One legend instead of one in each panel: where a panel is missing, or below."""
-    for ax in figure.axes:
-        legend = ax.get_legend()
-        if legend is not None:
-            legend.remove()
+def _share_legend(figure: Figure) -> None:
+    """One legend of all panels: where a panel is missing, or below."""
     entries = _entries(figure.axes)
     if not entries:
         return
@@ -255,14 +251,6 @@ def name_points(ax: Axes, names: Mapping[str, tuple[float, float]]) -> None:
         else:
             ax.add_artist(text)
         taken.append(box)
-
-
-def add_legend(ax: Axes) -> None:
-    """The legend of one Axes, with long labels wrapped; none without labels."""
-    entries = _entries([ax])
-    if entries:
-        legend = ax.legend(list(entries.values()), list(entries))
-        legend.set_in_layout(False)  # a wide one would take the place of the curves
 
 
 def _entries(axes: Iterable[Axes], *, width: int = _LABEL_WIDTH) -> dict[str, Any]:

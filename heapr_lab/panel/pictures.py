@@ -84,9 +84,6 @@ class ChoicePicture:
         self._widest = full.widths().to_numpy(dtype=float)
         self._colors = _load_colors(table, full, cells)
         plot_layer_ratios(layer_ratios_data({0.0: full}), ax=bars)
-        legend = bars.get_legend()
-        assert legend is not None
-        legend.remove()  # it names a ratio, which changes
         bars.set_ylim(0, 1)
         self._bars = [patch for patch in bars.patches if isinstance(patch, Rectangle)]
         self._line = bars.get_lines()[0]
