@@ -219,23 +219,17 @@ def _show_table1(
     if missing:
         typer.echo(f"Methods of the table that are not here: {', '.join(missing)}")
     typer.echo(f"\nPublished in the paper ({paper.NOT_COMPARABLE}):")
-    typer.echo(_aligned(published.drop(columns="published"), digits=2))
+    typer.echo(_aligned(published.drop(columns="published")))
 
 
-def _aligned(frame: "pd.DataFrame", *, digits: int = 4) -> str:
+def _aligned(frame: "pd.DataFrame") -> str:
     """The table as text; what was not measured is a dash."""
-    shown = frame.rename(columns={"achieved_ratio": "achieved"})
-    exact: Mapping[str, str] = {
-        "ratio": "{:.2%}",
-        "achieved": "{:.2%}",
-        "parameters": "{:,}",
-        "n_items": "{:.0f}",
-    }
-    formats: Any = {
-        name: exact.get(str(name), f"{{:.{digits}f}}").format
-        for name in shown.select_dtypes("number")
-    }
-    text: str = shown.to_string(index=False, formatters=formats, na_rep="–")
+    import pandas as pd
+
+    from heapr_lab.figures.files import format_column
+
+    cells = {name: format_column(column) for name, column in frame.items()}
+    text: str = pd.DataFrame(cells).to_string(index=False)
     return text
 
 

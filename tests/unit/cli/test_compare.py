@@ -16,6 +16,7 @@ from heard import Heard
 from heapr_lab import Calibration, Method, Workbench, evaluate_perplexity, methods
 from heapr_lab.experiments.paper import TABLE1_BESIDE
 from heapr_lab.figures.curves import plain_name
+from heapr_lab.figures.files import format_column
 from heapr_lab.methods.comparison import Entry, compare_methods, entries
 from heapr_lab.progress import Progress
 from heapr_lab.tasks.paper_tasks import PAPER_TASKS
@@ -66,7 +67,8 @@ def test_methods_are_compared_and_cached(root, monkeypatch):
     assert more[2]["ratio"] == 0.3
     table = run(*asked(root, *options))
     assert "perplexity" in table
-    assert f"{rows[-1]['perplexity']:.4f}" in table
+    shown = format_column(pd.Series([row["perplexity"] for row in rows]))
+    assert shown[-1] in table
 
 
 def test_an_interrupted_comparison_continues(bench, root, monkeypatch):
@@ -180,7 +182,8 @@ def test_an_ordinary_comparison_has_accuracies(root, text):
     assert [row["perplexity"] is None for row in rows] == [False, True] * 2
     assert rows[1]["n_items"] == 6
     table = run(*asked(root, *chosen))
-    assert f"{rows[3]['acc']:.4f}" in table
+    shown = format_column(pd.Series([row["acc"] for row in rows], dtype=float))
+    assert shown[3] in table
     assert "acc_norm" in table.splitlines()[0].split()
 
 
