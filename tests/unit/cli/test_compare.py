@@ -172,21 +172,6 @@ def test_no_accuracy_is_reported_as_that_of_another(bench, text, monkeypatch):
     assert runs(mone) == []
 
 
-def test_an_ordinary_comparison_has_accuracies(root, text):
-    """They stand beside perplexity, in the table and as JSON."""
-    task = f"continuation:{text}"
-    chosen = ("--methods", "heapr", "--ratios", "0.5", "--tasks", task, "--limit", "6")
-    rows = results(root, *chosen)
-    assert [row["dataset"] for row in rows] == [text, task] * 2
-    assert [row["acc"] is None for row in rows] == [True, False] * 2
-    assert [row["perplexity"] is None for row in rows] == [False, True] * 2
-    assert rows[1]["n_items"] == 6
-    table = run(*asked(root, *chosen))
-    shown = format_column(pd.Series([row["acc"] for row in rows], dtype=float))
-    assert shown[3] in table
-    assert "acc_norm" in table.splitlines()[0].split()
-
-
 @pytest.fixture
 def few_rows(tmp_path, monkeypatch) -> None:
     """The first rows of each file: fifteen states load all items of tasks again."""
@@ -241,14 +226,15 @@ def test_table_1_of_the_paper(root, monkeypatch):
     assert f"{mean:.4f}" in shown
 
 
-def test_options_replace_those_of_the_preset(root):
-    """Text, methods, ratios and no task; who is refused ends no comparison with it."""
-    options = ("--methods", "heapr,reap", "--ratios", "0.5,0.75", "--tasks", "")
-    options = ("--preset", "paper-table1", *options)
+def test_options_replace_those_of_the_preset(root, text):
+    """Text, methods, ratios and tasks; who is refused ends no comparison with it."""
+    options = ("--methods", "heapr,reap", "--ratios", "0.5,0.75", "--limit", "6")
+    options = ("--preset", "paper-table1", "--tasks", f"continuation:{text}", *options)
     result = invoke(*asked(root, *options), "--json")
     facts = json.loads(result.stdout)
     done = {(row["method"], row["ratio"]) for row in facts["results"]}
     assert done == {("dense", 0), ("heapr", 0.5), ("heapr", 0.75), ("reap", 0.5)}
+    assert [row["n_items"] for row in facts["results"]] == [None, 6] * 4
     (row,) = facts["refused"]
     assert (row["method"], row["ratio"]) == ("reap", 0.75)
     assert "reap at 75% is left out" in result.stderr

@@ -34,8 +34,13 @@ def test_a_link_stays_and_its_target_is_written(folder, tmp_path):
 # --- devices, types and numbers ---------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "", "meta", "é", "CPU"])
-@pytest.mark.parametrize("command", ["score", "evaluate", "reproduce", "app"])
+@pytest.mark.parametrize(
+    ("command", "device"),
+    [
+        *(("score", device) for device in ("cuda:99", "nonsense", "", "meta")),
+        *((command, "CPU") for command in ("evaluate", "reproduce", "app")),
+    ],
+)
 def test_a_device_that_is_not_there(folder, command, device, monkeypatch):
     """The message comes before weights are read, and names the devices there are."""
     monkeypatch.setattr("heapr_lab.models.loading.read_weights", None)
