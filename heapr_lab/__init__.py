@@ -146,8 +146,6 @@ PARTS = {
     "sums that weights are fitted with": "refinement.calibrated:CalibratedModel",
     "tasks": "tasks.items:AskedTask",
     "text of the model's own": "refinement.own_text:own_text",
-    "dense models as MoEs": "pretrained.one_expert:one_expert_folder",
-    "configurations of dense models as MoEs": "pretrained.one_expert:one_expert_config",
 }
 """What the core asks for by name, and does not import."""
 

@@ -15,7 +15,7 @@ import typer
 
 from heapr_lab.errors import SpecError, one_of
 from heapr_lab.models.formats import DTYPES, device_name
-from heapr_lab.models.named import dense_of, hub_id
+from heapr_lab.models.named import hub_id
 from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.streaming.plan import size_of
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, corpora_of
@@ -47,18 +47,11 @@ def _size(size: str | None) -> str | None:
 def model_name(name: str) -> str:
     """The hub id or folder of a model as it was named.
 
-    A dense model is made a MoE here, so that all that follows sees its folder.
-
     Raises:
         SpecError: there is no such model.
-        LayoutError: a dense one has no such form.
     """
     check_there(name)
-    if dense_of(name) is None:
-        return hub_id(name)
-    from heapr_lab.models.loading import model_folder
-
-    return str(model_folder(name))
+    return hub_id(name)
 
 
 def dtype_name(name: str) -> str:
@@ -83,8 +76,7 @@ _machine = functools.partial(typer.Option, rich_help_panel="Machine")
 _output = functools.partial(typer.Option, rich_help_panel="Output")
 
 NAME_HELP = (
-    "A hub id or a model of the paper, a local folder, `lab`, `smolmoe` or `smollm2`; "
-    "a dense Llama with `as-moe:` before its name."
+    "A hub id or a model of the paper, a local folder, `lab`, `smolmoe` or `smollm2`."
 )
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help=NAME_HELP, callback=model_name)

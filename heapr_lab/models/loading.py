@@ -21,7 +21,7 @@ from heapr_lab.models.folders import (
 from heapr_lab.models.formats import DTYPES, refuse_by_name
 from heapr_lab.models.hooks import ready
 from heapr_lab.models.memory import return_freed
-from heapr_lab.models.named import AS_MOE, dense_of, folder_of, hub_id, what_is_expected
+from heapr_lab.models.named import folder_of, hub_id, what_is_expected
 from heapr_lab.models.safetensors_headers import refuse_path
 from heapr_lab.progress import silent
 
@@ -39,7 +39,6 @@ def load_model(
     stream: bool | str = "auto",
     host_memory: int | str | None = None,
     seq_len: int = 2048,
-    as_moe: bool = False,
 ) -> tuple[nn.Module, Any]:
     """A causal language model in eval mode, and its tokenizer.
 
@@ -58,21 +57,17 @@ def load_model(
             "16GB"; those beyond it go to files in the cache's folder. By default half
             of what is free.
         seq_len: tokens of the windows that scores are measured on, for `auto`.
-        as_moe: open a dense Llama or Mistral as a MoE with one expert a layer, whose
-            logits are the same; a copy of it is made in the cache. The name with
-            `as-moe:` before it does the same wherever a model is named.
 
     Raises:
         SpecError: the device or the model is not available, the model's files are
             damaged or quantised in another format, there is no such dtype or size, or
             `stream` is none of these.
-        LayoutError: the family is refused by name, cannot be streamed, or has no such
-            form as a MoE.
+        LayoutError: the family is refused by name, or cannot be streamed.
     """
     one_of(stream, (True, False, "auto"), name="stream")
     check_device(device)
     length = whole_number(seq_len, name="seq_len", least=1)
-    path = _resolve(f"{AS_MOE}{name_or_path}" if as_moe else name_or_path)
+    path = _resolve(name_or_path)
     on_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     chosen = _dtype(dtype, on_gpu=on_gpu)
     placement = "auto" if device == "auto" and on_gpu else None
@@ -158,12 +153,6 @@ def model_folder(name_or_path: str | Path, *, only: str | None = None) -> Path:
 def _resolve(name_or_path: str | Path) -> str:
     """The folder of a model, or its hub id."""
     name = str(name_or_path)
-    dense = dense_of(name)
-    if dense is not None:
-        source = model_folder(dense)
-        path = source if Path(dense).is_dir() else Path(dense)
-        convert = registry.find("dense models as MoEs")
-        return str(convert(source, name=path.resolve().name))
     named = folder_of(name)
     if named is not None:
         return str(named)

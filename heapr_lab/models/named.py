@@ -13,9 +13,6 @@ from heapr_lab.storage import paths
 LAB = "lab"
 """Name of the bundled model."""
 
-AS_MOE = "as-moe:"
-"""Prefix of a dense model's name: it is opened as a MoE with one expert a layer."""
-
 PAPER_MODELS = {
     "DeepSeekMoE-16B-Base": "deepseek-ai/deepseek-moe-16b-base",
     "Qwen1.5-MoE-A2.7B-Chat": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
@@ -90,16 +87,6 @@ def folder_here(name: str) -> Path | None:
         return local_folder(name)
     folders = paths.cached_folders("models", name)
     return max(folders, key=lambda folder: folder.stat().st_mtime_ns, default=None)
-
-
-def dense_of(name: str) -> str | None:
-    """The dense model that a name asks to open as a MoE; None if it asks for none.
-
-    Example:
-        >>> dense_of("as-moe:./my_llama"), dense_of("lab")
-        ('./my_llama', None)
-    """
-    return name.removeprefix(AS_MOE) if name.startswith(AS_MOE) else None
 
 
 def what_is_expected() -> str:

@@ -13,13 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.named import (
-    dense_of,
-    hub_id,
-    local_folder,
-    names,
-    what_is_expected,
-)
+from heapr_lab.models.named import hub_id, local_folder, names, what_is_expected
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -56,8 +50,7 @@ def check_there(name: str) -> None:
         SpecError: there is no such folder, its config.json is missing or damaged, or
             there is no such model on the hub or in the files that were fetched from it.
     """
-    dense = dense_of(name)
-    name = hub_id(name) if dense is None else dense
+    name = hub_id(name)
     if name in names():
         return
     if Path(name).is_dir():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.named import dense_of, folder_here, folder_of, names
+from heapr_lab.models.named import folder_here, folder_of, names
 from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.models.sources import weights_bytes
 from heapr_lab.storage.paths import cached_folders, kernel_transport
@@ -155,7 +155,7 @@ def _of_model(source: str) -> str:
     if source in names() and any(cached_folders("models", source)):
         return source  # made before; its kernel checks it, which imports torch
     check_there(source)
-    if dense_of(source) is not None or folder_of(source) is not None:
+    if folder_of(source) is not None:
         return source
     if Path(source).is_dir():
         return str(Path(source).absolute())
@@ -273,7 +273,7 @@ def _prepare(source: str, page: Any, notebook: Any, cwd: str) -> None:  # noqa: 
 
 def _bytes_of(source: str) -> int:
     """Size of the files of a model; 0 for a table, and where they are not found."""
-    folder = folder_here(dense_of(source) or source)
+    folder = folder_here(source)
     return 0 if folder is None else weights_bytes(folder)
 
 

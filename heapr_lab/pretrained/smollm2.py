@@ -62,7 +62,6 @@ def write_gguf_as_moe(path: Path, folder: Path) -> Any:
 
     Raises:
         SpecError: the file is damaged, or holds another kind of model.
-        LayoutError: the model is of a form that Mixtral does not have.
     """
     model, tokenizer = read_gguf(path)
     config = one_expert_config(_dequantised(model.config))

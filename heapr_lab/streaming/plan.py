@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heapr_lab import registry
 from heapr_lab.errors import LayoutError, SpecError, one_of, whole_number
 from heapr_lab.models.formats import DEQUANTISED, DTYPES, check_format
-from heapr_lab.models.named import dense_of
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_headers
 from heapr_lab.models.sources import dtype_name
 from heapr_lab.repr_html import card_html
@@ -406,20 +404,14 @@ def _read(name: str) -> tuple[Path, Any]:
 
     Raises:
         SpecError: there is no such model.
-        LayoutError: it is dense, and `load_model` does not open it as a MoE.
     """
     from heapr_lab.models.folders import read_config
     from heapr_lab.models.loading import model_folder
 
-    dense = dense_of(name)
-    place = dense or name
-    if Path(place).name == "config.json":
-        place = str(Path(place).parent)
-    folder = model_folder(place, only="config.json")
-    config = read_config(folder)
-    if dense is not None:  # each MLP is the one expert of its layer
-        config = registry.find("configurations of dense models as MoEs")(config)
-    return folder, config
+    if Path(name).name == "config.json":
+        name = str(Path(name).parent)
+    folder = model_folder(name, only="config.json")
+    return folder, read_config(folder)
 
 
 def _bytes_in(folder: Path) -> int:

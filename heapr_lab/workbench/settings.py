@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from heapr_lab.errors import one_of, whole_number
 from heapr_lab.models.formats import DTYPES, device_name
-from heapr_lab.models.named import LAB, dense_of, hub_id
+from heapr_lab.models.named import LAB, hub_id
 from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.pruning.options import Selection, fields_given, selection_of
 from heapr_lab.repr_html import card_html
@@ -42,8 +42,7 @@ class Opening:
     @property
     def name(self) -> str:
         """Name of the model in figures and tables."""
-        dense = dense_of(self.model) or self.model
-        return "lab model" if self.model == LAB else hub_id(dense)
+        return "lab model" if self.model == LAB else hub_id(self.model)
 
     def check(self) -> Self:
         """Itself, if the model can be found, and the options are some that there are.

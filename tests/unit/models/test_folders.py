@@ -58,6 +58,14 @@ def test_a_wrong_name_is_an_error_that_says_what_is_expected(tmp_path):
         assert "local folder in the hub's layout, or one of lab" in message
 
 
+def test_a_folder_without_a_tokenizer_is_named(folder):
+    """Transformers would make a tokenizer that knows no word, and say nothing."""
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(SpecError, match=f"there is no tokenizer in {folder}: expected"):
+        load_model(folder)
+
+
 # --- code -------------------------------------------------------------------------
 
 

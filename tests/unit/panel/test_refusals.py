@@ -11,7 +11,6 @@ WRONG: tuple[tuple[str, Asked, str], ...] = (
     ("no/such-model", {}, "cannot get the files of the model 'no/such-model'"),
     (".", {}, "has no config.json: expected "),
     ("bad", {}, "cannot be read as JSON"),
-    ("as-moe:bad", {}, "cannot be read as JSON"),
     ("nofile.parquet", {}, "there is no table nofile.parquet; make one with"),
     ("bad.parquet", {}, "bad.parquet cannot be read"),
     ("lab", {"dtype": "x"}, "dtype must be one of 'auto', "),

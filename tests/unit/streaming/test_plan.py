@@ -129,11 +129,9 @@ def test_a_hub_id_whose_files_are_not_here(monkeypatch):
     fetch.assert_called_once_with("Qwen/Qwen3-30B-A3B", allow_patterns="config.json")
 
 
-def test_a_dense_model_as_a_moe(tmp_path):
-    """Each neuron of its MLPs is an atom."""
+def test_a_dense_model_is_refused(tmp_path):
+    """The message says what is expected of a model."""
     write_folder(tmp_path, tiny_model("llama", intermediate_size=24))
-    needs = plan(f"as-moe:{tmp_path}")
-    assert (needs.n_experts, needs.n_atoms) == (2, 48)
     with pytest.raises(LayoutError, match="found 0 MoE layers in Llama"):
         plan(tmp_path)
 
