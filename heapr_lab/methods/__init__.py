@@ -9,14 +9,13 @@ For example::
     smaller = compression.materialise(model)
     compression.save(model, "smaller")
 
-`heapr_lab.methods.method` describes what a method promises; packages can add methods
-through the entry-point group `heapr_lab.methods`.
+`heapr_lab.methods.method` describes what a method promises.
 """
 
+import importlib
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,6 @@ from heapr_lab.errors import SpecError, check_names
 if TYPE_CHECKING:
     from heapr_lab.methods.method import Method
 
-GROUP = "heapr_lab.methods"
-"""The entry-point group of plug-ins; each entry is a `Method`."""
 _DATA = Path(__file__).with_name("methods.toml")
 
 
@@ -45,14 +42,14 @@ DESCRIBED: Mapping[str, Mapping[str, Any]] = _described()
 """The fields of each method of this package, and its `module`, by the method's name."""
 
 
-def check_name(name: str, known: Iterable[str] = DESCRIBED) -> None:
-    """Check that there is such a method; a plug-in's may be known only later.
+def check_name(name: str) -> None:
+    """Check that there is such a method.
 
     Raises:
         SpecError: there is none.
     """
-    if name not in known and (known is not DESCRIBED or not entry_points(group=GROUP)):
-        raise SpecError(f"unknown method {name!r}; choose one of {', '.join(known)}")
+    if name not in DESCRIBED:
+        raise SpecError(f"unknown method {name!r}; choose one of {', '.join(names())}")
 
 
 def check_options(
@@ -81,24 +78,18 @@ def check_options(
 
 
 def names() -> tuple[str, ...]:
-    """The names of all methods, ours and those of installed plug-ins.
-
-    Raises:
-        SpecError: a plug-in is broken, or its name is taken.
-    """
-    from heapr_lab.methods.method import all_methods
-
-    return tuple(all_methods())
+    """The names of all methods."""
+    return tuple(DESCRIBED)
 
 
 def get(name: str) -> "Method":
     """The method with that name.
 
     Raises:
-        SpecError: there is none, or a plug-in is broken.
+        SpecError: there is none.
     """
-    from heapr_lab.methods.method import all_methods
+    check_name(name)
+    importlib.import_module(f"{__name__}.{DESCRIBED[name]['module']}")
+    from heapr_lab.methods.method import OURS
 
-    methods = all_methods()
-    check_name(name, methods)
-    return methods[name]
+    return OURS[name]

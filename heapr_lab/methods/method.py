@@ -1,22 +1,16 @@
-"""What a method is: a name, where it comes from, and a rule that fits it to a model.
+"""What a method is: a name, where it comes from, and a rule that fits it to a model."""
 
-Methods are those of this package, and those that plug-ins add.
-"""
-
-import importlib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from heapr_lab.errors import SpecError, one_of, whole_number
-from heapr_lab.methods import DESCRIBED, GROUP, check_options
+from heapr_lab.errors import whole_number
+from heapr_lab.methods import DESCRIBED, check_options
 from heapr_lab.methods.collectors import Collector, Measurements
 from heapr_lab.methods.composing import Compositions
 from heapr_lab.methods.compression import (
@@ -35,14 +29,8 @@ from heapr_lab.pruning.surgery import ReplacedDownProj
 from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
-KINDS = ("atoms", "experts", "merging", "low rank", "weights")
-"""What a method may remove, or replace experts by."""
 _REPLACING = ("merging", "low rank")
-"""Those that leave other experts, for which the model must be in memory."""
-
-_NAME = re.compile("[a-z0-9]+(-[a-z0-9]+)*")
-_ARGUMENTS = {"model", "calibration", "ratio", "seed", "progress", "shared"}
-"""The arguments of `Method.fit`."""
+"""What leaves other experts, for which the model must be in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +103,7 @@ class Method:
     citation: str
     """Authors, year, and where it is published."""
     compresses: str
-    """What it removes or makes, one of `KINDS`."""
+    """What it removes or makes: atoms, experts, weights, merging or low rank."""
     rule: Callable[[Request], Compression] = field(repr=False)
     deviations: tuple[str, ...] = ()
     """How it differs from its paper and its authors' code, a sentence each."""
@@ -126,26 +114,6 @@ class Method:
     for all methods that are fitted together."""
     version: int = 1
     """Increased whenever the same input would give another result."""
-
-    def __post_init__(self) -> None:
-        """Check the name, the kind and the options.
-
-        Raises:
-            SpecError: the kind is unknown, the name is not as described, or an option
-                has the name of an argument of `fit`.
-        """
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise SpecError(
-                f"a method is called {self.name!r}, expected lower case letters and "
-                "digits, in words joined by hyphens"
-            )
-        taken = sorted(_ARGUMENTS & set(self.options))
-        if taken:
-            raise SpecError(
-                f"method {self.name!r} has an option {taken[0]}, which is an argument "
-                "of every method: give it another name"
-            )
-        one_of(self.compresses, KINDS, name=f"what method {self.name!r} compresses")
 
     def fit(
         self,
@@ -173,8 +141,8 @@ class Method:
         Raises:
             SpecError: the ratio or an option is invalid or infeasible, `shared` is of
                 another model or other windows, `model` is streamed and the method
-                replaces experts, an active mask, autocast or hook changes what
-                `model` computes, or the rule of another package fails.
+                replaces experts, or an active mask, autocast or hook changes what
+                `model` computes.
             LayoutError: the method cannot treat the model's experts exactly.
         """
         refuse_disturbed(model, remedy="fit the method to the dense model")
@@ -186,27 +154,7 @@ class Method:
         measured = shared or Measurements(model, calibration)
         measured.check(model, calibration)
         measured.expect(self.collectors)
-        return self._ruled(
-            Request(self.name, exact, seed, complete, measured, progress)
-        )
-
-    def _ruled(self, request: Request) -> Compression:
-        """What the rule makes of a request.
-
-        Raises:
-            SpecError: the rule, of another package perhaps, ended Python or returned
-                something else.
-        """
-        try:
-            compression = self.rule(request)
-        except SystemExit as error:
-            raise SpecError(f"method {self.name!r} wanted to end Python") from error
-        if not isinstance(compression, Compression):
-            raise SpecError(
-                f"method {self.name!r} returned {type(compression).__name__}, expected "
-                "a heapr_lab.methods.compression.Compression"
-            )
-        return compression
+        return self.rule(Request(self.name, exact, seed, complete, measured, progress))
 
     def _repr_html_(self) -> str:
         facts = {
@@ -228,7 +176,7 @@ class Method:
         return {**self.options, **options}
 
 
-_OURS: dict[str, Method] = {}
+OURS: dict[str, Method] = {}
 """The methods of this package whose modules are imported, by name."""
 
 
@@ -237,58 +185,4 @@ def ours(
 ) -> None:
     """Add the method of this package that `methods.toml` describes under that name."""
     fields = {field: v for field, v in DESCRIBED[name].items() if field != "module"}
-    _OURS[name] = Method(name, rule=rule, collectors=collectors, **fields)
-
-
-# --- every method by name ---------------------------------------------------------
-
-
-def all_methods() -> Mapping[str, Method]:
-    """The methods by name, ours first.
-
-    Raises:
-        SpecError: a plug-in cannot be loaded, is no `Method`, or its name is taken (the
-            distribution is named).
-    """
-    for place in {described["module"] for described in DESCRIBED.values()}:
-        importlib.import_module(f"{__package__}.{place}")
-    methods = {name: _OURS[name] for name in DESCRIBED}
-    made_by = dict.fromkeys(methods, "heapr-lab")
-    for entry in sorted(entry_points(group=GROUP), key=_place):
-        method = _loaded(entry)
-        if method.name in methods:
-            raise SpecError(
-                f"{_place(entry)} adds a method called {method.name!r}, which "
-                f"{made_by[method.name]} has already: give it another name, or "
-                "uninstall one of them"
-            )
-        methods[method.name] = method
-        made_by[method.name] = _place(entry)
-    return MappingProxyType(methods)
-
-
-def _place(entry: EntryPoint) -> str:
-    """What an entry is called in messages: its distribution, name and object."""
-    package = "a package without a name" if entry.dist is None else entry.dist.name
-    return f"{package} ({entry.name} = {entry.value})"
-
-
-def _loaded(entry: EntryPoint) -> Method:
-    """The method of a plug-in.
-
-    Raises:
-        SpecError: it cannot be loaded, or is no `Method`.
-    """
-    try:
-        method = entry.load()
-    except (Exception, SystemExit) as error:
-        raise SpecError(
-            f"the method of {_place(entry)} cannot be loaded: {type(error).__name__}: "
-            f"{error}; update or uninstall that package"
-        ) from error
-    if not isinstance(method, Method):
-        raise SpecError(
-            f"{_place(entry)} is {type(method).__name__}, expected a "
-            "heapr_lab.methods.method.Method; update or uninstall that package"
-        )
-    return method
+    OURS[name] = Method(name, rule=rule, collectors=collectors, **fields)

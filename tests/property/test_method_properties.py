@@ -19,7 +19,6 @@ from heapr_lab.models.experts import describe, find_experts
 FAMILIES = ("mixtral", "deepseek_v2")
 """Families of different routers and tensor names; the oracles have each method's."""
 METHODS = {name: methods.get(name) for name in methods.names()}
-"""Looked up once, because plug-ins are looked for each time."""
 WINDOWS = tiny_windows(n_sequences=8, seq_len=24)
 """They have as many tokens as an expert's least squares have unknowns, or rounding
 would select its atoms."""

@@ -57,8 +57,8 @@ def shown() -> Shown:
         (bench, ["small: 8 calibration windows of 64 tokens", "Mixtral"]),
         (plan(QWEN3, memory="80GB"), ["30.5 B", "6,144", "80 GB are free"]),
         (
-            Method("plug-in", NASTY, "Nobody 2026", "atoms", print, ("Never run.",)),
-            ["plug-in", "Nobody 2026", "Never run."],
+            Method("mine", NASTY, "Nobody 2026", "atoms", print, ("Never run.",)),
+            ["mine", "Nobody 2026", "Never run."],
         ),
         (
             AtomCompression(Made(NASTY, 0.25, 7, {"alpha": 2}), keep, {0: 12}),

@@ -18,7 +18,6 @@ from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.methods import collectors
 from heapr_lab.methods.collectors import Measurements
-from heapr_lab.methods.method import Method
 from heapr_lab.models.identity import identity_in_force
 from heapr_lab.pruning.surgery import masking, prune
 from heapr_lab.storage import files
@@ -152,12 +151,6 @@ def test_groups_of_experts_are_refused_before_text_is_read():
 
 def _never(_done: int, _total: int) -> None:
     raise AssertionError("text was read")
-
-
-def test_an_unknown_kind_is_refused():
-    """A method has to say what it removes."""
-    with pytest.raises(SpecError, match=r"must be one of 'atoms', .*, got 'layers'"):
-        Method("x", "x", "x", "layers", _never)  # type: ignore[arg-type]
 
 
 # --- checkpoints ------------------------------------------------------------------
