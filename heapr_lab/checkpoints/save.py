@@ -318,7 +318,7 @@ def describe(
     weights = sorted(folder.glob("*.safetensors"))
     manifest = {
         "format_version": MANIFEST_VERSION,
-        "method": "HEAPr",
+        "method": keep.settings.get("method", "HEAPr"),
         "base_model": Path(base).name if Path(base).is_dir() else base,
         "base_revision": getattr(config, "_commit_hash", None),
         "architecture": (config.architectures or [None])[0],

@@ -7,9 +7,10 @@ For example::
     with compression.apply(model):
         evaluate_perplexity(model, ids)
     smaller = compression.materialise(model)
-    compression.save(model, "smaller")
 
-`heapr_lab.methods.method` describes what a method promises.
+`heapr_lab.methods.method` describes what a method promises. Where atoms are removed,
+`heapr_lab.save_pruned` writes `smaller`; otherwise its own `save_pretrained` does, or
+refuses where no configuration of the family expresses its experts.
 """
 
 import importlib

@@ -4,8 +4,8 @@ Each projection of an expert e is W_e = A_e + L_e R_e: a dense matrix, and a pro
 two factors, any of which may be absent, or be that of other experts, too. So one module
 runs merged experts (A shared by a group), experts of low rank (L_e R_e alone), a common
 base with differences of low rank (A shared by all), and constants (an output bias
-alone). They are put in place in a context, in a copy, or in a checkpoint, in which
-experts may be dropped with their rows of the router, too.
+alone). They are put in place in a context or in a copy, in which experts may be dropped
+with their rows of the router, too.
 
 Shapes: E n_experts, D d_expert, I atoms of an expert.
 """
@@ -13,16 +13,12 @@ Shapes: E n_experts, D d_expert, I atoms of an expert.
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from heapr_lab.checkpoints.folder import checksums_in, new_folder, save_tokenizer
-from heapr_lab.checkpoints.provenance import MANIFEST_FILE
-from heapr_lab.checkpoints.stored_type import cast, file_types, stored_dtype
 from heapr_lab.errors import SpecError
 from heapr_lab.methods.expert_axes import COUNTS, KeptExperts, check_in_memory, dropping
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -35,7 +31,6 @@ from heapr_lab.models.ragged_experts import (
     routed_sum,
     without_weights,
 )
-from heapr_lab.storage import files
 
 Matrices = Mapping[str, torch.Tensor]
 """What an expert is made of, without its activation, which stays the family's.
@@ -242,62 +237,15 @@ def _check(layer: ExpertsLayer, composition: Composition) -> None:
         )
 
 
-# --- checkpoints ------------------------------------------------------------------
-
-
-def save_ordinary(
-    small: Any,
-    folder: Path | str,
-    facts: Mapping[str, Any],
-    *,
-    tokenizer: Any = None,
-    base: str | None = None,
-) -> Path:
-    """Write `small`, which was made of a dense model, with a manifest.
-
-    Transformers and engines load it as any model of its family. Weights are in the type
-    of the dense model's files, if these are on this machine.
-
-    Args:
-        small: a model with fewer experts, or other weights, after `renumber`.
-        folder: a new folder.
-        facts: plain data for the manifest, with the name of the `method`.
-        tokenizer: the tokenizer to save; by default that of the dense model.
-        base: name of the dense model; by default where it was loaded from.
-
-    Returns:
-        `folder`.
-
-    Raises:
-        SpecError: the family's configuration cannot express the experts, or `folder` is
-            not empty or not writable.
-        CacheError: the files changed while they were written.
-    """
-    if not _expresses(small.config, small):
-        raise SpecError(
-            f"{facts['method']} leaves experts that no configuration of "
-            f"{type(small).__name__} can express. Expected dense experts, equally many "
-            "in each layer: measure the model with apply, or materialise it"
-        )
-    base = base or small.config._name_or_path
-    small = cast(small, file_types(small, stored_dtype(small)))
-    with new_folder(Path(folder)) as partial:
-        small.save_pretrained(partial)
-        manifest = {
-            **facts,
-            "base_model": Path(base).name if Path(base).is_dir() else base,
-            "tokenizer": save_tokenizer(partial, tokenizer, base=base),
-            "sha256": checksums_in(partial),
-        }
-        files.write_json(partial / MANIFEST_FILE, manifest)
-    return Path(folder)
+# --- its configuration ------------------------------------------------------------
 
 
 def renumber(small: Any, *, like: nn.Module) -> None:
     """Set the number of experts in the configuration and the modules of `small`.
 
-    Nothing changes where the family's configuration cannot express it. It may have
-    several names for the number, and the model one of its own, for router losses.
+    Where the family's configuration cannot express its experts, `save_pretrained` is
+    made to refuse, because what it wrote could not be loaded. The configuration may
+    have several names for the number, and the model one of its own, for router losses.
 
     Args:
         small: a copy of `like` with fewer experts, or other weights.
@@ -305,18 +253,35 @@ def renumber(small: Any, *, like: nn.Module) -> None:
     """
     layers = find_experts(like)
     modules: list[Any] = [small.get_submodule(layer.name) for layer in layers]
-    before = {layer.n_experts for layer in layers}
-    after = {len(m.down_proj) for m in modules if not isinstance(m, ComposedExperts)}
-    if len(before) != 1 or len(after) != 1 or before == after:
+    if any(isinstance(module, ComposedExperts) for module in modules):
+        small.save_pretrained = _refuse
+        return
+    before = [layer.n_experts for layer in layers]
+    after = [len(module.down_proj) for module in modules]
+    if before == after:
         return
     config = copy.deepcopy(small.config)
-    _set_counts(config, *before, *after)
-    if _expresses(config, small):
-        _set_counts(small.config, *before, *after)
-        for module in small.modules():
-            for name in COUNTS:
-                if vars(module).get(name) in before:
-                    setattr(module, name, *after)
+    _set_counts(config, before[0], after[0])
+    if not _expresses(config, small):
+        small.save_pretrained = _refuse
+        return
+    _set_counts(small.config, before[0], after[0])
+    for module in small.modules():
+        for name in COUNTS:
+            if vars(module).get(name) == before[0]:
+                setattr(module, name, after[0])
+
+
+def _refuse(*_folder: Any, **_options: Any) -> NoReturn:
+    """In place of the `save_pretrained` of what could not be loaded again.
+
+    Raises:
+        SpecError: always.
+    """
+    raise SpecError(
+        "no configuration can express these experts: expected dense ones, equally many "
+        "in each layer. Measure the model in memory, or fit another method"
+    )
 
 
 def _set_counts(config: Any, before: int, after: int) -> None:

@@ -4,14 +4,12 @@ import abc
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from torch import nn
 
-from heapr_lab.checkpoints.save import save_pruned
 from heapr_lab.methods.composing import (
     Compositions,
     composed,
@@ -19,7 +17,6 @@ from heapr_lab.methods.composing import (
     distinct,
     flops_of,
     renumber,
-    save_ordinary,
 )
 from heapr_lab.methods.expert_axes import KeptExperts
 from heapr_lab.models.architecture import Architecture, LayerShape, expert_shares
@@ -46,11 +43,6 @@ class Made:
         """Plain data, without the routing."""
         names = ("method", "ratio", "seed")
         return {n: getattr(self, n) for n in names} | {"options": dict(self.options)}
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint says of it."""
-        return {"method": self.method, "compression": self.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -95,39 +87,6 @@ class Compression(abc.ABC):
     @abc.abstractmethod
     def savings(self, model: nn.Module) -> Savings:
         """What it saves, counted exactly."""
-
-    def save(
-        self,
-        model: nn.Module,
-        folder: Path | str,
-        *,
-        tokenizer: Any = None,
-        base: str | None = None,
-    ) -> Path:
-        """Write the compressed model, with a manifest that says how it was made.
-
-        Where atoms are removed, it is as `save_pruned` writes it, with mask and card;
-        otherwise an ordinary checkpoint of the family, without a card.
-
-        Args:
-            model: the dense model.
-            folder: a new folder.
-            tokenizer: the tokenizer to save; by default that of the dense model.
-            base: name of the dense model; by default where it was loaded from.
-
-        Returns:
-            `folder`.
-
-        Raises:
-            SpecError: the family's configuration cannot express its experts, the folder
-                is not empty, or it was fitted to another model.
-        """
-        small = self.materialise(model)
-        return self._write(small, Path(folder), tokenizer=tokenizer, base=base)
-
-    @abc.abstractmethod
-    def _write(self, small: nn.Module, folder: Path, **names: Any) -> Path:
-        """Write what `materialise` returned; `names` are the tokenizer and the base."""
 
     def _facts(self) -> dict[str, str]:
         made = self.made
@@ -190,9 +149,6 @@ class AtomCompression(Compression):
         flops = [dense.routed_flops_per_token(k, tokens) for k in (None, self.keep)]
         return _savings(dense, dense.parameters(self.keep), *flops)
 
-    def _write(self, small: nn.Module, folder: Path, **names: Any) -> Path:
-        return save_pruned(small, folder, facts=self.made.facts, **names)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExpertComposition(Compression):
@@ -220,6 +176,8 @@ class ExpertComposition(Compression):
     def materialise(self, model: nn.Module) -> nn.Module:
         """A copy, with the number of its experts in its configuration if that can be.
 
+        Otherwise its `save_pretrained` refuses.
+
         Raises:
             SpecError: as `apply`.
             LayoutError: as `apply`.
@@ -227,10 +185,6 @@ class ExpertComposition(Compression):
         small = composed(model, self.compositions, self.kept)
         renumber(small, like=model)
         return small
-
-    def _write(self, small: nn.Module, folder: Path, **names: Any) -> Path:
-        facts = self.made.facts | {"experts_kept": self.kept}
-        return save_ordinary(small, folder, facts, **names)
 
     @property
     def achieved_ratio(self) -> float:
