@@ -101,7 +101,7 @@ def item_rows(states: Mapping[tuple[str, float], Iterable[int]]) -> pd.DataFrame
         for (method, ratio), answers in states.items()
         for item, right in enumerate(answers)
     ]
-    return pd.DataFrame(rows).assign(acc_norm=0.0, p_right=0.0)
+    return pd.DataFrame(rows).assign(acc_norm=0.0)
 
 
 def keep_of(*removed: int) -> KeepMask:

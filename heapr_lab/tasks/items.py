@@ -36,7 +36,12 @@ from heapr_lab.tasks.harness import (
     quiet,
     run_tasks,
 )
-from heapr_lab.tasks.paper_tasks import PAPER_TASKS, continued_corpus, task_summary
+from heapr_lab.tasks.paper_tasks import (
+    METRICS,
+    PAPER_TASKS,
+    continued_corpus,
+    task_summary,
+)
 from heapr_lab.text.calibration import tokenizer_fingerprint
 from heapr_lab.text.corpora import load_corpus
 
@@ -68,8 +73,7 @@ def task_items(
     """How `model` answers each of some items of each task, one row for each.
 
     Columns: task; item, its number in the task; acc and acc_norm, 1 if the harness
-    counts it as right by that metric and 0 if not (NaN if the task has no acc_norm);
-    p_right, the likelihood of the right choice over that of all choices.
+    counts it as right by that metric and 0 if not (NaN if the task has no acc_norm).
 
     Items that were answered in this state of the model, by weights, dtype and the masks
     that are active around the call, come from the cache.
@@ -161,7 +165,8 @@ class _Asked:
                 at_once=state.at_once(_ITEMS_AT_ONCE),
                 progress=progress,
             )
-        named = rows.rename_axis("item").reset_index()
+        # Files of earlier versions have a column more.
+        named = rows[[*METRICS]].rename_axis("item").reset_index()
         named.insert(0, "task", self.name)
         return named
 
@@ -194,27 +199,10 @@ class _Asked:
                 f"task {self.name!r} is not judged by the accuracy of choices, but by "
                 f"{', '.join(sample['metrics'])}; run it with run_tasks"
             )
-        values = [value for value, _ in sample["filtered_resps"]]
         return {
             "acc": float(sample["acc"]),
             "acc_norm": float(sample.get("acc_norm", math.nan)),
-            "p_right": _share(values, self._right(sample)),
         }
-
-    def _right(self, sample: dict[str, Any]) -> int | None:
-        """The number of the right choice, as the harness finds it; None for several."""
-        document, several = sample["doc"], self.task.multiple_input
-        right = self.task.doc_to_text(document) if several else sample["target"]
-        if isinstance(right, str):
-            right = self.task.doc_to_choice(document).index(right)
-        return right if isinstance(right, int) else None
-
-
-def _share(values: list[float], right: int | None) -> float:
-    """One of the likelihoods over the sum of all, from their logarithms."""
-    if right is None:
-        return math.nan
-    return 1 / math.fsum(math.exp(min(value - values[right], 700)) for value in values)
 
 
 # --- rows that are kept for each state -------------------------------------------
@@ -332,7 +320,7 @@ class AskedTask:
         if task in PAPER_TASKS:
             options: dict[str, Any] = {"stored": stored, "progress": progress} | _DRAW
             items = task_items(model, tokenizer, [task], n_items=self.limit, **options)
-            there = [m for m in ("acc", "acc_norm") if items[m].notna().all()]
+            there = [m for m in METRICS if items[m].notna().all()]
             return [_row_of(items, metric) for metric in there]
         if corpus is not None:
             text = load_corpus(corpus, split="test")

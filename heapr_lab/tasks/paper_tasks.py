@@ -2,12 +2,11 @@
 
 Without torch, and without the harness, which is slow to import.
 
-`task_items` makes the frames of items. Three metrics can be read from them:
+`task_items` makes the frames of items. Two metrics can be read from them:
 
 * acc: the right choice is the likeliest. The paper's main table has it for all seven.
 * acc_norm: the likeliest by its mean per character. The paper has it for DeepSeekMoE in
   its comparison of global and layer-wise pruning.
-* p_right: likelihood of the right choice over that of all. No paper reports it.
 
 WinoGrande has no acc_norm; its acc stands in for it.
 """
@@ -36,7 +35,7 @@ CHOICES = _CHOICES | {"continuation": 4}
 """How many answers an item has, but for a few of ARC that have three or five."""
 GUESSING = sum(1 / CHOICES[task] for task in PAPER_TASKS) / len(PAPER_TASKS)
 """The mean accuracy of guessing on the seven."""
-METRICS = ("acc", "acc_norm", "p_right")
+METRICS = ("acc", "acc_norm")
 MEAN = "mean"
 """The row of the mean over tasks."""
 _ITEM = ["task", "item"]

@@ -34,7 +34,7 @@ def _results(
     places = itertools.product(PAPER_TASKS, range(n_items))
     items = pd.DataFrame(places, columns=["task", "item"])
     answers = items["item"].lt(right).astype(float)
-    items = items.assign(acc=answers, acc_norm=answers, p_right=0.5)
+    items = items.assign(acc=answers, acc_norm=answers)
     sizes = {"achieved_ratio": 0.25, "parameters_saved": 0.1, "spread": n_windows}
     return Results(windows, items, sizes)
 
