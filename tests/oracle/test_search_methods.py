@@ -75,87 +75,74 @@ def test_evoesap_finds_the_best_allocation(family):
     assert fitted("evoesap", model, 0.34, **MUCH).kept == best
 
 
-# --- EvoESAP's search: patterns, allocation, mutation and survival by loops ---------
+# --- EvoESAP's search -------------------------------------------------------------
+
+MOST, TOTAL, POPULATION = [4, 6, 6, 2, 6], 12, 16
+OPTIONS = {"population": POPULATION, "generations": 6, "survivors": 3}
+OPTIONS |= {"most_moves": 3, "largest_move": 4}
 
 
-def patterns_by_hand(n: int, draw: random.Random) -> list[list[float]]:
-    """The shares of the layers in the first twelve plans."""
-    middle, quarter = (n - 1) / 2, max(1, n // 4)
-    return [
-        [1.0] * n,
-        [draw.random() + 1e-4 for _ in range(n)],
-        [i + 1.0 for i in range(n)],
-        [float(n - i) for i in range(n)],
-        [middle - abs(i - middle) + 1 for i in range(n)],
-        [abs(i - middle) + 1 for i in range(n)],
-        [0.7**i + 1e-4 for i in range(n)],
-        [1.3**i for i in range(n)],
-        [2.0 if i < quarter else 1.0 for i in range(n)],
-        [2.0 if i >= n - quarter else 1.0 for i in range(n)],
-        [2.0 if i % 2 == 0 else 1.0 for i in range(n)],
-        [0.5 + 0.5 * (1 - abs(2 * i / (n - 1) - 1)) for i in range(n)],
+def cost(plan: Any) -> float:
+    """The less, the nearer the numbers are to 2.2, in some layers above all."""
+    weights = [5.0, 1.0, 3.0, 0.1, 2.0]
+    return sum(w * (n - 2.2) ** 2 for w, n in zip(weights, plan, strict=True))
+
+
+def test_evoesap_begins_with_shares_of_many_shapes():
+    """The authors' eleven; the second plan and those after them are drawn."""
+    expected = [
+        [1, 1, 1, 1, 1],
+        [1, 2, 3, 4, 5],
+        [5, 4, 3, 2, 1],
+        [1, 2, 3, 2, 1],
+        [3, 2, 1, 2, 3],
+        [1.0001, 0.7001, 0.4901, 0.3431, 0.2402],
+        [1, 1.3, 1.69, 2.197, 2.8561],
+        [2, 1, 1, 1, 1],
+        [1, 1, 1, 1, 2],
+        [2, 1, 2, 1, 2],
+        [0.5, 0.75, 1, 0.75, 0.5],
     ]
+    np.testing.assert_allclose(searches.shapes(5), expected)
+    by_shares = [experts.apportioned(shares, TOTAL, MOST) for shares in expected]
+    plans = searches.first_plans(MOST, TOTAL, POPULATION, random.Random(0))
+    assert [plans[0], *plans[2:12]] == by_shares
+    assert len(plans) == POPULATION
 
 
-def allocated_by_hand(shares: list[float], most: list[int], total: int) -> list[int]:
-    """Whole parts, one more for the largest remainders, and then in turn."""
-    wanted = [total * share / sum(shares) for share in shares]
-    plan = [min(int(part), cap) for part, cap in zip(wanted, most, strict=True)]
-    turns = sorted(range(len(plan)), key=lambda i: plan[i] - wanted[i])
-    while sum(plan) < total:
-        for i in turns:
-            if sum(plan) < total and plan[i] < most[i]:
-                plan[i] += 1
-        turns = list(range(len(plan)))
-    return plan
-
-
-def mutated_by_hand(
-    plan: list[int], most: list[int], draw: random.Random, largest: int, times: int
-) -> list[int]:
-    """Experts go from one layer to another; what does not fit is tried again."""
-    plan, tries = list(plan), 0
-    moves = min(draw.randint(1, times), draw.randint(1, times))
-    while moves and tries < 32:
-        tries += 1
-        source = draw.choice([i for i, n in enumerate(plan) if n > 0])
-        target = draw.choice([i for i, n in enumerate(plan) if n < most[i]])
-        if source == target:
-            continue
-        n = draw.randint(1, largest)
-        if plan[source] >= n and plan[target] + n <= most[target]:
-            plan[source], plan[target] = plan[source] - n, plan[target] + n
-            moves -= 1
-    return plan
+def test_moves_of_evoesap_are_from_layer_to_layer():
+    """One move is of at most so many; no layer loses more than it can."""
+    plan, options = np.array([4, 0, 6, 2, 0]), {"most_moves": 1, "largest_move": 2}
+    draws = [random.Random(seed) for seed in range(99)]
+    moves = [searches.moved(tuple(plan), MOST, options, draw) - plan for draw in draws]
+    assert {(*np.sort(m),) for m in moves} == {(-1, 0, 0, 0, 1), (-2, 0, 0, 0, 2)}
+    assert (plan + moves <= MOST).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_search_of_evoesap_by_hand(seed):
-    """Every plan that is judged, in order, and the best; some are at their limits."""
-    most, total, weights = [4, 6, 6, 2, 6], 12, [5.0, 1.0, 3.0, 0.1, 2.0]
-    options = {"population": 16, "generations": 6}
-    options |= {"survivors": 3, "most_moves": 3, "largest_move": 4}
+def test_the_search_of_evoesap(seed, monkeypatch):
+    """Only the best three of all so far have successors, by moves; each is judged once.
 
-    def cost(plan: Any) -> float:
-        return sum(w * (n - 2.2) ** 2 for w, n in zip(weights, plan, strict=True))
+    Some are at their limits.
+    """
+    judge, move, made = Mock(side_effect=cost), searches.moved, []
 
-    draw, judged = random.Random(seed), []
-    plans = patterns_by_hand(5, draw)
-    plans += [[draw.random() + 1e-4 for _ in most] for _ in range(4)]
-    population = [allocated_by_hand(shares, most, total) for shares in plans]
-    for _ in range(6):
-        judged += population
-        best = sorted(population, key=cost)[:3]
-        population = best + [
-            mutated_by_hand(draw.choice(best), most, draw, 4, 3) for _ in range(13)
-        ]
-    judge = Mock(side_effect=cost)
-    winner = searches.searched(judge, most, total, options, random.Random(seed))
+    def moved(plan: searches.Plan, *words: Any) -> searches.Plan:
+        before = [call.args[0] for call in judge.mock_calls]
+        assert plan in sorted(before, key=cost)[: OPTIONS["survivors"]]
+        made.append(move(plan, *words))
+        return made[-1]
+
+    monkeypatch.setattr(searches, "moved", moved)
+    rng = random.Random(seed)
+    winner = searches.searched(judge, MOST, TOTAL, OPTIONS, rng)
     tried = [call.args[0] for call in judge.mock_calls]
-    assert tried == list(dict.fromkeys(map(tuple, judged)))
+    assert len(made) == 5 * (POPULATION - OPTIONS["survivors"])
+    assert len(tried) == len({*tried})
+    assert {*made} <= {*tried}
     assert winner == min(tried, key=cost)
-    assert all(sum(plan) == total for plan in tried)
-    assert any(n == cap for plan in tried for n, cap in zip(plan, most, strict=True))
+    assert all(sum(plan) == TOTAL for plan in tried)
+    assert any(n == cap for plan in tried for n, cap in zip(plan, MOST, strict=True))
 
 
 def test_the_fitness_of_a_search_is_that_of_all_logits():
