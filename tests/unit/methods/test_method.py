@@ -178,8 +178,3 @@ def test_savings_are_counted_where_they_are(model):
     whole = methods.get("frequency").fit(model, WINDOWS, ratio=0.5).savings(model)
     assert atoms.routed_flops[1] == pytest.approx(atoms.routed_flops[0] / 2)
     assert whole.routed_flops[1] == pytest.approx(whole.routed_flops[0])
-
-
-def test_cached_results_of_compress_are_of_its_rule_of_today():
-    """Up to version 3, HEAPr's mask was of the windows that are fitted to."""
-    assert methods.get("compress").version == 4

@@ -144,16 +144,6 @@ def small(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_layers_are_run_one_by_one_where_sums_do_not_fit(model, caplog):
-    """The sums are the same; after each of two layers half of the windows are done."""
-    layers, told = watched(model, "expert")
-    assert [*layers] == [0, 1]
-    assert told == [(3, N_WINDOWS), (6, N_WINDOWS)]
-    assert_right(layers, model, "expert")
-    assert caplog.text == ""
-
-
-@pytest.mark.usefixtures("small")
 def test_passes_for_groups_where_layers_do_not_run_alone(model, caplog, monkeypatch):
     """It is said why and how many; windows done are those of one pass."""
     refuse = Mock(side_effect=LayoutError("no"))

@@ -7,8 +7,8 @@ from heard import Heard
 from oracles.features import COUPLED, grams_of, two_columns
 
 from heapr_lab import ImportanceTable, collect_statistics
-from heapr_lab.errors import LayoutError, SpecError
-from heapr_lab.models.experts import ExpertsLayer, find_experts
+from heapr_lab.errors import SpecError
+from heapr_lab.models.experts import ExpertsLayer
 from heapr_lab.refinement.activation_grams import iter_grams
 from heapr_lab.refinement.elimination import eliminate, elimination_spec, layer_costs
 from heapr_lab.storage.hashing import digest
@@ -153,10 +153,6 @@ def test_scores_of_an_earlier_version_are_not_read(model, table, tmp_path, caplo
 
 
 def test_a_table_of_another_model_of_the_same_shapes(table):
-    """Elimination compares identities, not only shapes; weights have to be there."""
-    twin = tiny_model("qwen2_moe", seed=1)
+    """Elimination compares identities, not only shapes."""
     with pytest.raises(SpecError, match="another model: it differs in weights"):
-        eliminate(twin, table, WINDOWS)
-    find_experts(twin)[1].module.to("meta")
-    with pytest.raises(LayoutError, match=r"layers\.1\.mlp\.experts is offloaded"):
-        eliminate(twin, table, WINDOWS)
+        eliminate(tiny_model("qwen2_moe", seed=1), table, WINDOWS)
