@@ -22,8 +22,7 @@ expert. Units: nats per predicted token, of which there are L − 1.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +32,6 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError
-from heapr_lab.inspection.passages import as_float64, check_position
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.experts import ExpertsLayer, find_experts
 from heapr_lab.models.grouped_linear import accumulating_dtype
@@ -46,9 +44,6 @@ from heapr_lab.text.calibration import token_windows
 
 _HALF = 0.5
 """What removed atoms are multiplied by."""
-Take = Callable[[Routed, torch.Tensor], None]
-"""Takes a call of a layer and its products, −h · ∂ℓ/∂h̃ in nats, 0 for kept atoms, as
-(n, I) float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,93 +85,55 @@ def attribute_loss(model: nn.Module, keep: KeepMask, ids: Any) -> Attribution:
         HeaprLabError: a gradient is not finite.
     """
     with differentiating(model):  # also within inference mode, whose tensors are frozen
-        run = _Run(model, keep, ids)
-        sums = {k: _Sums(keep.by_layer(k).shape, run.n_tokens) for k in keep.layers}
-        run.backward({k: total.take for k, total in sums.items()})
-    atoms = {k: total.atoms.numpy() / run.n_predicted for k, total in sums.items()}
-    tokens = np.stack([total.tokens.numpy() for total in sums.values()], axis=1)
-    return Attribution(keep, atoms, tokens / run.n_predicted)
+        windows = _one_text(model, ids)
+        layers = find_experts(model)
+        kept = keeps_of(layers, keep)
+        sums = [
+            _Sums(layer, ~mask, windows.shape[1])
+            for layer, mask in zip(layers, kept, strict=True)
+        ]
+        factors = [mask + _HALF * ~mask for mask in kept]
+        # Observers come first: they end the masks of contexts around them.
+        with observed(layers, sums), masked(layers, factors):
+            token_nll(model, windows.to(input_device(model))).sum().backward()
+        for total in sums:
+            total.check()
+    n_predicted = windows.shape[1] - 1
+    atoms = {total.layer: total.atoms.numpy() / n_predicted for total in sums}
+    tokens = np.stack([total.tokens.numpy() for total in sums], axis=1)
+    return Attribution(keep, atoms, tokens / n_predicted)
 
 
-def attribute_token(
-    model: nn.Module, keep: KeepMask, ids: Any, *, layer: int, position: int
-) -> pd.DataFrame:
-    """The removed atoms that one token is routed to in a layer, with their attribution.
-
-    One forward and one backward pass at s = ½. The rows add up to what
-    `attribute_loss` has for the token in the layer.
-
-    Args:
-        model: the dense model, which must be in memory.
-        keep: the kept atoms of the pruned model.
-        ids: token ids of one text, (1, L).
-        layer: number of a MoE layer.
-        position: index of the token, from 0.
-
-    Returns:
-        Columns expert, atom, p, h (in the half-pruned model), first_order; largest
-        absolute value first.
+def _one_text(model: nn.Module, ids: Any) -> torch.Tensor:
+    """The token ids of a text that the model, in memory, can read, (1, L).
 
     Raises:
-        SpecError: there is no such layer or position, or as `attribute_loss`.
-        CoverageError: the layer did not take part in the pass once.
-        HeaprLabError: a gradient is not finite.
+        SpecError: they are not one window of its tokens, or the model is streamed.
     """
-    with differentiating(model):
-        run = _Run(model, keep, ids)
-        removed, calls = ~keep.by_layer(layer), list[tuple[Routed, torch.Tensor]]()
-        check_position(position, run.n_tokens)
-        run.backward({layer: lambda *seen: calls.append(seen)})
-    frames = (_of_token(*seen, removed, position) for seen in calls)
-    frame = pd.concat(itertools.chain(*frames), ignore_index=True)
-    frame["first_order"] /= run.n_predicted
-    order = frame.assign(size=frame["first_order"].abs()).sort_values(
-        ["size", "expert", "atom"], ascending=[False, True, True], ignore_index=True
+    backend_of(model).require_loaded(
+        remedy="gradients of a text need all layers, so load it with stream=False",
     )
-    return order.drop(columns="size")
+    windows = token_windows(ids)
+    if len(windows) != 1:
+        raise SpecError(f"the ids are {len(windows)} windows, expected one text")
+    check_fits(model, windows)
+    return windows.clone()
 
 
-# --- one pass -----------------------------------------------------------------------
+class _Sums:
+    """Sums the products of one layer, −h · ∂ℓ/∂h̃ in nats, of what it removes.
 
+    Shapes: atoms (E, I), tokens (L,).
+    """
 
-class _Run:
-    """A pass of a model, whose removed atoms are halved, over one text."""
-
-    def __init__(self, model: nn.Module, keep: KeepMask, ids: Any) -> None:
-        backend_of(model).require_loaded(
-            remedy="gradients of a text need all layers, so load it with stream=False",
-        )
-        self._model, self._ids = model, token_windows(ids)
-        if len(self._ids) != 1:
-            raise SpecError(f"the ids are {len(self._ids)} windows, expected one text")
-        check_fits(model, self._ids)
-        self._layers = find_experts(model)
-        self._kept = keeps_of(self._layers, keep)
-        self.n_tokens = self._ids.shape[1]
-        self.n_predicted = self.n_tokens - 1
-
-    def backward(self, takes: Mapping[int, Take]) -> None:
-        """Give the products of each of these layers, by number, to its function."""
-        observers = [
-            _Observer(layer, ~kept, takes[layer.layer])
-            for layer, kept in zip(self._layers, self._kept, strict=True)
-            if layer.layer in takes
-        ]
-        seen = [observer.layer for observer in observers]
-        factors = [kept + _HALF * ~kept for kept in self._kept]
-        ids = self._ids.clone().to(input_device(self._model))
-        # Observers come first: they end the masks of contexts around them.
-        with observed(seen, observers), masked(self._layers, factors):
-            token_nll(self._model, ids).sum().backward()
-        for observer in observers:
-            observer.check()
-
-
-class _Observer:
-    """Hands the products of one layer to `take` in the backward pass."""
-
-    def __init__(self, layer: ExpertsLayer, removed: torch.Tensor, take: Take) -> None:
-        self.layer, self._removed, self._take = layer, removed, take
+    def __init__(
+        self, layer: ExpertsLayer, removed: torch.Tensor, n_tokens: int
+    ) -> None:
+        """Nothing is summed yet; `removed` are the removed atoms, (E, I)."""
+        self.layer = layer.layer
+        self.atoms = torch.zeros(removed.shape, dtype=torch.float64)
+        self.tokens = torch.zeros(n_tokens, dtype=torch.float64)
+        self._removed = removed
         self._backwards, self._finite = 0, True
 
     def check(self) -> None:
@@ -187,7 +144,7 @@ class _Observer:
             HeaprLabError: its gradients are not finite.
         """
         check_gradients(
-            self.layer.layer, self._backwards, finite=self._finite, where="the text"
+            self.layer, self._backwards, finite=self._finite, where="the text"
         )
 
     def __call__(self, call: Routed) -> None:
@@ -195,10 +152,10 @@ class _Observer:
         if not call.h.requires_grad:
             call.h.requires_grad_(True)
         seen = replace(call, h=call.h.detach(), p=call.p.detach())
-        call.h.register_hook(functools.partial(self._products, seen))
+        call.h.register_hook(functools.partial(self._add, seen))
 
-    def _products(self, call: Routed, gradient: torch.Tensor) -> None:
-        """Take the products of one call.
+    def _add(self, call: Routed, gradient: torch.Tensor) -> None:
+        """Add the products of one call.
 
         `gradient` is ∂ℓ/∂h, which for removed atoms is half of ∂ℓ/∂h̃.
         """
@@ -207,37 +164,5 @@ class _Observer:
         self._backwards += 1
         self._finite = self._finite and bool(torch.isfinite(products).all())
         products.masked_fill_(~self._removed[call.experts], 0.0)
-        self._take(call, products)
-
-
-class _Sums:
-    """The products summed for each atom (E, I), and for each token (L,)."""
-
-    def __init__(self, shape: tuple[int, ...], n_tokens: int) -> None:
-        self.atoms = torch.zeros(shape, dtype=torch.float64)
-        self.tokens = torch.zeros(n_tokens, dtype=torch.float64)
-
-    def take(self, call: Routed, products: torch.Tensor) -> None:
-        """Add the products of one call."""
         self.atoms.index_add_(0, call.experts, products)
         self.tokens.index_add_(0, call.rows.cpu(), products.sum(1))
-
-
-def _of_token(
-    call: Routed, products: torch.Tensor, removed: np.ndarray, position: int
-) -> Iterator[pd.DataFrame]:
-    """The products of one token's removed atoms, for each expert that it is routed to.
-
-    Shapes: removed (E, I) bool.
-    """
-    for row in (call.rows == position).nonzero()[:, 0].tolist():
-        expert = int(call.experts[row])
-        atoms = removed[expert].nonzero()[0]
-        columns = {
-            "expert": expert,
-            "atom": atoms,
-            "p": float(call.p[row]),
-            "h": as_float64(call.h[row])[atoms],
-            "first_order": products[row].numpy()[atoms],
-        }
-        yield pd.DataFrame(columns)

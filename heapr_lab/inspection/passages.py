@@ -2,7 +2,7 @@
 
 Everything here runs the dense model, except where a mask is given.
 
-Shapes: L tokens of a text; n routed rows of a call, sorted by expert.
+Shapes: L tokens of a text.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from heapr_lab.errors import SpecError, whole_number
-from heapr_lab.models.experts import ExpertsLayer, find_experts
-from heapr_lab.models.hooks import Observer, observed, switching
-from heapr_lab.models.likelihood import final_states, token_nll
+from heapr_lab.models.experts import find_experts
+from heapr_lab.models.hooks import switching
+from heapr_lab.models.likelihood import token_nll
 from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
@@ -81,16 +81,6 @@ def read_passage(
     kept = ids[-(context - room) :] if room else ids[:context]
     texts = token_texts(tokenizer, kept.tolist())
     return Passage(kept[None], tuple(texts), len(ids) - len(kept))
-
-
-def check_position(position: int, n_tokens: int) -> None:
-    """Check that a text has a token at a position, from 0.
-
-    Raises:
-        SpecError: it has not.
-    """
-    name = f"position in a text of {n_tokens} tokens"
-    whole_number(position, name=name, least=0, most=n_tokens - 1)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -164,7 +154,8 @@ def token_losses(
 
 def _losses(model: nn.Module, passage: Passage) -> np.ndarray:
     """The loss of each token, missing for the first, (L,)."""
-    nll = as_float64(token_nll(model, passage.ids)[0])
+    # Moved first: not every device has float64.
+    nll = token_nll(model, passage.ids)[0].cpu().double().numpy()
     return np.concatenate([[np.nan], nll])
 
 
@@ -234,21 +225,6 @@ def _generated(
     return [int(token) for token in sequences[0]]
 
 
-# --- shared by traces -------------------------------------------------------------
-
-
-def observe(
-    model: nn.Module,
-    passage: Passage,
-    layers: list[ExpertsLayer],
-    observers: Sequence[Observer],
-) -> None:
-    """Run one forward pass over the text, seen by the observers."""
-    _check_length(passage)
-    with evaluating(model), observed(layers, observers):
-        final_states(model, passage.ids)
-
-
 def _context_length(model: Any) -> int | None:
     """Length of the model's context in tokens; None if unlimited."""
     length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -261,10 +237,3 @@ def _check_length(passage: Passage) -> None:
             f"the text {passage.text!r} has 1 token, expected at least 2: give a "
             "longer text"
         )
-
-
-def as_float64(x: torch.Tensor) -> np.ndarray:
-    """`x` on the CPU, detached."""
-    # Moved first: not every device has float64.
-    array: np.ndarray = x.detach().cpu().double().numpy()
-    return array

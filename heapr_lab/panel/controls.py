@@ -93,15 +93,6 @@ def shown_by(control: ipw.Widget) -> Any:
     return control.number if isinstance(control, NumberBox) else control.value
 
 
-def said_by(*controls: ipw.Widget) -> str:
-    """The labels and values of controls, as text.
-
-    Raises:
-        SpecError: as `shown_by`.
-    """
-    return ", ".join(f"{label_of(control)} {shown_by(control)}" for control in controls)
-
-
 def several_of(
     name: str, options: Sequence[str], value: Sequence[str]
 ) -> ipw.SelectMultiple:

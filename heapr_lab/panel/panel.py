@@ -202,7 +202,6 @@ class Explorer(ipw.VBox):
             self.header.value = header_html(self.session)
             self.comparison.runs.offer()
             add_tooltips(self.comparison.runs)
-            self.inspection.refresh()
             self.export.code.refresh()
         except Exception as error:  # an exception in a thread is not shown
             job.error.value = failure(error)

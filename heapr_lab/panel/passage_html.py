@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab.panel.looks import BORDER, INK, MUTED, columns_html, numbers, status
-from heapr_lab.pruning.masks import KeepMask
 
 _STEPS: Final = (0.1, 0.5, 2.0)
 """Changes of the loss, in nats, from which a token has each of the three marks."""
@@ -22,13 +21,11 @@ _OPACITY = (0.18, 0.36, 0.6)
 _CODE = "font-family:var(--jp-code-font-family, monospace);white-space:pre-wrap"
 _N_HURT: Final = 10
 _N_AROUND: Final = 6
-_N_ATOMS: Final = 20
 _N_TOKENS: Final = 40
 """Tokens of the map; the others are summed in one row."""
 _SHADES: Final = (0.125, 0.25, 0.5)
 """Shares of the largest value of the map from which a cell has each of the marks."""
 _FIRST_ORDER = "first order [nats/token]"
-_MILLI = "first order [0.001 nats/token]"
 
 
 def left_out_html(n_tokens: int, part: str) -> str:
@@ -58,26 +55,10 @@ def _mark(text: str, title: str) -> str:
     )
 
 
-def _in_place(before: str, token: str, after: str = "") -> str:
-    """A marked token in one line with its context."""
-    around = [_visible(text) if text else "" for text in (before, after)]
-    marked = _mark(token, "the token")
-    return f'<span style="{_CODE}">{around[0]}{marked}{around[1]}</span>'
-
-
-def _bar(share: float) -> str:
-    """A share as a number and as a bar."""
-    width = 60 * min(1.0, max(0.0, share))
-    return (
-        f'{share:.1%} <span aria-hidden="true" style="display:inline-block;height:8px;'
-        f'width:{width:.0f}px;background:rgb({_BETTER})"></span>'
-    )
-
-
-def _kept(kept: bool) -> str:
-    if kept:
-        return "✓ kept"
-    return f'<b style="border-bottom:2px solid rgb({_WORSE})">✗ pruned</b>'
+def _in_place(before: str, token: str) -> str:
+    """A marked token in one line with the text before it."""
+    around = _visible(before) if before else ""
+    return f'<span style="{_CODE}">{around}{_mark(token, "the token")}</span>'
 
 
 # --- views: losses ----------------------------------------------------------------
@@ -225,88 +206,6 @@ def _continuation(
     )
 
 
-# --- views: routing ---------------------------------------------------------------
-
-
-def routing_html(
-    routes: pd.DataFrame,
-    atoms: pd.DataFrame,
-    *,
-    keep: KeepMask,
-    layer: int,
-    position: int,
-    pruned: str,
-) -> str:
-    """What serves one token: experts and atoms in one layer, experts in all.
-
-    Args:
-        routes: those of the whole text, as `routing.routing` has them.
-        atoms: those of this token and layer, as `activations.atoms_of_token` has them.
-        keep: the mask of the pruned model.
-        layer: number of the layer.
-        position: the position of the token.
-        pruned: says which pruned model it is.
-    """
-    rows = routes[routes["layer"].eq(layer)]
-    kept = keep.by_layer(layer)
-    experts = rows[rows["position"].eq(position)]
-    texts = rows.drop_duplicates("position")["token"].tolist()
-    lost = experts["p"] @ (1 - kept[experts["expert"]].mean(1))
-    text = (
-        f"Layer {layer}, position {position}: {len(experts)} experts serve the token. "
-        f"Weighted by the router, {lost / experts['p'].sum():.1%} of their atoms are "
-        f"pruned. Masked model: {pruned}."
-    )
-    return (
-        f"{status(text)}{_numbered(texts, position)}"
-        f"{_experts_table(experts, kept)}{_atoms_table(atoms, kept)}"
-    )
-
-
-def _numbered(texts: Sequence[str], chosen: int) -> str:
-    """The text with the position of every tenth token, and one token marked."""
-    parts = []
-    for number, text in enumerate(texts):
-        if number % 10 == 0:
-            parts.append(f'<sub style="color:{MUTED}">{number}</sub>')
-        if number == chosen:
-            parts.append(_mark(text, f"position {number}"))
-        else:
-            style = f"border-right:1px solid {BORDER}"
-            name = f'title="position {number}"'
-            parts.append(f'<span style="{style}" {name}>{_visible(text)}</span>')
-    return (
-        f'<div style="{_CODE};color:{INK};margin:6px 0;overflow-wrap:anywhere">'
-        f"{''.join(parts)}</div>"
-        f'<div style="color:{MUTED}">The framed token is the selected one; small '
-        "numbers are the position of the next token.</div>"
-    )
-
-
-def _experts_table(experts: pd.DataFrame, kept: np.ndarray) -> str:
-    atoms = kept[experts["expert"]]
-    columns = {
-        "expert": experts["expert"],
-        "routing weight p": numbers(experts["p"], ".4f"),
-        "share of its atoms kept": map(_bar, atoms.mean(1)),
-        "atoms kept": [f"{mask.sum()} of {mask.size}" for mask in atoms],
-    }
-    return columns_html("Experts that serve the token", columns)
-
-
-def _atoms_table(atoms: pd.DataFrame, kept: np.ndarray) -> str:
-    columns = {
-        "expert": atoms["expert"],
-        "atom": atoms["atom"],
-        "activation h": numbers(atoms["h"], "+.4g"),
-        "|p·h|·‖w_down‖": numbers(atoms["contribution"], ".4g"),
-        "share of all": numbers(atoms["share"], ".1%"),
-        "mask": map(_kept, kept[atoms["expert"], atoms["atom"]]),
-    }
-    caption = f"The {len(atoms)} atoms that add most to the output"
-    return columns_html(caption, columns)
-
-
 # --- views: why the loss changes, to first order ------------------------------------
 
 
@@ -377,78 +276,3 @@ def _shades(values: np.ndarray, largest: float) -> list[str]:
         f'<span style="{_style(nats, steps)}">{1000 * nats:+.2f}</span>'
         for nats in values
     ]
-
-
-def token_html(
-    atoms: pd.DataFrame,
-    texts: Sequence[str],
-    *,
-    layer: int,
-    position: int,
-    pruned: str,
-) -> str:
-    """The pruned experts and atoms of one token in one layer, first order.
-
-    Args:
-        atoms: as `attribution.attribute_token` has them.
-        texts: the texts of all tokens, (L,).
-        layer: number of the layer.
-        position: the position of the token.
-        pruned: says which pruned model it is.
-    """
-    total = atoms["first_order"].sum()
-    text = (
-        f"Layer {layer}, position {position}: what is pruned of the token's experts "
-        f"adds {1000 * total:+.3f} thousandths of a nat per token to the loss of the "
-        f"text, first order. Masked model: {pruned}."
-    )
-    shown = atoms.head(_N_ATOMS)
-    columns = {
-        "expert": shown["expert"],
-        "atom": shown["atom"],
-        "routing weight p": numbers(shown["p"], ".4f"),
-        "activation h": numbers(shown["h"], "+.4g"),
-        _MILLI: numbers(1000 * shown["first_order"], "+.3f"),
-    }
-    caption = f"The {len(shown)} of {len(atoms)} pruned atoms with most"
-    return (
-        f"{status(text)}{_numbered(texts, position)}{_losing_experts(atoms)}"
-        f"{columns_html(caption, columns)}"
-    )
-
-
-def _losing_experts(atoms: pd.DataFrame) -> str:
-    groups = atoms.groupby("expert", sort=False).agg(
-        n=("atom", "size"), p=("p", "first"), first_order=("first_order", "sum")
-    )
-    order = groups.sort_values("first_order", key=np.abs, ascending=False)
-    columns = {
-        "expert": order.index,
-        "routing weight p": numbers(order["p"], ".4f"),
-        "atoms pruned": order["n"],
-        _MILLI: numbers(1000 * order["first_order"], "+.3f"),
-    }
-    return columns_html("Experts of the token that lose atoms", columns)
-
-
-# --- views: an atom ---------------------------------------------------------------
-
-
-def contexts_html(contexts: pd.DataFrame, *, summary: str) -> str:
-    """The tokens that activate an atom most, in their contexts.
-
-    Args:
-        contexts: as `activations.top_contexts` has them.
-        summary: which atom it is, and whether it is pruned.
-    """
-    if contexts.empty:
-        return status(f"{summary} No token of these windows is routed to its expert.")
-    rows = [*contexts.itertuples()]
-    columns = {
-        "activation h": numbers(contexts["h"], "+.4g"),
-        "routing weight p": numbers(contexts["p"], ".3f"),
-        "window:position": [f"{row.window}:{row.position}" for row in rows],
-        "context": [_in_place(row.before, row.token, row.after) for row in rows],
-    }
-    caption = f"The {len(rows)} tokens at which |h| is largest"
-    return f"{status(summary)}{columns_html(caption, columns)}"

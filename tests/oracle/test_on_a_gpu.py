@@ -20,7 +20,6 @@ from tiny_folder import opened, write_model, write_text
 
 import heapr_lab
 from heapr_lab import Calibration, CalibrationSet, Setting, Workbench, methods
-from heapr_lab.inspection.activations import atoms_of_token, routing
 from heapr_lab.inspection.attribution import attribute_loss
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.models.experts import find_experts
@@ -218,14 +217,10 @@ def passage_of(side: Side) -> Any:
 INSPECTED: dict[str, Callable[[Side], Any]] = {
     "generation": lambda side: drawn(side, continuations, IDS, n_new=4),
     "elimination": lambda side: eliminate(side.model, side.table, side.windows).frame,
-    "atoms of a token": lambda side: atoms_of_token(
-        side.model, passage_of(side), layer=0, position=3
-    ),
     "attribution": lambda side: attribute_loss(
         side.model, side.keep, passage_of(side).ids
     ).layers(),
     "losses": lambda side: token_losses(side.model, passage_of(side), keep=side.keep),
-    "routing": lambda side: routing(side.model, passage_of(side)),
     "items of tasks": lambda side: task_items(
         side.model, side.tokenizer, side.tasks, n_items=2
     ),

@@ -10,12 +10,9 @@ from html_text import cells, marked
 from heapr_lab.panel import passage_html
 from heapr_lab.panel.passage_html import (
     attribution_html,
-    contexts_html,
     continuations_html,
     losses_html,
-    routing_html,
 )
-from heapr_lab.pruning.masks import KeepMask
 
 PRUNED = "half of <it>"
 LEAST_TEXT_CONTRAST = 4.5
@@ -171,45 +168,3 @@ def test_continuations_that_agree_or_end():
     shorter = continuations_html("a", written(0, 1), written(0), pruned=PRUNED)
     assert marked(shorter) == ["b&lt;"]
     assert shorter.count("(ends here)") == 1
-
-
-def test_routing_is_told_in_text():
-    """The experts of the token with what is left of them; each atom kept or pruned."""
-    keep = KeepMask.from_arrays({3: [[True, True], [True, False], [False, False]]})
-    columns = ["layer", "position", "token", "expert", "p"]
-    routes = [
-        (3, 0, "<", 2, 1.0),
-        (3, 1, "b", 0, 0.5), (3, 1, "b", 1, 0.25),
-    ]  # fmt: skip
-    names = ["expert", "atom", "h", "p", "w_down_norm", "contribution", "share"]
-    atoms = [(1, 0, -2.0, 0.25, 1.0, 0.5, 0.4), (1, 1, 1.0, 0.25, 1.0, 0.25, 0.2)]
-    page = routing_html(
-        pd.DataFrame(routes, columns=columns),
-        pd.DataFrame(atoms, columns=names),
-        keep=keep,
-        layer=3,
-        position=1,
-        pruned=PRUNED,
-    )
-    # (0.5 · 0 + 0.25 · ½) / 0.75
-    assert "2 experts serve the token" in page
-    assert "16.7% of their atoms are pruned" in page
-    assert cells(page) == [
-        ["0", "0.5000", "100.0% ", "2 of 2"],
-        ["1", "0.2500", "50.0% ", "1 of 2"],
-        ["1", "0", "-2", "0.5", "40.0%", "✓ kept"],
-        ["1", "1", "+1", "0.25", "20.0%", "✗ pruned"],
-    ]
-    assert marked(page) == ["b"]
-    assert 'title="position 0">&lt;</span>' in page
-
-
-def test_contexts_are_told_in_text():
-    """Each has numbers, a place and a marked token; if there is none, text says so."""
-    columns = ["window", "position", "h", "p", "before", "token", "after"]
-    frame = pd.DataFrame([(2, 7, -1.5, 0.25, "a\n", "<b>", "")], columns=columns)
-    page = contexts_html(frame, summary="atom 4 & more")
-    assert cells(page) == [["-1.5", "0.250", "2:7", "a↵&lt;b&gt;"]]
-    assert marked(page) == ["&lt;b&gt;"]
-    assert "atom 4 &amp; more" in page
-    assert "No token of" in contexts_html(frame[:0], summary="atom 4")

@@ -102,7 +102,7 @@ def test_inspections_are_marked_when_choice_or_text_change(panel):
     panel.tabs.selected_index = 2
     tab.text.value = "aaab bbba abab"
     panel.controls.ratio.value = "0.4"
-    shown = [tab.compare, tab.route, tab.show_contexts, tab.attribute, tab.explain]
+    shown = [tab.compare, tab.attribute]
     for job in shown:
         press(job)
         assert not is_stale(job._view)
@@ -112,9 +112,6 @@ def test_inspections_are_marked_when_choice_or_text_change(panel):
     assert not any(each.note.value for each in shown)
     tab.text.value = ""
     assert is_stale(tab.compare._view)
-    assert not is_stale(tab.show_contexts._view)  # the text does not matter to it
-    tab.atom.value += 1
-    assert is_stale(tab.show_contexts._view)
     tab.text.value = "aaab bbba abab"
     assert not is_stale(tab.compare._view)
     panel.controls.ratio.value = "40"
@@ -125,7 +122,6 @@ def test_every_job_names_what_it_is_of(panel):
     """Its progress says it, whatever the settings are by then."""
     labels = {job.button.description: job._of() for job in jobs_in(panel)}
     assert [name for name, text in labels.items() if not text] == []
-    assert labels["Show contexts"] == "layer of the atom 0, expert 0, atom 0"
 
 
 def test_an_evaluation_is_marked_when_settings_or_corpora_change(panel):
