@@ -1,4 +1,4 @@
-"""The tab that writes the pruned model, and shows how to load it or do the same."""
+"""The tab that writes the pruned model, and shows how to load it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import ipywidgets as ipw
 
-from heapr_lab.errors import HeaprLabError, SpecError
+from heapr_lab.errors import SpecError
 from heapr_lab.panel.jobs import Report, ResultJob, parts_of
 from heapr_lab.panel.looks import (
     Written,
@@ -18,12 +18,6 @@ from heapr_lab.panel.looks import (
     status,
 )
 from heapr_lab.panel.session import JobSettings, PruningSession
-from heapr_lab.panel.session_file import is_as_measured
-from heapr_lab.recipes.describing import (
-    describe_calibration,
-    python_of_model,
-    python_of_table,
-)
 from heapr_lab.recipes.weights import WEIGHTS
 from heapr_lab.storage.paths import path_of
 
@@ -39,17 +33,11 @@ _NO_MODEL = "a table without a model cannot be exported"
 _WRITTEN_BEFORE = "Out of date: what is below was written with other settings."
 
 
-_CODE_DIFFERS = (
-    "Export also writes perplexities and savings into the card, and weights in the "
-    "dtype of the dense files, not in that of the model in memory."
-)
-
-
 class ExportTab(ipw.VBox):
-    """A folder, options and a button; then code that loads the model, or makes it.
+    """A folder, options and a button; then code that loads the model.
 
     Attributes:
-        code: the box with the Python.
+        code: the box with the settings as Python.
     """
 
     def __init__(self, session: PruningSession) -> None:
@@ -67,11 +55,9 @@ class ExportTab(ipw.VBox):
             said=_WRITTEN_BEFORE,
         )
         self.note = ipw.HTML(status(""))
-        self.code = Written("The same as Python", self._code_html)
+        self.code = Written("The settings as Python", self._code_html)
         row = beside(self.folder, self.heal)
         super().__init__([row, self.note, self.job, self.code])
-        for control in (self.folder, self.heal):
-            control.observe(self.code.refresh, names="value")
         self.refresh()
 
     def refresh(self) -> None:
@@ -87,33 +73,16 @@ class ExportTab(ipw.VBox):
         self.note.value = status(note)
 
     def _code_html(self) -> str:
+        """The selection, and with a model what is calibrated on, as Python."""
+        session = self.session
         try:
-            return code_html(self._code()) + status(_CODE_DIFFERS)
-        except HeaprLabError as error:
+            shown: list[object] = [session.selection]
+        except SpecError as error:
             return failure(error)
-
-    def _code(self) -> str:
-        """What Export would do now, as Python.
-
-        Raises:
-            SpecError: the settings are infeasible, the source cannot be named, or the
-                model is not loaded yet.
-        """
-        session, bench = self.session, self.session.workbench
-        if bench is None:
-            return python_of_table(_file_of(session), session.selection)
-        if bench.opening is None:
-            raise SpecError(
-                "this workbench was made of a model in memory, which code cannot name: "
-                "open it with open_workbench"
-            )
-        session.check_ready()
-        check_calibration(session, bench)
-        calibration = session.recipe.calibration(session.calibration)
-        counted = bench.profile.counted(calibration)
-        chosen = _healed(session.settings(), self.heal.value)
-        place = str(path_of(self.folder.value))
-        return python_of_model(bench.opening, counted, *chosen, folder=place)
+        if session.workbench is not None:
+            calibration = session.recipe.calibration(session.calibration)
+            shown.append(session.workbench.profile.counted(calibration))
+        return code_html("\n".join(map(repr, shown)))
 
     def _export(self, report: Report, chosen: JobSettings, name: str, heal: int) -> str:
         from heapr_lab.checkpoints.folder import check_new
@@ -150,34 +119,3 @@ def _written_text(folder: Path, bench: "Workbench") -> str:
     if bench.source is not None:
         text += f" (dense: {bench.source.n_bytes:,})"
     return status(f"{text}. To load it:") + code_html(loading_code(folder))
-
-
-def check_calibration(session: PruningSession, bench: "Workbench") -> None:
-    """Make sure that the table was measured on the calibration of the session.
-
-    Raises:
-        SpecError: it was measured on other windows, or does not say on which; or its
-            numbers are not those that were measured.
-    """
-    measured = (session.table.metadata.get("spec") or {}).get("calibration")
-    if measured != bench.calibration_set(session.calibration).fingerprint:
-        raise SpecError(
-            "the table was measured on: "
-            f"{describe_calibration(session.table.calibration)}, and the panel is "
-            f"calibrated on {session.calibration}: open the panel with the table's "
-            "calibration"
-        )
-    if not is_as_measured(session.table):
-        raise SpecError(
-            "the numbers of the table are not those that the cache has of the model, "
-            "so that Python would measure others: open the panel with the model"
-        )
-
-
-def _file_of(session: PruningSession) -> Path:
-    if session.file is None:
-        raise SpecError(
-            "this table is not in a file that the panel knows: write it with "
-            "table.write('importance.parquet'), and explore that path"
-        )
-    return session.file

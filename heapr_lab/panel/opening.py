@@ -248,9 +248,7 @@ def session_of(
         if name.startswith("~"):
             name = str(path_of(name))
         if name.endswith(".parquet"):
-            pruning = session_of(table_at(Path(name)), selection, calibration)
-            pruning.file = Path(name)
-            return pruning
+            return session_of(table_at(Path(name)), selection, calibration)
         loading: Any = LoadingWorkbench(name, **options)
         return session_of(loading, selection, calibration)
     if isinstance(source, PruningSession):

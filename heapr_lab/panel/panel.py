@@ -202,7 +202,6 @@ class Explorer(ipw.VBox):
             self.header.value = header_html(self.session)
             self.comparison.runs.offer()
             add_tooltips(self.comparison.runs)
-            self.export.code.refresh()
         except Exception as error:  # an exception in a thread is not shown
             job.error.value = failure(error)
         if not job.running:
@@ -358,7 +357,6 @@ class Explorer(ipw.VBox):
             self.refresh()
         elif not self.error.value:
             self._show_numbers()
-        self.export.code.refresh()
         self._changed()
 
     def _fail(self, error: Exception) -> None:

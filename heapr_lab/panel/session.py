@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -121,9 +120,6 @@ class PruningSession(traitlets.HasTraits):
 
     What is a trait tells its observers of changes, in the thread that makes them.
 
-    Attributes:
-        file: the file that the table was read from, if it was.
-
     Example:
         >>> keys = {"layer": 0, "expert": 0, "atom": range(4), "tokens": 1}
         >>> sums = {"sum_h2": 1.0, "sum_g2": [1.0, 4.0, 9.0, 16.0]}
@@ -157,7 +153,6 @@ class PruningSession(traitlets.HasTraits):
         self.table = table
         self.workbench = workbench
         self.calibration = calibration or Calibration()
-        self.file: Path | None = None
         self.recipe = MASKED
         """How weights are made."""
         self.panel: object = None

@@ -1,4 +1,4 @@
-"""In JupyterLab, a panel opens as it was left; why pruning hurts; its Python."""
+"""In JupyterLab, a panel opens as it was left; and why pruning hurts."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,6 @@ def test_a_panel_opens_as_it_was_left(visit, tiny_model, environment, server):
     panel.is_ready()
     panel.type_ratio("0.5")
     explain(panel)
-    carry_as_code(panel, str(tiny_model))
     panel.open("Compare")
     panel.button("Pin").click()
     expect(panel.root.get_by_text("1 pinned.")).to_be_visible()
@@ -62,13 +61,3 @@ def explain(panel: Panel) -> None:
     expect(panel.button("Attribute")).to_be_enabled(timeout=TIMEOUT)
     expect(panel.root.get_by_text("first order").first).to_be_visible()
     assert panel.root.get_by_role("alert").count() == 0
-
-
-def carry_as_code(panel: Panel, model: str) -> None:
-    """Open what the Export tab would do as Python."""
-    panel.open("Export")
-    panel.enter("folder", "left")
-    panel.root.get_by_text("The same as Python").click()
-    code = panel.root.get_by_text("import heapr_lab as hl")
-    expect(code.first).to_contain_text("ratio=0.5")
-    expect(code.first).to_contain_text(model)
