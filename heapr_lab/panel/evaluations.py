@@ -1,12 +1,9 @@
 """What an evaluation measures of one model, and its progress. No torch until then."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import pandas as pd
 
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.progress import Parts, Progress, StartPart
@@ -20,10 +17,6 @@ if TYPE_CHECKING:
 
 _WITH_GRADIENTS = 3
 """Forward passes that one with gradients takes as long as."""
-_SAMPLE = 20
-"""Items whose text is counted, to know how long a task is."""
-_OTHER_TASK = 32
-"""Windows that a task counts as until it was measured, if its items are not here."""
 
 
 @dataclass(frozen=True)
@@ -79,36 +72,6 @@ def seconds_of_scoring(table: ImportanceTable, profile: "Profile") -> float | No
         return None
     longer = profile.seq_len / drawn["seq_len"]
     return float(seconds / n_windows * longer / _WITH_GRADIENTS)
-
-
-def windows_of_task(task: str, bench: "Workbench") -> int:
-    """The tokens of the items of a task in windows, by the text of some of them.
-
-    What an item has beside question and choices is counted, too.
-    """
-    from heapr_lab.text.calibration import tokenise
-
-    n_items = bench.profile.items_of(task)
-    items = _items(task, n_items)
-    if items is None:
-        return _OTHER_TASK
-    some = items.head(_SAMPLE).to_numpy()
-    n_tokens = len(tokenise(" ".join(map(str, some.flat)), bench.tokenizer))
-    return math.ceil(n_tokens * n_items / len(some) / bench.profile.seq_len)
-
-
-def _items(task: str, n_items: int) -> pd.DataFrame | None:
-    """The items of a task, a row for each; None if only the harness knows them."""
-    from heapr_lab.tasks.harness import continuation_items
-    from heapr_lab.tasks.paper_tasks import continued, local_items
-    from heapr_lab.text.corpora import load_corpus
-
-    corpora, _ = continued([task])
-    if corpora:
-        text = load_corpus(corpora[0], split="test")
-        return continuation_items(text, n_items=n_items)
-    path = local_items(task)
-    return None if path is None else pd.read_parquet(path)
 
 
 class Clock:

@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -20,7 +20,7 @@ from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.evaluations import Clock, Part, seconds_of_scoring, windows_of_task
+from heapr_lab.panel.evaluations import Clock, Part, seconds_of_scoring
 from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
@@ -38,6 +38,8 @@ LOSS: Final = "Δloss "
 _SHOWN = ("ratio", "scope", "granularity", "structure")
 _PATIENCE: Final = 0.5
 """Seconds between the reports of work that waits."""
+_WINDOWS_OF_TASK: Final = 32
+"""What a task counts as until it was measured."""
 
 
 class JobSettings(NamedTuple):
@@ -184,7 +186,6 @@ class PruningSession(traitlets.HasTraits):
         """Masks that were chosen with the weights."""
         # For the selection that is shown, each is computed once.
         last = lru_cache(maxsize=2)
-        self._windows_of_task = cache(lambda task: windows_of_task(task, self.bench))
         self._ranked = last(partial(select, table))
         self._last_savings = last(self.savings_of)
         self._score = last(self.score_of)
@@ -451,8 +452,8 @@ class PruningSession(traitlets.HasTraits):
 
     def _part(self, dataset: str, *, is_task: bool) -> Part:
         if is_task:
-            guess = self._windows_of_task(dataset)
-            return Part(self.bench, dataset, None, self._counted(dataset, guess))
+            n_windows = self._counted(dataset, _WINDOWS_OF_TASK)
+            return Part(self.bench, dataset, None, n_windows)
         text = self.bench.test_windows(dataset)
         return Part(self.bench, dataset, text, text.n_sequences)
 

@@ -15,14 +15,11 @@ from tiny_folder import write_text
 from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.importance.table import ImportanceTable
-from heapr_lab.panel.evaluations import windows_of_task
 from heapr_lab.panel.panel import Explorer
 from heapr_lab.panel.session import PruningSession
 from heapr_lab.panel.sweep import Sweep, differences, read_ratios, sweep_of
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.weights import WeightRecipe
-from heapr_lab.tasks.harness import continuation_items
-from heapr_lab.text.corpora import load_corpus
 
 RATIOS = (0.25, 0.5)
 plain_sweep = partial(sweep_of, Selection(0.1), WeightRecipe())
@@ -158,18 +155,6 @@ def test_the_first_estimate_is_that_of_the_scores(session):
     silent = ImportanceTable.from_frame(table.frame, **facts)
     alone = PruningSession(silent, workbench=session.workbench)
     assert alone.seconds_a_window is None
-
-
-def test_a_task_is_as_long_as_its_text(bench, root):
-    """Until it was measured, tokens of its items count, as windows of a corpus do."""
-    task = f"continuation:{root / 'text.txt'}"
-    corpus = load_corpus(str(root / "text.txt"), split="test")
-    items = continuation_items(corpus, n_items=bench.profile.n_items)
-    texts = [item.context + "".join(item.choices) for item in items.itertuples()]
-    n_tokens = sum(len(bench.tokenizer(text)["input_ids"]) for text in texts)
-    n_windows = n_tokens / bench.profile.seq_len
-    assert windows_of_task(task, bench) == pytest.approx(n_windows, rel=0.15)
-    assert windows_of_task("another", bench) == 32
 
 
 def test_tasks_and_weights_count_as_the_time_they_took(session, corpora):
