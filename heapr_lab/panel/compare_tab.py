@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.figures import save_figure, write_table
 from heapr_lab.panel.looks import (
-    badge,
     beside,
     button,
     failure,
@@ -183,8 +182,7 @@ class CompareTab(ipw.VBox):
             return
         frame = self.frame()
         self.chart.value = drawn_png(lambda: self.figure(frame), self._width)
-        mark = badge() if any(map(_is_measured, frame)) else ""
-        self.message.value = status(_message(frame), before=mark)
+        self.message.value = status(_message(frame))
         self.table.value = _html_table(frame)
 
     def frame(self) -> pd.DataFrame:
@@ -318,22 +316,11 @@ def _is_measured(column: object) -> bool:
 
 
 def _message(frame: pd.DataFrame) -> str:
-    notes = []
-    for row in frame.to_dict("records"):
-        losses = [
-            f"{name} {value:+.4f}"
-            for name, value in row.items()
-            if str(name).startswith(LOSS) and pd.notna(value)
-        ]
-        text = ", ".join(losses) or "not evaluated"
-        removed = f"{row['achieved_ratio']:.1%} removed"
-        if pd.isna(row["achieved_ratio"]):
-            removed = "atoms not known yet"
-        notes.append(f"{row['label']}: {removed}, {text}")
+    """How many rows are of pins, and of methods."""
     n_methods = int(frame["method"].notna().sum()) if "method" in frame else 0
     counted = [f"{len(frame) - n_methods} pinned"]
     counted += [f"{n_methods} of methods"] if n_methods else []
-    return f"{', '.join(counted)}. {'; '.join(notes)}."
+    return f"{', '.join(counted)}."
 
 
 def _html_table(frame: pd.DataFrame) -> str:

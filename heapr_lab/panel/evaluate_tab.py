@@ -17,7 +17,6 @@ from heapr_lab.panel.looks import (
     beside,
     failure,
     line,
-    mark_stale,
     picture,
     status,
     table_html,
@@ -71,14 +70,13 @@ class EvaluateTab(ipw.VBox):
         )
         self.chart = picture("losses", display="none", max_width="min(100%, 840px)")
         self.message = ipw.HTML(status(_NOTHING_YET))
-        self.note, self.cautions = ipw.HTML(), ipw.HTML()
-        self.results, self.differences = ipw.HTML(), ipw.HTML()
+        self.cautions, self.results = ipw.HTML(), ipw.HTML()
+        self.differences = ipw.HTML()
         self.sweep = SweepSection(self)
         super().__init__(
             [
                 beside(self.corpora, self.another, self.tasks),
                 self.sweep,
-                self.note,
                 self.message,
                 self.cautions,
                 beside(self.chart, self.results),
@@ -87,7 +85,7 @@ class EvaluateTab(ipw.VBox):
             ]
         )
         for box in (self.corpora, self.tasks):
-            box.observe(self._check, names="value")
+            box.observe(self.foresee, names="value")
         self.another.observe(self._add_corpus, names="value")
         session.observe(self.refresh, names="points")
 
@@ -113,35 +111,15 @@ class EvaluateTab(ipw.VBox):
         self.corpora.value = list(dict.fromkeys([*chosen, name]))
 
     def follow(self) -> None:
-        """Say what is missing of what is chosen now."""
-        self._check()
-        self.sweep.refresh()
-
-    def _check(self, _change: Any = None) -> None:
-        """Mark the last point if what is chosen now was not evaluated."""
+        """Say how long Evaluate and Sweep take with what is chosen now."""
         self.foresee()
-        missing = [] if self.session.points.empty else self._not_evaluated()
-        text = (
-            f"Out of date: the settings above were not evaluated on "
-            f"{', '.join(missing)}; press Evaluate. Chart and table are of the "
-            "settings that they name."
-        )
-        self.note.value = status(text) if missing else ""
-        mark_stale(self.message, bool(missing))
-
-    def _not_evaluated(self) -> list[str]:
-        """The chosen corpora and tasks that have no point of the current settings."""
-        try:
-            known = self.session.evaluated()
-        except SpecError:  # nothing is selected, of which the panel speaks
-            return self.datasets
-        return [name for name in self.datasets if name not in known]
+        self.sweep.refresh()
 
     def refresh(self, _change: Any = None) -> None:
         """Draw all points again."""
         points = self.session.points
         self.chart.layout.display = "none" if points.empty else None
-        self._check()
+        self.foresee()
         if points.empty:
             self.message.value = status(_NOTHING_YET)
             self.results.value = self.cautions.value = self.differences.value = ""
@@ -157,14 +135,14 @@ class EvaluateTab(ipw.VBox):
     def _evaluate(self, report: Report) -> None:
         self.session.evaluate(self.datasets, report=report, masked_first=True)
 
-    def foresee(self) -> None:
+    def foresee(self, _change: Any = None) -> None:
         """Say how long Evaluate takes, unless it runs or that is not known."""
         session = self.session
         each = session.seconds_a_window
         if self.job.running or not session.is_ready:
             return
         self.job.text.value = ""
-        if each is None or not self._not_evaluated():
+        if each is None:
             return
         with contextlib.suppress(HeaprLabError):  # of which Evaluate speaks
             models = {None, MASKED, session.recipe}

@@ -365,11 +365,6 @@ class PruningSession(traitlets.HasTraits):
         same = [row == (selection, weights) for row in rows]
         return self.points[np.array(same, dtype=bool)]
 
-    def evaluated(self) -> set[str]:
-        """The corpora and tasks with a point of the current settings."""
-        datasets = self.points_for(self.selection, self.recipe.text)["dataset"]
-        return {*datasets, *self.measured()["dataset"]}
-
     def measured_losses(self, corpus: str) -> pd.Series:
         """Δloss on a corpus by ratio, ascending: the points of these settings."""
         points = self._points_alike()

@@ -1,7 +1,5 @@
 """What the panel shows is of what is chosen, or says that it is not."""
 
-from typing import Any
-
 import pytest
 from pressing import error_of, evaluate, export, is_stale, press
 from random_tables import random_table
@@ -124,29 +122,6 @@ def test_every_job_names_what_it_is_of(panel):
     assert [name for name, text in labels.items() if not text] == []
 
 
-def test_an_evaluation_is_marked_when_settings_or_corpora_change(panel):
-    """It is marked until exactly what is chosen is evaluated, tasks included."""
-    tab = panel.evaluation
-    panel.tabs.selected_index = 1
-    assert tab.note.value == ""
-    evaluate(panel, "0.4")
-    assert (tab.note.value, is_stale(tab.message)) == ("", False)
-    controls: list[tuple[Any, Any]] = [
-        (panel.controls.ratio, "0.6"),
-        (panel.controls.ratio, "40"),
-        (panel.weights.weights, "compensated"),
-        (tab.tasks, tab.tasks.options),
-    ]
-    for control, other in controls:
-        before, control.value = control.value, other
-        assert "Out of date" in tab.note.value
-        assert is_stale(tab.message)
-        control.value = before
-        assert (tab.note.value, is_stale(tab.message)) == ("", False)
-    evaluate(panel, "0.6")
-    assert not is_stale(tab.message)
-
-
 def test_points_of_an_opened_session_replace_those_before(panel):
     """They do so with the same settings as well, and if the session has none.
 
@@ -163,7 +138,7 @@ def test_points_of_an_opened_session_replace_those_before(panel):
     panel.files.replace(empty)
     assert "Nothing has been evaluated yet" in tab.message.value
     assert (tab.results.value, tab.chart.layout.display) == ("", "none")
-    assert tab.note.value == tab.cautions.value == tab.differences.value == ""
+    assert tab.cautions.value == tab.differences.value == ""
     panel.files.undo_button.click()
     assert [view.value for view in views] == full
     assert tab.chart.layout.display is None
