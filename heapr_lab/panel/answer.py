@@ -413,7 +413,7 @@ def cautions(session: PruningSession) -> list[str]:
         removed = removed_share(chosen, keep, session.savings())
     except NotKnownError:
         return []
-    texts = emptied_layers(keep), emptied_experts(keep), rounded(chosen, removed)
+    texts = emptied_layers(keep), rounded(chosen, removed)
     return [text for text in texts if text]
 
 
@@ -429,16 +429,6 @@ def emptied_layers(keep: KeepMask) -> str:
         return ""
     which = f"Layers {', '.join(gone)} lose" if gone[1:] else f"Layer {gone[0]} loses"
     return f"{which} all routed atoms: nothing is left there for a token to go to."
-
-
-def emptied_experts(keep: KeepMask) -> str:
-    """How many experts lose all their atoms."""
-    left = np.concatenate([kept.any(axis=1) for kept in keep.arrays.values()])
-    gone = int((~left).sum())
-    if not gone:
-        return ""
-    verb = "loses" if gone == 1 else "lose"
-    return f"{gone:,} of {len(left):,} experts {verb} all atoms."
 
 
 def removed_share(
@@ -462,25 +452,10 @@ def rounded(selection: Selection, removed: float | None) -> str:
     asked = float(selection.ratio)
     if removed is None or round(abs(removed - asked), _DIGITS) <= _TOLERANCE:
         return ""
-    why = "; ".join(_why_rounded(selection))
     return (
         f"Asked for {asked:.1%} of the {BUDGETS[selection.of]}, {removed:.1%} are "
-        f"removed{f': {why}' if why else ''}."
+        "removed."
     )
-
-
-def _why_rounded(selection: Selection) -> list[str]:
-    """The settings that keep a ratio from being met exactly."""
-    why = []
-    if selection.structure != "ragged":
-        widths = f"widths of the structure {selection.structure} are rounded down"
-        many = f" to a multiple of {selection.step}" if selection.step > 1 else ""
-        why.append(widths + many)
-    if selection.granularity == "expert":
-        why.append("experts are pruned whole")
-    if selection.exclude_layers and not selection.in_one_group:
-        why.append("with the scope layer no other layer makes up for those not pruned")
-    return why
 
 
 def judged_on_own(corpora: Iterable[str], calibration: Calibration) -> str:

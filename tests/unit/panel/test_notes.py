@@ -11,7 +11,6 @@ from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.answer import (
     cautions,
     cautions_html,
-    emptied_experts,
     emptied_layers,
     header_facts,
     judged_on_own,
@@ -111,14 +110,6 @@ def test_layers_that_lose_everything_are_named():
     assert emptied_layers(mask(none, half, none)).startswith("Layers 0, 4 lose all")
 
 
-def test_experts_that_lose_everything_are_counted():
-    """The layers may have different sizes."""
-    assert emptied_experts(mask([[1, 0], [0, 1]])) == ""
-    keep = mask([[1, 0], [0, 0]], [[1, 1], [1, 0]])
-    assert emptied_experts(keep) == "1 of 4 experts loses all atoms."
-    assert emptied_experts(mask([[0], [0]], [[1, 1]])).startswith("2 of 3 experts lose")
-
-
 @pytest.mark.parametrize(
     ("selection", "removed", "said"),
     [
@@ -128,25 +119,17 @@ def test_experts_that_lose_everything_are_counted():
         (
             Selection(0.6, structure="uniform", multiple=16),
             2 / 3,
-            "Asked for 60.0% of the atoms, 66.7% are removed: widths of the structure "
-            "uniform are rounded down to a multiple of 16.",
+            "Asked for 60.0% of the atoms, 66.7% are removed.",
         ),
         (
             Selection(0.6, granularity="expert", of="model"),
             0.75,
-            "Asked for 60.0% of the parameters (model), 75.0% are removed: experts are "
-            "pruned whole.",
-        ),
-        (
-            Selection(0.6, scope="layer", exclude_layers=(0,)),
-            0.3,
-            "Asked for 60.0% of the atoms, 30.0% are removed: with the scope layer no "
-            "other layer makes up for those not pruned.",
+            "Asked for 60.0% of the parameters (model), 75.0% are removed.",
         ),
     ],
 )
 def test_asked_and_removed_are_both_said(selection, removed, said):
-    """They are if they differ by more than a point, with the reason."""
+    """They are if they differ by more than a point."""
     assert rounded(selection, removed) == said
 
 
@@ -189,10 +172,6 @@ def test_cautions_follow_the_controls():
     message = "Asked for 60.0% of the atoms, 66.7% are removed"
     assert message in panel.cautions.value
     assert panel.cautions.value.count('role="status"') == 1
-    panel.controls.structure.value = "ragged"
-    panel.controls.ratio.value = "90%"
-    gone = (panel.session.keep.widths() == 0).sum().sum()
-    assert f"{gone} of 8 experts lose all atoms" in panel.cautions.value
     assert len(cautions(panel.session)) == panel.cautions.value.count("⚠")
     panel.controls.ratio.value = "90"
     assert panel.cautions.value == ""
