@@ -1,7 +1,6 @@
 """A browser, a model and texts for the tests that drive the panel as people do."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,15 +86,6 @@ def environment(tmp_path_factory) -> dict[str, str]:
         patch.setattr(pydocs, "harvest", lambda _: harvest(["networkx"]))
         pydocs.harvested.__wrapped__()
     return {"HEAPR_CACHE_DIR": cache}
-
-
-@pytest.fixture(scope="session")
-def shots(tmp_path_factory) -> Path:
-    """Where screenshots go: `$HEAPR_SHOTS`, else a temporary folder."""
-    folder = os.environ.get("HEAPR_SHOTS")
-    path = Path(folder) if folder else tmp_path_factory.mktemp("shots")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 @pytest.fixture(scope="session")

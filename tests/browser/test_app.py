@@ -66,7 +66,7 @@ def test_notices_leave_the_picture_in_sight(visit, app):
         expect(page.get_by_text(re.compile(notice))).to_be_visible()
 
 
-def test_the_app_shows_the_panel(visit, app, shots):
+def test_the_app_shows_the_panel(visit, app):
     """It follows keys and typing, evaluates, and stays local."""
     page = visit(f"{app[0]}&theme=dark")
     panel = Panel(page.locator("body"))
@@ -76,10 +76,8 @@ def test_the_app_shows_the_panel(visit, app, shots):
         page.set_viewport_size({"width": width, "height": height})
         for seen in (panel.handle, panel.picture):
             expect(seen).to_be_in_viewport(ratio=0.99)
-        page.screenshot(path=shots / f"app-dark-{width}.png")
     page.set_viewport_size({"width": 1280, "height": 1000})
     assert pixels(page.screenshot())[:, 0].mean() < 0.5
-    page.screenshot(path=shots / "app-dark-1280.png")
     before, ratio = panel.source(), panel.ratio.input_value()
     panel.handle.press("PageUp")
     # Another size of the page is another picture, too.
@@ -94,9 +92,7 @@ def test_the_app_shows_the_panel(visit, app, shots):
     panel.button("Evaluate").click()
     told = re.compile(r"Last point, compress.*: 50\.0%")
     expect(panel.root.get_by_text(told)).to_be_visible(timeout=TIMEOUT)
-    page.screenshot(path=shots / "app-dark-evaluated-1280.png")
     panel.open("Inspect")
-    page.screenshot(path=shots / "app-dark-inspect-1280.png")
     assert violations(panel.root) == []
 
 

@@ -23,7 +23,7 @@ def shows_the_copy(page: Page) -> None:
     expect(page.get_by_role("textbox", name="ratio")).to_have_count(0)
 
 
-def test_the_copy_is_seen_once_the_kernel_is_gone(chromium, server, tmp_path, shots):
+def test_the_copy_is_seen_once_the_kernel_is_gone(chromium, server, tmp_path):
     """Hidden beside the panel and following it; seen afterwards, by strangers too."""
     context = chromium.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()
@@ -37,7 +37,6 @@ def test_the_copy_is_seen_once_the_kernel_is_gone(chromium, server, tmp_path, sh
     copy = page.locator(f".{CLASS}").filter(has_text="75.0%")
     expect(copy).to_have_count(1)
     expect(copy).to_be_hidden()
-    page.screenshot(path=shots / "copy-hidden.png")
     page.evaluate("jupyterapp.commands.execute('docmanager:save')")
     page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
     notebook = nbformat.read(server.folder("copy") / "copy.ipynb", as_version=4)
@@ -49,10 +48,8 @@ def test_the_copy_is_seen_once_the_kernel_is_gone(chromium, server, tmp_path, sh
     page.evaluate("jupyterapp.commands.execute('kernelmenu:shutdown')")
     page.reload()
     shows_the_copy(page)
-    page.screenshot(path=shots / "copy-seen.png")
     with lab(private=tmp_path, environment={}) as other:
         shutil.copy2(server.folder("copy") / "copy.ipynb", other.work)
         page.goto(other.page("copy", "/tree/copy.ipynb"))
         shows_the_copy(page)
-        page.screenshot(path=shots / "copy-stranger.png")
     context.close()

@@ -6,6 +6,7 @@ HEAPR_SHOTS=figures/screens pytest -m browser tests/browser/test_screens.py
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from browser.pages import TIMEOUT, Panel, opened, run_all
@@ -46,8 +47,9 @@ def page(chromium, session_cache, tmp_path) -> Iterator[Page]:
         yield page
 
 
-def test_the_pictures_of_the_readme(page, shots):
+def test_the_pictures_of_the_readme(page):
     """Choose, evaluate at three ratios, and look where pruning hurts a text."""
+    shots = Path(os.environ["HEAPR_SHOTS"])
     panel = Panel(page.locator(".jp-Notebook .jp-Cell").first)
     panel.is_ready()
     panel.unfold("Advanced")
