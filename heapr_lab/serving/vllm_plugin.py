@@ -19,7 +19,6 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
@@ -79,7 +78,6 @@ class HeaprWidths(QuantizationConfig):
             LayoutError: the checkpoint has no such experts.
             SpecError: they cannot be run in this way.
         """
-        _check_positions()  # before attention is built: vLLM keeps its kernel for later
         if isinstance(layer, RoutedExperts):
             return self._of_experts(layer.moe_config, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
@@ -127,29 +125,6 @@ def _check_ragged(moe: FusedMoEConfig) -> None:
         raise SpecError(
             "experts of different widths cannot be captured in CUDA graphs: give "
             "enforce_eager=True (--enforce-eager), or prune with --structure per_layer"
-        )
-
-
-def _check_positions() -> None:
-    """Check that attention is computed rightly, whatever the experts.
-
-    vLLM's rotary kernel for the CPU takes the heads of a token for tokens where they
-    have a dimension of their own, as in latent attention (DeepSeek). YaRN, which all
-    published models of it have, goes another way.
-
-    Raises:
-        SpecError: this kernel would be used.
-    """
-    if not current_platform.is_cpu() or not RotaryEmbedding.enabled():
-        return
-    model = get_current_vllm_config().model_config
-    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    if model.use_mla and rope.get("rope_type", "default") == "default":
-        raise SpecError(
-            "on a CPU this vLLM computes latent attention without YaRN wrongly, in "
-            "dense models too: give "
-            'compilation_config={"custom_ops": ["-rotary_embedding"]} '
-            '(--compilation-config \'{"custom_ops": ["-rotary_embedding"]}\')'
         )
 
 

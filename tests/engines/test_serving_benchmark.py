@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
@@ -19,21 +18,14 @@ with warnings.catch_warnings():
 
 from benchmarks import serving, speed
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("engine"),
+]
 
 SIZES = serving.QUICK_SIZES
 LOAD = serving.Load(4, 16, 6)
-
-
-@pytest.fixture(autouse=True)
-def engine(monkeypatch) -> Iterator[None]:
-    """The engine in this process."""
-    for name, value in serving.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    yield
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
 
 
 @pytest.mark.parametrize("structure", ["per_layer", "ragged"])

@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,14 +37,16 @@ from heapr_lab.pruning.surgery import prune
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own
     vllm = pytest.importorskip("vllm")
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.rotary_embedding import get_rope
 
     from heapr_lab.serving import vllm_plugin
     from heapr_lab.serving.vllm_experts import expert_of, pack, ragged_sum
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("engine"),
+]
 
 BF16 = torch.bfloat16
 N_NEW, N_LONG = 12, 48
@@ -78,9 +79,6 @@ LATENT: dict[str, Any] = {
 }
 """The heads that vLLM's latent attention supports, and positions with YaRN: those of
 the published models."""
-NO_YARN: dict[str, Any] = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
     "qwen3_moe": {},
@@ -100,22 +98,6 @@ WIDTHS: dict[str, Any] = {
     "ragged": ((0, 13, 64, 32),),
 }
 """By layer in turns: one width, or that of each expert."""
-
-
-@pytest.fixture(autouse=True)
-def engine(monkeypatch) -> Iterator[None]:
-    """The engine in this process, with a small cache."""
-    for name, value in {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }.items():
-        monkeypatch.setenv(name, value)
-    yield
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()
 
 
 def pruned(folder: Path, family: str, structure: str, **changes: Any) -> Path:
@@ -177,36 +159,6 @@ def test_tokens_and_logprobs(family, structure, tmp_path):
     """Prompts of different lengths, some of which wait for others to end."""
     folder = pruned(tmp_path / "pruned", family, structure)
     check_as_transformers(folder, generated(engine_of(folder)))
-
-
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_positions_without_yarn(family, tmp_path):
-    """They are refused where vLLM would compute something else, with what helps."""
-    folder = pruned(tmp_path / "pruned", family, "ragged", **NO_YARN)
-    with pytest.raises(SpecError, match=r"latent attention .*-rotary_embedding"):
-        engine_of(folder)
-    plain = {"custom_ops": ["-rotary_embedding"]}
-    check_as_transformers(
-        folder, generated(engine_of(folder, compilation_config=plain))
-    )
-
-
-def test_why_positions_without_yarn_are_refused():
-    """The kernel is wrong for two heads; the refusal can go when this fails."""
-    with set_current_vllm_config(VllmConfig()):
-        rotary = get_rope(
-            64,
-            max_position=8,
-            rope_parameters=NO_YARN["rope_parameters"],
-            is_neox_style=False,
-            dtype=torch.float32,
-        )
-    torch.manual_seed(0)
-    query, key = torch.randn(4, 2, 64), torch.randn(4, 1, 64)
-    positions = torch.arange(4)
-    expected, _ = rotary.forward_native(positions, query.clone(), key.clone())
-    rotated, _ = rotary.forward_cpu(positions, query.clone(), key.clone())
-    assert (rotated - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
