@@ -3,10 +3,9 @@
 Its input is the final state of a token and the embedding of the next one, from which it
 predicts the one after that. transformers has the modules, for speculative decoding; on
 whole windows they are a causal language model, whose loss scores its atoms as HEAPr
-scores all others. Two forms that it does not know are here: in Nemotron-3 such a layer
-is a row of the trunk's blocks, each with a number of its own in files, of which the
-first also has the projection and the last the norm at the end; in DeepSeek-V4 a
-projection of the embedding is added to one of each stream of states.
+scores all others. One form that it does not know is here: in Nemotron-3 such a layer is
+a row of the trunk's blocks, each with a number of its own in files, of which the first
+also has the projection and the last the norm at the end.
 
 Shapes: L tokens in a window; D d_model; E n_experts, I d_inter.
 """
@@ -70,12 +69,6 @@ _KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
 _OF_BLOCKS = {
     r"mtp\.layers\.\d+\.(enorm|hnorm|eh_proj)\.": r"layers.0.\1.",
     r"mtp\.layers\.\d+\.final_layernorm\.": "layers.0.post_norm.",
-}
-_OF_STREAMS = {
-    r"mtp\.\d+\.(enorm|hnorm|e_proj|h_proj)\.": r"layers.0.\1.",
-    r"mtp\.\d+\.norm\.": "layers.0.post_norm.",
-    r"mtp\.\d+\.hc_head_": "layers.0.hc_head.hc_",
-    r"mtp\.\d+\.(?=attn|ffn|hc_)": "layers.0.mtp_block.",
 }
 """Names in files and in modules."""
 
@@ -155,7 +148,6 @@ def whole_heads(skeleton: Any, base: str) -> tuple[Heads, Exception | None]:
         LayoutError: a part is missing.
     """
     heads = predicting_heads(skeleton, base)
-    check_experts(heads)
     if heads:
         every = by_layer(heads, _n_blocks(skeleton))
         check_number(heads, len(every), skeleton.config)
@@ -165,6 +157,7 @@ def whole_heads(skeleton: Any, base: str) -> tuple[Heads, Exception | None]:
         except LayoutError:
             raise
         except _OTHER_FORMS as error:
+            check_experts(heads)
             return heads, error
     return heads, None
 
@@ -327,9 +320,8 @@ def _n_blocks(model: Any) -> int:
 
 def _class_of(trunk: Any) -> Any:
     """The class of such layers."""
-    if hasattr(trunk.config.get_text_config(), _BLOCKS):
-        return MtpOfBlocks
-    return MtpOfStreams if hasattr(trunk.get_decoder(), "hc_head") else MtpModel
+    of_blocks = hasattr(trunk.config.get_text_config(), _BLOCKS)
+    return MtpOfBlocks if of_blocks else MtpModel
 
 
 def _check_parts(trunk: Any, heads: Heads) -> None:
@@ -410,7 +402,7 @@ def highest(table: ImportanceTable, width: int) -> KeepMask:
     return KeepMask.from_rows(table, np.concatenate(rows))
 
 
-# --- forms that transformers does not know ----------------------------------------
+# --- a form that transformers does not know ---------------------------------------
 
 
 class MtpOfBlocks(MtpModel):
@@ -430,33 +422,9 @@ class MtpOfBlocks(MtpModel):
             rf"mtp\.layers\.{first + n}\.(?=norm|mixer)": f"layers.0.mtp_block.{n}."
             for n in range(len(self.config.layer_types))
         }
-        return _renamed(_OF_BLOCKS | blocks, main_model)
-
-
-class MtpOfStreams(MtpModel):
-    """The parts of one such layer; it cannot be run, and nothing prunes it."""
-
-    def __init__(self, main_model: Any, num_mtp_layers: int) -> None:
-        """Take the trunk."""
-        config = main_model.config
-        config.mtp_layer_types = ["sliding_attention"]
-        config.mtp_mlp_layer_types = ["moe"]
-        super().__init__(main_model, num_mtp_layers)
-        (layer,), d_model = self.layers, config.hidden_size
-        del layer.eh_proj
-        layer.e_proj = nn.Linear(d_model, d_model, bias=False)
-        layer.h_proj = nn.Linear(d_model, d_model, bias=False)
-        layer.hc_head = type(main_model.get_decoder().hc_head)(self.config)
-
-    def get_weight_conversions(self, main_model: Any) -> list[Any]:
-        """What transformers makes of the tensors in files."""
-        return _renamed(_OF_STREAMS, main_model)
-
-
-def _renamed(names: dict[str, str], main_model: Any) -> list[Any]:
-    """Conversions of these names, then those of the trunk."""
-    renamings = [WeightRenaming(old, new) for old, new in names.items()]
-    return [*renamings, *main_model._weight_conversions]
+        names = (_OF_BLOCKS | blocks).items()
+        renamings = [WeightRenaming(old, new) for old, new in names]
+        return [*renamings, *main_model._weight_conversions]
 
 
 class _Blocks(nn.ModuleList):
