@@ -150,8 +150,8 @@ class RaggedExperts(nn.Module):
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         rows = self._rows_of(expert)
         up_bias = None if self.up_bias is None else self.up_bias[rows]
-        h = activate(self.family, linear(x, self.up_rows[rows], up_bias))
-        out = times(h, self.down_columns[self._atoms_of(expert)])
+        h = activate(self.family, F.linear(x, self.up_rows[rows], up_bias))
+        out = h @ self.down_columns[self._atoms_of(expert)]
         if self.down_bias is not None:
             out = out + self.down_bias[expert]
         if normalises(self.family):
@@ -205,56 +205,6 @@ def by_expert(
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = torch.bincount(experts, minlength=n_experts)[:n_experts].tolist()
     return order[: sum(counts)], counts
-
-
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """As `F.linear`, in float32 where that is faster.
-
-    Shapes: x (n, a); weight (b, a); bias (b,); result (n, b), of the dtype of x.
-    """
-    if len(x) <= _FEW_ROWS or has_fast_products(x.device, x.dtype):
-        return F.linear(x, weight, bias)
-    bias = None if bias is None else bias.float()
-    return F.linear(x.float(), weight.float(), bias).to(x.dtype)
-
-
-def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As `x @ weight`, in float32 where that is faster.
-
-    Shapes: x (n, a); weight (a, b); result (n, b), of the dtype of x.
-    """
-    if has_fast_products(x.device, x.dtype):
-        return x @ weight
-    if len(x) == 1:
-        return torch.mv(weight.T, x[0])[None]
-    return (x.float() @ weight.float()).to(x.dtype)
-
-
-_FEW_ROWS = 2
-"""So many rows are multiplied faster than the weights are made float32."""
-
-
-def _slow_dtypes() -> set[torch.dtype]:
-    """The half-precision types for which this CPU has no instructions."""
-    checks = {
-        torch.bfloat16: "_is_mkldnn_bf16_supported",
-        torch.float16: "_is_mkldnn_fp16_supported",
-    }
-    ops = {dtype: getattr(torch.ops.mkldnn, at, None) for dtype, at in checks.items()}
-    return {dtype for dtype, check in ops.items() if check and not check()}
-
-
-_SLOW_ON_CPU = _slow_dtypes()
-
-
-def has_fast_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether matrices of `dtype` are multiplied as fast as those of float32.
-
-    Without instructions for half precision a CPU takes 8 to 90 times as long.
-    """
-    return device.type != "cpu" or dtype not in _SLOW_ON_CPU
 
 
 def activate(module: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -39,10 +39,8 @@ from heapr_lab.errors import LayoutError
 from heapr_lab.models.ragged_experts import (
     Packed,
     kernel_runs,
-    linear,
     routed_sum,
     sum_at_once,
-    times,
 )
 from heapr_lab.serving.widths import shard
 
@@ -382,8 +380,8 @@ def ragged_sum(
 
     def by_torch(number: int, x: torch.Tensor) -> torch.Tensor:
         rows, columns, bias, output_bias = expert_of(tensors, starts, number)
-        gate, up = linear(x, rows, bias).chunk(2, -1)
-        out = times(act(gate, up), columns)
+        gate, up = F.linear(x, rows, bias).chunk(2, -1)
+        out = act(gate, up) @ columns
         return out if output_bias is None else out + output_bias
 
     def by_kernel(number: int, x: torch.Tensor) -> torch.Tensor:

@@ -10,49 +10,10 @@ from tiny_folder import write_model
 from torch import nn
 
 from heapr_lab import evaluate_perplexity, load_model, prune
-from heapr_lab.models import hooks, ragged_experts
+from heapr_lab.models import hooks
 from heapr_lab.models.experts import ExpertsLayer, find_experts, sliced_experts
 from heapr_lab.models.hooks import Edit, _routed_forward
 from heapr_lab.models.ragged_experts import RaggedExperts, normalises
-
-
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("n_rows", [0, 1, 2, 3, 40])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_in_half_precision(dtype, n_rows, fast, monkeypatch):
-    """They are those of float64 but for the rounding of the result, on any processor.
-
-    So are the gradients, which are sums of up to 40 products.
-    """
-    monkeypatch.setattr(ragged_experts, "has_fast_products", lambda *_: fast)
-    torch.manual_seed(0)
-    x = torch.randn(n_rows, 24, dtype=dtype)
-    weight, bias = torch.randn(32, 24, dtype=dtype), torch.randn(32, dtype=dtype)
-    for run, exact in (
-        (ragged_experts.linear, nn.functional.linear),
-        (lambda x, w, _: ragged_experts.times(x, w.T), lambda x, w, _: x @ w.T),
-    ):
-        narrow = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
-        wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-        product, expected = run(*narrow, bias), exact(*wide, bias.double())
-        step = torch.finfo(dtype).eps
-        assert product.dtype == dtype
-        close = {"rtol": step, "atol": 4 * step, "check_dtype": False}
-        torch.testing.assert_close(product, expected, **close)
-        product.square().sum().backward()
-        expected.square().sum().backward()
-        for tensor, true in zip(narrow, wide, strict=True):
-            error = (tensor.grad - true.grad).norm()
-            assert error <= 4 * step * true.grad.norm()
-
-
-def test_other_processors_and_dtypes_multiply_as_they_are():
-    """Float32 is only for half precision on a CPU that has no instructions for it."""
-    has = ragged_experts.has_fast_products
-    assert has(torch.device("cuda"), torch.bfloat16)
-    assert has(torch.device("cpu"), torch.float32)
-    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert has(torch.device("cpu"), torch.bfloat16) == supported
 
 
 def layer(*, bias: bool = False, empty: bool = False) -> RaggedExperts:
