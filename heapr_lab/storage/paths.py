@@ -1,7 +1,6 @@
 """The folders of the project and of the cache, and errors of the disk in one line."""
 
 import contextlib
-import errno
 import os
 import re
 import sys
@@ -15,16 +14,6 @@ from heapr_lab.errors import SpecError
 
 _LONGEST_SOCKET: Final = 103
 """Bytes that the path of a socket may have on all systems."""
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
-_NO_SUCH_PLACE = {
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOTDIR,
-}
 _NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
@@ -112,7 +101,11 @@ def disk_error(error: BaseException, path: Path | None = None) -> str | None:
         path: what was read or written, if the error does not name it.
     """
     if isinstance(error, OSError):
-        return f"{_what(error, path)}: {_remedy(error)}"
+        return (
+            f"{_what(error, path)}: correct this and start again, or choose another "
+            f"place for the results (--out), or $HEAPR_CACHE_DIR (now {cache_dir()}) "
+            "for the cache"
+        )
     number = _NUMBER.search(str(error))
     if isinstance(error, SafetensorError) and number:
         cause = OSError(int(number[1]), os.strerror(int(number[1])))
@@ -125,15 +118,3 @@ def _what(error: OSError, path: Path | None) -> str:
         return str(error)
     places = [name for name in (path, error.filename, error.filename2) if name]
     return f"{error.strerror}: {places[-1]}" if places else error.strerror
-
-
-def _remedy(error: OSError) -> str:
-    cache = f"$HEAPR_CACHE_DIR (now {cache_dir()}) for the cache"
-    elsewhere = f"choose another place for the results (--out), or {cache}"
-    if error.errno in _NO_ROOM:
-        return f"free some space, or {elsewhere}"
-    if error.errno in _NO_RIGHT:
-        return elsewhere
-    if error.errno in _NO_SUCH_PLACE:
-        return f"part of this path is missing or is not a folder; {elsewhere}"
-    return f"correct this and start again, or {elsewhere}"

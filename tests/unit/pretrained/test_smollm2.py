@@ -279,7 +279,7 @@ def test_a_full_disk_is_one_line(module, name, broken, tiny, cache, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(module, name, broken)
         message = refused("No space left on device")
-    assert "free some space, or choose another place" in message
+    assert "correct this and start again, or choose another place" in message
     assert f"$HEAPR_CACHE_DIR (now {cache}) for the cache" in message
     monkeypatch.setenv(VARIABLE, str(tiny))
     assert (smollm2_folder() / "model.safetensors").is_file()

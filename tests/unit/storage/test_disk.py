@@ -66,7 +66,7 @@ def test_a_full_disk_is_one_line(write, tmp_path):
     """An error of this package with what to do; no file is left of what was begun."""
     with full_disk(), pytest.raises(SpecError, match=r"(?i)file too large") as error:
         write(tmp_path / "out")
-    assert "free" in str(error.value)
+    assert "another" in str(error.value)
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"]
     write(tmp_path / "out")
 
@@ -76,7 +76,7 @@ def test_a_cache_below_a_file_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("a file")
     monkeypatch.setenv("HEAPR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     for name in ("a result", "rows", "a folder"):
-        with pytest.raises(SpecError, match="part of this path is missing or is not"):
+        with pytest.raises(SpecError, match="Not a directory"):
             WRITERS[name](tmp_path)
 
 
