@@ -18,7 +18,6 @@ from heapr_lab import methods
 from heapr_lab.errors import CorpusError
 from heapr_lab.figures.curves import paper_table, plain_name
 from heapr_lab.importance.estimators import ESTIMATORS
-from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.inspection.mask_diff import ScoredMask
 from heapr_lab.models.named import PAPER_MODELS
 from heapr_lab.pruning.masks import KeepMask
@@ -186,38 +185,21 @@ def calibration_draws(bench: Workbench) -> list[Calibration]:
 
 
 def calibration_results(bench: Workbench, draws: Iterable[Calibration]) -> pd.DataFrame:
-    """Results of the dense model, then at every calibration size of each draw."""
+    """Results of the dense model, then at every calibration size of each draw.
+
+    The draws are nested: the windows of a smaller size are the first of a larger one.
+    """
     calibrated = calibration_corpora(bench)
     corpora = [corpus for corpus in calibrated if not corpus.startswith("pydocs:")]
     selection = Selection(CALIBRATION_RATIO)
-    frames = [bench.evaluate(None, corpora)]
-    for draw in draws:
-        for size, table in nested_tables(bench, draw).items():
-            setting = Setting(selection, replace(draw, n_sequences=size))
-            keep = select(table, selection)
-            frames.append(bench.evaluate(setting, corpora, keep=keep))
-    return pd.concat(frames, ignore_index=True)
-
-
-def nested_tables(
-    bench: Workbench, calibration: Calibration
-) -> dict[int, ImportanceTable]:
-    """Tables of the first 8, 32, ... windows of one draw, each window measured once.
-
-    Draws are nested and sums are additive, so that each table is the previous one
-    merged with that of the windows in between.
-    """
-    windows = bench.calibration_set(calibration)
     largest = bench.profile.n_sequences
     sizes = [size for size in CALIBRATION_SIZES if size <= largest] or [largest]
-    tables: dict[int, ImportanceTable] = {}
-    start, total = 0, None
-    for size in sizes:
-        part = CalibrationSet(windows.ids[start:size], windows.provenance)
-        table = bench.measure(part)
-        total = table if total is None else total.merge(table)
-        tables[size], start = total, size
-    return tables
+    frames = [bench.evaluate(None, corpora)]
+    for draw in draws:
+        for size in sizes:
+            setting = Setting(selection, replace(draw, n_sequences=size))
+            frames.append(bench.evaluate(setting, corpora))
+    return pd.concat(frames, ignore_index=True)
 
 
 # --- predicted and measured loss ------------------------------------------------

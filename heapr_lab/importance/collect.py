@@ -236,7 +236,6 @@ def _table(run: _Pass) -> ImportanceTable:
     table = ImportanceTable.from_frame(
         _rows(run),
         N=run.calibration.n_predicted,
-        windows=run.calibration.window_fingerprints(),
         spec=run.spec,
         spec_hash=run.key,
         architecture=describe(run.model).to_dict(),

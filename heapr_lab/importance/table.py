@@ -2,7 +2,7 @@
 
 Without torch. Rows are (layer, expert, atom), sorted. `tokens` belongs to
 the expert and is repeated on its rows; all columns but the weights' norms
-are sums or maxima over tokens, so tables of disjoint samples can be merged.
+are sums or maxima over tokens.
 """
 
 import functools
@@ -25,8 +25,6 @@ from heapr_lab.importance.columns import (
     check_spec,
     check_values,
     is_outdated,
-    merge_frames,
-    merge_metadata,
     sorted_rows,
     typed_rows,
 )
@@ -53,8 +51,7 @@ class ImportanceTable:
     Attributes:
         frame: rows sorted by (layer, expert, atom), with their original index.
         metadata: plain data: `N` predicted tokens, `spec` of all that determined the
-            numbers and its `spec_hash`, `windows` with a hash of each, `architecture`,
-            `provenance`.
+            numbers and its `spec_hash`, `architecture`, `provenance`.
 
     Example:
         >>> frame = pd.DataFrame(
@@ -116,7 +113,9 @@ class ImportanceTable:
     @property
     def calibration(self) -> dict[str, Any]:
         """`CalibrationSet.record` of the measured windows; empty if not recorded."""
-        return (self.metadata.get("provenance") or {}).get("calibration") or {}
+        origin = self.metadata.get("provenance") or {}
+        # A table of an earlier version may have been merged from several.
+        return {} if "merged" in origin else origin.get("calibration") or {}
 
     @property
     def estimators(self) -> tuple[str, ...]:
@@ -199,14 +198,6 @@ class ImportanceTable:
         experts = self.expert_tokens()
         unrouted = experts.loc[experts["tokens"] == 0, ["layer", "expert"]]
         return unrouted.reset_index(drop=True)
-
-    def merge(self, other: "ImportanceTable") -> "ImportanceTable":
-        """The table of both samples together.
-
-        Sums, tokens and N are added, maxima are compared. No window may be in both.
-        """
-        metadata = merge_metadata(self._metadata, other._metadata)
-        return type(self)(merge_frames(self._frame, other._frame), metadata)
 
     def memo(self, key: Hashable, compute: Callable[[], _Value]) -> _Value:
         """`compute()`, or its earlier result for `key`; the latest few are kept."""

@@ -345,11 +345,10 @@ def header_facts(session: PruningSession) -> dict[str, str]:
     What a table was measured on is read from the table, not from what was asked for.
     """
     origin = session.table.metadata.get("provenance") or {}
-    runs = [run.get("calibration") or {} for run in origin.get("merged", [origin])]
     facts = {
         "model": _model(session, origin),
         "importance": _sums(session),
-        "calibration": "; and ".join(map(_calibration, runs)),
+        "calibration": _calibration(session.table.calibration),
     }
     return facts | _computed(session)
 

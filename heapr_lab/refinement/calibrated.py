@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from heapr_lab.importance.collect import collect_statistics
-from heapr_lab.importance.columns import merge_frames
+from heapr_lab.importance.columns import pooled
 from heapr_lab.importance.estimators import find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import ExpertsLayer, find_experts
@@ -139,8 +139,7 @@ class CalibratedModel:
         for windows in others:
             progress = parts.part(windows.n_sequences)
             tables.append(self._measured(windows, progress))
-        # Not `ImportanceTable.merge`, which refuses windows that repeat.
-        frame = functools.reduce(merge_frames, [table.frame for table in tables])
+        frame = functools.reduce(pooled, [table.frame for table in tables])
         predicted = sum(table.metadata["N"] for table in tables)
         sizes = tables[0].architecture.to_dict()
         whole = ImportanceTable.from_frame(frame, N=predicted, architecture=sizes)

@@ -411,13 +411,7 @@ class Workbench:
         """The task, from the wing that runs tasks."""
         return registry.find("tasks")(task, limit, self.profile.n_items)
 
-    def evaluate(
-        self,
-        setting: Setting | None,
-        corpora: Sequence[str],
-        *,
-        keep: KeepMask | None = None,
-    ) -> pd.DataFrame:
+    def evaluate(self, setting: Setting | None, corpora: Sequence[str]) -> pd.DataFrame:
         """Tidy results of one setting, or of the dense model where it is None.
 
         Columns: those of `Setting`, achieved_ratio, model, dataset, metric (perplexity,
@@ -426,10 +420,8 @@ class Workbench:
         Args:
             setting: the setting to evaluate.
             corpora: corpora on whose test splits perplexity is measured.
-            keep: the mask, if it is not the one that `setting` selects.
         """
-        if keep is None and setting is not None:
-            keep = self.keep(setting)
+        keep = None if setting is None else self.keep(setting)
         rows: list[tuple[str, str, float, float]] = []
         for corpus in corpora:
             result = self.perplexity(keep, self.test_windows(corpus))

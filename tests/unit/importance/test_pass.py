@@ -135,7 +135,6 @@ def test_metadata():
     }
     assert metadata["spec"] == spec
     assert metadata["spec_hash"] == digest(spec)
-    assert metadata["windows"] == windows.window_fingerprints()
     assert metadata["architecture"] == describe(model).to_dict()
     assert metadata["N"] == 40
     origin = metadata["provenance"]

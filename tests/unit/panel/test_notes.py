@@ -52,19 +52,15 @@ def test_what_was_not_recorded_is_not_made_up():
     assert facts["model"].startswith("not recorded, ")
     assert facts["importance"].endswith("over tokens not recorded")
     assert facts["calibration"] == "not recorded"
+    merged = made(DRAWN, merged=[{"calibration": DRAWN}] * 2)  # as earlier versions did
+    assert header_facts(PruningSession(merged))["calibration"] == "not recorded"
 
 
-def test_own_text_and_merged_runs_are_named():
-    """Windows that the model wrote, of all windows; each run of a merged table."""
+def test_own_text_is_named():
+    """Windows that the model wrote, of all windows."""
     windows = {"corpus": "own text", "n_sequences": 32}
     facts = header_facts(PruningSession(made(DRAWN | {"joined": [windows]})))
     assert facts["calibration"].endswith("tokens, 32 of them own text")
-    runs = [{"calibration": DRAWN}, {"calibration": DRAWN | {"seed": 4}}]
-    facts = header_facts(PruningSession(made({}, merged=runs)))
-    assert facts["calibration"] == (
-        "ptb, seed 3, 128 windows × 2,048 tokens; and "
-        "ptb, seed 4, 128 windows × 2,048 tokens"
-    )
 
 
 def test_a_model_has_a_dtype_and_a_device(panel, bench):
