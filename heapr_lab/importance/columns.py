@@ -37,7 +37,8 @@ ELIMINATION = "elimination"
 ELIMINATION_SCHEMA = 2
 """Raised whenever the same input would give other scores of elimination."""
 
-_TYPES = {"layer": np.int16, "expert": np.int16, "atom": np.int32}
+_TYPES = {"layer": "int16", "expert": "int16", "atom": "int32", "tokens": "int64"}
+_WHOLE, _REAL = {"int16", "int32", "int64"}, {"float32", "float64"}
 
 _PIECE = 2**16
 
@@ -64,35 +65,56 @@ def is_outdated(names: Collection[str], spec: Mapping[str, Any] | None) -> bool:
     return ELIMINATION in names and schema != ELIMINATION_SCHEMA
 
 
-def typed_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """A lazy copy of `frame` with the types of the table's columns.
+def checked_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a table in the types of its columns, as a lazy copy.
 
     Raises:
-        SpecError: a key column is missing, or a value does not fit its type.
+        SpecError: they are not sorted, or not of such types.
     """
-    missing = [name for name in KEYS if name not in frame]
-    if missing or not len(frame):
+    rows = frame.drop(columns=[name for name in FORMER if name in frame])
+    if found := _fault(rows):
         raise SpecError(
-            f"the frame has {len(frame)} rows and lacks column "
-            f"{', '.join(missing) or '(none)'}; expected rows with layer, expert, atom"
+            f"{found}: expected rows sorted by layer, expert and atom, each once and "
+            "counted from 0, whole numbers of tokens, and float32 or float64 in the "
+            "other columns that are measured; sort_values and astype make them"
         )
-    typed = frame.drop(columns=[name for name in FORMER if name in frame])
-    whole = {**_TYPES, "tokens": np.int64}
-    for name, kind in whole.items():
-        if name in frame and frame[name].dtype != kind:
-            with np.errstate(invalid="ignore"):
-                typed[name] = _as_type(frame[name], kind)
-            if not np.array_equal(typed[name], frame[name]):
-                raise SpecError(
-                    f"column {name} must hold whole numbers that fit "
-                    f"{np.dtype(kind).name}, got {frame[name].dtype} values up to "
-                    f"{frame[name].max()}"
-                )
-    for name in (*SUMS, *MAXIMA, *NORMS):
-        measured = name in typed and name not in whole
-        if measured and typed[name].dtype not in (np.float32, np.float64):
-            typed[name] = _as_type(typed[name], np.float64)
-    return typed
+    return rows.astype({name: kind for name, kind in _TYPES.items() if name in rows})
+
+
+def _fault(rows: pd.DataFrame) -> str | None:
+    """What keeps rows from being those of a table, if anything does."""
+    missing = [name for name in KEYS if name not in rows]
+    if missing:
+        return f"the frame has no column {', '.join(missing)}"
+    if not len(rows):
+        return "the frame has no rows"
+    for name in rows.columns.intersection([*_TYPES, *SUMS, *MAXIMA, *NORMS]):
+        if str(rows[name].dtype) not in (_WHOLE if name in _TYPES else _REAL):
+            return f"column {name} has {rows[name].dtype} values"
+    for name in KEYS:
+        least, most = rows[name].min(), rows[name].max()
+        if least < 0 or most > np.iinfo(_TYPES[name]).max:
+            return f"column {name} has numbers from {least} to {most}"
+    return _disorder(rows)
+
+
+def _disorder(rows: pd.DataFrame) -> str | None:
+    """The first row that does not come after the one before it, if there is one."""
+    for start in range(0, len(rows), _PIECE):  # pieces stay in the processor's cache
+        numbers = _numbers(rows.iloc[start : start + _PIECE + 1])
+        rises = numbers[1:] > numbers[:-1]
+        if not rises.all():
+            row = start + int(np.argmin(rises))
+            one, other = rows[[*KEYS]].iloc[row : row + 2].to_numpy().tolist()
+            return f"(layer, expert, atom) {tuple(other)} follows {tuple(one)}"
+    return None
+
+
+def _numbers(rows: pd.DataFrame) -> np.ndarray:
+    """One number per row that sorts as (layer, expert, atom)."""
+    layer, expert, atom = (rows[name].to_numpy(dtype=np.int64) for name in KEYS)
+    numbers: np.ndarray = (layer << 48) | (expert << 32) | atom
+    return numbers
 
 
 def check_values(frame: pd.DataFrame) -> None:
@@ -132,59 +154,6 @@ def check_spec(metadata: Mapping[str, Any]) -> None:
             f"{digest(metadata.get('spec'))[:12]}: one of them was edited; measure "
             "again, or leave both out"
         )
-
-
-def _as_type(column: pd.Series, kind: Any) -> np.ndarray:
-    """The values of a column as `kind`.
-
-    Raises:
-        SpecError: a value is not a number.
-    """
-    try:
-        return np.asarray(column.to_numpy().astype(kind))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise SpecError(
-            f"column {column.name} must hold numbers, got {column.dtype} values "
-            f"({error})"
-        ) from error
-
-
-def sorted_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """`frame` sorted by (layer, expert, atom), each row with its index label.
-
-    Raises:
-        SpecError: a row is repeated, or an index is negative.
-    """
-    if any(frame[name].min() < 0 for name in KEYS):
-        raise SpecError("layer, expert and atom must count from 0, got a negative one")
-    if not _increasing(frame):
-        numbers = _numbers(frame)
-        order = np.argsort(numbers, kind="stable")
-        frame, numbers = frame.iloc[order], numbers[order]
-        double = np.flatnonzero(numbers[1:] == numbers[:-1])
-        if len(double):
-            row = frame.iloc[double[0]]
-            raise SpecError(
-                f"{len(double)} rows are repeated, first (layer, expert, atom) "
-                f"{tuple(int(row[name]) for name in KEYS)}; expected each once"
-            )
-    return frame
-
-
-def _numbers(frame: pd.DataFrame) -> np.ndarray:
-    """One number per row that sorts as (layer, expert, atom)."""
-    layer, expert, atom = (frame[name].to_numpy(dtype=np.int64) for name in KEYS)
-    numbers: np.ndarray = (layer << 48) | (expert << 32) | atom
-    return numbers
-
-
-def _increasing(frame: pd.DataFrame) -> bool:
-    """Whether (layer, expert, atom) increases from row to row."""
-    for start in range(0, len(frame), _PIECE):  # pieces stay in the processor's cache
-        numbers = _numbers(frame.iloc[start : start + _PIECE + 1])
-        if not (numbers[1:] > numbers[:-1]).all():
-            return False
-    return True
 
 
 # --- tables of one model on different windows ------------------------------------

@@ -24,9 +24,8 @@ from heapr_lab.importance.columns import (
     KEYS,
     check_spec,
     check_values,
+    checked_rows,
     is_outdated,
-    sorted_rows,
-    typed_rows,
 )
 from heapr_lab.models.architecture import Architecture
 from heapr_lab.repr_html import card_html
@@ -62,7 +61,7 @@ class ImportanceTable:
     """
 
     def __init__(self, frame: pd.DataFrame, metadata: Mapping[str, Any]) -> None:
-        self._frame = sorted_rows(typed_rows(frame))
+        self._frame = checked_rows(frame)
         check_values(self._frame)
         # Through JSON and back, so that it is the same before and after a file.
         self._metadata: dict[str, Any] = json.loads(canonical_json(dict(metadata)))
@@ -73,8 +72,11 @@ class ImportanceTable:
     def from_frame(cls, frame: pd.DataFrame, **metadata: Any) -> "ImportanceTable":
         """A table of the rows of `frame`, which may have any subset of the columns.
 
-        Rows may be in any order; they are sorted and keep their index labels, so that a
+        They are sorted by (layer, expert, atom), and keep their index labels, so that a
         score can be matched to its row of `frame`.
+
+        Raises:
+            SpecError: they are not sorted, or have other types or impossible values.
         """
         return cls(frame, metadata)
 

@@ -14,9 +14,8 @@ from heapr_lab.importance.columns import (
     SUMS,
     check_spec,
     check_values,
+    checked_rows,
     pooled,
-    sorted_rows,
-    typed_rows,
 )
 from heapr_lab.storage.hashing import digest
 
@@ -29,61 +28,79 @@ def frame(**columns: Any) -> pd.DataFrame:
     return pd.DataFrame({"layer": 4, "expert": 5, "atom": [6, 7, 8], **columns})
 
 
-# --- types ------------------------------------------------------------------------
+# --- types and order --------------------------------------------------------------
 
 
 def test_the_types_of_keys_and_tokens():
-    """Small whole numbers, whatever they were before; other columns stay."""
-    typed = typed_rows(frame(tokens=[1.0, 2.0, 3.0], mine="text", sum_h2=[1, 2, 3]))
-    assert typed.dtypes.astype(str).to_dict() == {
+    """Small whole numbers; other columns stay, float32 as half as large as float64."""
+    single = np.array([1, 2, 3], np.float32)
+    given = frame(tokens=7, mine="text", sum_h2=single, max_abs_h=1.0)
+    assert checked_rows(given).dtypes.astype(str).to_dict() == {
         "layer": "int16",
         "expert": "int16",
         "atom": "int32",
         "tokens": "int64",
-        "mine": frame(mine="text")["mine"].dtype.name,
-        "sum_h2": "float64",
+        "mine": given["mine"].dtype.name,
+        "sum_h2": "float32",
+        "max_abs_h": "float64",
     }
-    assert typed["tokens"].tolist() == [1, 2, 3]
+    assert given["layer"].dtype == np.int64
 
 
 def test_columns_of_earlier_tables_are_left_out():
     """No score reads them."""
-    typed = typed_rows(frame(sum_h2=[1, 2, 3], **dict.fromkeys(FORMER, 1.0)))
-    assert [*typed] == ["layer", "expert", "atom", "sum_h2"]
-
-
-@pytest.mark.parametrize("name", [*SUMS[1:], *MAXIMA, *NORMS])
-@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int8])
-def test_what_is_measured_is_at_least_float32(name, kind):
-    """float32 stays, for files are half as large; all else becomes float64."""
-    typed = typed_rows(frame(**{name: np.array([1, 2, 3], dtype=kind)}))
-    assert typed[name].dtype == (np.float32 if kind == np.float32 else np.float64)
-    assert typed[name].tolist() == [1.0, 2.0, 3.0]
+    rows = checked_rows(frame(sum_h2=1.0, **dict.fromkeys(FORMER, 1.0)))
+    assert [*rows] == ["layer", "expert", "atom", "sum_h2"]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "found"),
     [
-        (
-            frame().drop(columns=["layer", "atom"]),
-            "3 rows and lacks column layer, atom",
-        ),
-        (frame().iloc[:0], r"has 0 rows and lacks column \(none\); expected rows"),
-        (
-            frame(expert=0.5),
-            "column expert must hold whole numbers that fit int16, got",
-        ),
-        (frame(atom=[1.0, np.nan, 2.0]), "atom must hold whole numbers that fit int32"),
-        (frame(atom=[1, 2, 2**31]), "int64 values up to 2147483648"),
-        (frame(tokens=["a", "b", "c"]), "column tokens must hold numbers, got"),
-        (frame(sum_h2=["a", "b", "c"]), "column sum_h2 must hold numbers, got"),
-        (frame(sum_h2=[{}, {}, {}]), "column sum_h2 must hold numbers, got object"),
+        (frame().drop(columns=["layer", "atom"]), "frame has no column layer, atom"),
+        (frame().iloc[:0], "the frame has no rows"),
+        (frame(expert=0.5), "column expert has float64 values"),
+        (frame(atom=[1.0, np.nan, 2.0]), "column atom has float64 values"),
+        (frame(tokens=[1.0, 2.0, 3.0]), "column tokens has float64 values"),
+        (frame(sum_h2=["a", "b", "c"]), r"column sum_h2 has \w+ values"),
+        (frame(w_up_sq=np.ones(3, np.float16)), "column w_up_sq has float16 values"),
+        (frame(max_abs_h=[1, 2, 3]), "column max_abs_h has int64 values"),
+        (frame(atom=[1, 2, 2**31]), "column atom has numbers from 1 to 2147483648"),
+        (frame(layer=2**15), "column layer has numbers from 32768 to 32768"),
+        (frame(expert=[-1, 0, 1]), "column expert has numbers from -1 to 1"),
+        (frame().iloc[::-1], r"atom\) \(4, 5, 7\) follows \(4, 5, 8\)"),
+        (frame(layer=[1, 0, 0]), r"atom\) \(0, 5, 7\) follows \(1, 5, 6\)"),
+        (frame(atom=[7, 7, 8]), r"atom\) \(4, 5, 7\) follows \(4, 5, 7\)"),
     ],
 )
-def test_rows_of_other_types(given, message):
-    """Column, type and value are named."""
-    with pytest.raises(SpecError, match=message):
-        typed_rows(given)
+def test_other_rows(given, found):
+    """What was found, and what was expected."""
+    with pytest.raises(SpecError, match=found + ": expected rows sorted by layer, exp"):
+        checked_rows(given)
+
+
+def numbered(layer: Any, expert: Any, atom: Any) -> pd.DataFrame:
+    """Rows of these keys."""
+    return pd.DataFrame({"layer": layer, "expert": expert, "atom": atom})
+
+
+def test_rows_as_pandas_sorts_them_are_in_order():
+    """The keys are layer, expert and atom, up to the largest numbers; labels stay."""
+    largest = [[0, 1, 2**15 - 1], [0, 1, 2**15 - 1], [0, 1, 2**31 - 1]]
+    keys = np.stack(np.meshgrid(*largest), -1).reshape(-1, 3)
+    given = numbered(*np.random.default_rng(0).permutation(keys).T)
+    expected = given.sort_values(["layer", "expert", "atom"])
+    rows = checked_rows(expected)
+    pd.testing.assert_frame_equal(rows, expected, check_dtype=False)
+
+
+@pytest.mark.parametrize("at", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE])
+def test_order_is_seen_in_long_tables(at):
+    """Two rows may be exchanged anywhere, even where one piece ends."""
+    atoms = np.arange(2 * PIECE + 2)
+    assert len(checked_rows(numbered(0, 0, atoms))) == len(atoms)
+    atoms[[at, at - 1]] = atoms[[at - 1, at]]
+    with pytest.raises(SpecError, match=r"follows \(0, 0, "):
+        checked_rows(numbered(0, 0, atoms))
 
 
 # --- values -----------------------------------------------------------------------
@@ -132,53 +149,6 @@ def test_a_hash_belongs_to_its_specification():
     told = f"is {digest({'a': 1})[:12]}, its spec hashes to {digest({'a': 2})[:12]}: "
     with pytest.raises(SpecError, match=told):
         check_spec(wrong)
-
-
-# --- order ------------------------------------------------------------------------
-
-
-def numbered(layer: Any, expert: Any, atom: Any) -> pd.DataFrame:
-    """Rows of these keys."""
-    return pd.DataFrame({"layer": layer, "expert": expert, "atom": atom})
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_are_sorted_as_pandas_sorts_them(seed):
-    """The keys are layer, expert and atom, up to the largest numbers; labels stay."""
-    rng = np.random.default_rng(seed)
-    largest = [[0, 1, 2**15 - 1], [0, 1, 2**15 - 1], [0, 1, 2**31 - 1]]
-    keys = np.stack(np.meshgrid(*largest), -1).reshape(-1, 3)
-    given = numbered(*rng.permutation(keys).T)
-    expected = given.sort_values(["layer", "expert", "atom"])
-    pd.testing.assert_frame_equal(sorted_rows(given), expected)
-    assert sorted_rows(expected) is expected
-
-
-@pytest.mark.parametrize("name", ["layer", "expert", "atom"])
-def test_numbers_count_from_nought(name):
-    """Each key column does."""
-    with pytest.raises(SpecError, match="must count from 0"):
-        sorted_rows(frame(**{name: [-1, 0, 1]}))
-    sorted_rows(frame(**{name: [0, 0, 0], "atom": [0, 1, 2]}))
-
-
-def test_rows_that_are_there_twice_are_counted():
-    """The first of them is named."""
-    given = numbered([3, 1, 2, 1, 3], 5, [0, 7, 0, 7, 0])
-    with pytest.raises(SpecError, match=r"2 rows are repeated, first .* \(1, 5, 7\)"):
-        sorted_rows(given)
-
-
-@pytest.mark.parametrize("at", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE])
-def test_order_is_seen_in_long_tables(at):
-    """Two rows may be exchanged anywhere, even where one piece ends."""
-    atoms = np.arange(2 * PIECE + 2)
-    atoms[[at, at - 1]] = atoms[[at - 1, at]]
-    assert sorted_rows(numbered(0, 0, atoms))["atom"].is_monotonic_increasing
-    atoms.sort()
-    atoms[at] = atoms[at - 1]
-    with pytest.raises(SpecError, match="1 rows are repeated"):
-        sorted_rows(numbered(0, 0, atoms))
 
 
 # --- rows of two tables -----------------------------------------------------------

@@ -23,17 +23,13 @@ def table(*shapes: tuple[int, int], **metadata: Any) -> ImportanceTable:
     return ImportanceTable.from_frame(frame, **metadata)
 
 
-def test_rows_are_sorted_and_keep_their_labels():
-    """A score finds its row of the frame that was given, whatever its order."""
-    frame = table((2, 2)).frame.iloc[[3, 0, 2, 1]]
-    stats = ImportanceTable.from_frame(frame)
-    assert stats.frame.index.tolist() == [0, 1, 2, 3]
-    assert stats.frame["atom"].tolist() == [0, 1, 0, 1]
-    # ½ · 1 · 1 and ½ · 2 · 2 of the second expert
-    assert stats.score("heapr")[frame.index].tolist() == [2.0, 0.0, 0.5, 0.0]
+def test_rows_keep_their_labels():
+    """A score finds its row of the frame that was given."""
     index = pd.Index(list("abcd"), name="key")
-    scores = ImportanceTable.from_frame(stats.frame.set_index(index)).score("heapr")
-    assert scores.index.equals(index)
+    stats = ImportanceTable.from_frame(table((2, 2)).frame.set_index(index))
+    assert stats.frame.index.equals(index)
+    # ½ · 1 · 1 and ½ · 2 · 2 of the second expert
+    assert stats.score("heapr").to_dict() == {"a": 0.0, "b": 0.0, "c": 0.5, "d": 2.0}
 
 
 def test_table_does_not_change():
@@ -157,7 +153,7 @@ def test_other_files_are_refused(tmp_path):
         with pytest.raises(CacheError, match=f"holds {label}, expected Importance"):
             ImportanceTable.read(path)
     files.write_frame(path, stats.frame.assign(atom=0), {"kind": "ImportanceTable"})
-    with pytest.raises(CacheError, match="is damaged: 1 rows are repeated"):
+    with pytest.raises(CacheError, match=r"damaged: .* \(1, 0, 0\) follows"):
         ImportanceTable.read(path)
 
 
