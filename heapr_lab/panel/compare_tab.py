@@ -40,8 +40,8 @@ from heapr_lab.storage.paths import path_of
 _NOTHING_YET = (
     "Nothing pinned yet. Pin saves the current selection; Run methods adds others."
 )
-_NO_CONTROL = ("protect_unrouted", "estimator_options")
-"""The settings of a selection that have no control."""
+_NO_CONTROL = "estimator_options"
+"""The setting of a selection that has no control."""
 _REDUCED = {
     "parameter": "parameters",
     "bytes": "bytes",
@@ -290,7 +290,7 @@ class CompareTab(ipw.VBox):
 
 def _settings(selection: Selection) -> dict[str, Any]:
     """The settings of a selection that have a control, as a row of a table."""
-    row = {k: v for k, v in selection.to_dict().items() if k not in _NO_CONTROL}
+    row = {k: v for k, v in selection.to_dict().items() if k != _NO_CONTROL}
     return row | {"exclude_layers": ", ".join(map(str, selection.exclude_layers))}
 
 

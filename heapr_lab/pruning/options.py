@@ -35,6 +35,7 @@ _LAYERS = re.compile(r"([0-9]{1,6})(?:\s*[-–]\s*([0-9]{1,6}))?")
 _REMOVED: Mapping[str, Any] = {
     "price": None,
     "protect_outliers": 0.0,
+    "protect_unrouted": False,
     "layer_ratios": {},
     "own_layers": [],
 }
@@ -194,8 +195,6 @@ class Selection:
     """Layers that are not pruned."""
     min_atoms: int = 0
     """Every expert keeps at least this many atoms (or all that it has)."""
-    protect_unrouted: bool = False
-    """Whether experts without routed tokens are kept whole."""
     estimator_options: tuple[tuple[str, Any], ...] = ()
     """(name, value), such as `alpha` of camera; a mapping is accepted."""
 
@@ -238,10 +237,6 @@ class Selection:
             if value is not None:
                 number = whole_number(value, name=name, least=least, most=_MOST_ATOMS)
                 self._set(**{name: number})
-        known, name = (False, True), "protect_unrouted"
-        self._set(
-            protect_unrouted=bool(one_of(self.protect_unrouted, known, name=name))
-        )
 
     def _check_combinations(self) -> None:
         if self.granularity == "expert" and self.structure != "ragged":

@@ -86,7 +86,7 @@ def rank_atoms(table: ImportanceTable, selection: Selection) -> Ranking:
     scores = table.score(
         selection.estimator, **dict(selection.estimator_options)
     ).to_numpy()
-    protected = protected_atoms(table, selection)
+    protected = np.isin(table.column("layer"), selection.exclude_layers)
     groups = selection.groups(tuple(table.shapes()))
     sizes = atom_sizes(table, unit=selection.unit)
     grouped = [
@@ -248,13 +248,3 @@ def atom_sizes(table: ImportanceTable, *, unit: str) -> dict[int, np.ndarray]:
         layer: np.full(shape.n_experts, shape.atom_parameters, np.int64)
         for layer, shape in model.layers.items()
     }
-
-
-def protected_atoms(table: ImportanceTable, selection: Selection) -> np.ndarray:
-    """The atoms that are kept whatever their score, bool (rows,)."""
-    protected = np.zeros(table.n_atoms, dtype=bool)
-    if selection.exclude_layers:
-        protected |= np.isin(table.column("layer"), selection.exclude_layers)
-    if selection.protect_unrouted:
-        protected |= table.column("tokens") == 0
-    return protected

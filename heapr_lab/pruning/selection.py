@@ -14,7 +14,7 @@ Without torch. What a ratio r means:
   more atoms of the others are pruned; with scope `layer` each of the others loses r.
 
 Experts without routed tokens score 0 in the second-order estimators, and so are pruned
-first unless `protect_unrouted`.
+first.
 """
 
 import inspect
@@ -142,6 +142,6 @@ def _refusal(
     shown = math.floor(largest * 10**_DIGITS) / 10**_DIGITS
     return (
         f"{name} {float(ratio):g} is infeasible: weights outside routed atoms, and "
-        "atoms that are excluded, protected or in an expert's minimum, are kept"
+        "atoms of excluded layers or in an expert's minimum, are kept"
         f"{widths}; the largest possible is {shown:g}"
     )

@@ -27,7 +27,9 @@ ROOT = Path(__file__).parents[2]
 FILES = ROOT / "tests" / "data" / "earlier"
 COMPOSED = {"quant_method": "heapr_composed"}
 """The format of then for what other papers' methods leave."""
-REMOVED = ("own_layers", "price", "protect_outliers", "layer_ratios")
+REMOVED = (
+    "own_layers", "price", "protect_outliers", "protect_unrouted", "layer_ratios"
+)  # fmt: skip
 """What settings had then, at the values of which they chose nothing."""
 
 

@@ -95,11 +95,11 @@ def test_anything_else_cannot_be_explored():
 @pytest.mark.parametrize(
     "selection",
     [
-        Selection(0.5, protect_unrouted=True), Selection(Fraction(1, 3)),
+        Selection(Fraction(1, 3)),
         Selection(0.5, "camera", scope="layer", estimator_options={"alpha": 0.0}),
         Selection(0.5, "elimination"),
     ],
-)  # fmt: skip
+)
 def test_no_other_selection_is_shown_than_was_given(selection):
     """What has no control, or no columns in the table, is refused."""
     with pytest.raises(SpecError, match="the panel would show"):

@@ -35,7 +35,6 @@ def selections(draw: st.DrawFn) -> Selection:
         of=draw(st.sampled_from(("atoms", "model"))),
         exclude_layers=draw(excluded),  # type: ignore[arg-type]
         min_atoms=draw(st.integers(0, 9)),
-        protect_unrouted=draw(st.booleans()),
     )
 
 
@@ -63,12 +62,11 @@ def test_one_form_of_what_is_equal():
         structure="aligned",
         multiple=np.int64(8),  # type: ignore[arg-type]
         min_atoms=np.int64(2),  # type: ignore[arg-type]
-        protect_unrouted=np.True_,  # type: ignore[arg-type]
         exclude_layers=[4, 3],  # type: ignore[arg-type]
     )
     assert repr(of_numpy) == (
         "Selection(0.3, structure='aligned', multiple=8, exclude_layers=(3, 4), "
-        "min_atoms=2, protect_unrouted=True)"
+        "min_atoms=2)"
     )
 
 
@@ -87,12 +85,13 @@ def test_plain_data_of_a_selection():
 def test_files_of_earlier_versions_are_read():
     """They hold settings that are gone; one that was used is refused by name."""
     selection = Selection(0.5)
-    gone = {"price": None, "protect_outliers": 0.0, "layer_ratios": {}}
-    earlier = {**selection.to_dict(), "own_layers": [], **gone}
+    gone = {"price": None, "protect_outliers": 0.0, "protect_unrouted": False}
+    earlier = {**selection.to_dict(), "own_layers": [], "layer_ratios": {}, **gone}
     assert Selection.from_dict(earlier) == selection
     for used in (
         {"price": 0.5},
         {"protect_outliers": 0.1},
+        {"protect_unrouted": True},
         {"layer_ratios": {"1": 0.5}},
         {"of": "bytes"},
         {"estimator": "shrunk"},

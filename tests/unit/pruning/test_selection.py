@@ -56,10 +56,9 @@ def test_ratio_must_be_a_number(ratio):
 
 
 def test_unrouted_atoms_go_first():
-    """An expert without tokens scores 0 and goes, unless it is protected."""
+    """An expert without tokens scores 0 and goes."""
     table = make_table({0: [[3, 4], [9, 9]]}, extra={"tokens": [1, 1, 0, 0]})
     assert kept(table, ratio=0.5) == {0: [[1, 1], [0, 0]]}
-    assert kept(table, ratio=0.5, protect_unrouted=True) == {0: [[0, 0], [1, 1]]}
 
 
 # --- widths ---------------------------------------------------------------------
@@ -130,8 +129,6 @@ def test_every_expert_keeps_its_least():
         ({"estimator": ["heapr"]}, r"estimator must be one of .*, got \['heapr'\]"),
         ({"estimator_options": "abc"}, "estimator_options must be values by name"),
         ({"estimator_options": 1}, "estimator_options must be values by name"),
-        ({"protect_unrouted": "no"}, "protect_unrouted must be one of .*, got 'no'"),
-        ({"protect_unrouted": None}, "protect_unrouted must be one of .*, got None"),
         ({"structure": "square"}, "structure must be one of"),
         ({"of": "flops"}, "of must be one of 'atoms', 'model'"),
         ({"estimator": "camera"}, "'camera' ranks atoms within a layer"),
