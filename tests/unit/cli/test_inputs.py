@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from families import D_VOCAB, tiny_ids, tiny_model, tiny_windows
 from heard import Heard
-from keeps import full_keep, random_keep
+from keeps import full_keep
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from heapr_lab.errors import SpecError
@@ -41,23 +41,6 @@ def test_ids_outside_the_vocabulary_are_named(model, bad):
         with pytest.raises(SpecError, match=message):
             call()
     assert len(done) == 0
-
-
-def test_perplexity_takes_any_whole_numbers(model):
-    """The number is the same as for a LongTensor."""
-    ids, keep = IDS.tolist(), random_keep(model)
-    assert evaluate_perplexity(model, ids) == evaluate_perplexity(model, IDS)
-    expected = evaluate_divergence(model, keep, IDS)
-    assert evaluate_divergence(model, keep, ids) == expected
-
-
-@pytest.mark.parametrize("ids", [IDS.float(), IDS[:, :1], IDS[:0], IDS[0], "12"])
-def test_what_is_not_windows_is_refused(model, ids):
-    """Floats, windows of one token or none, and no windows at all."""
-    with pytest.raises(SpecError, match="expected whole numbers"):
-        evaluate_perplexity(model, ids)
-    with pytest.raises(SpecError, match="expected whole numbers"):
-        evaluate_divergence(model, full_keep(model), ids)
 
 
 # --- counts -----------------------------------------------------------------------

@@ -2,10 +2,6 @@
 
 import copy
 import logging
-import random
-import signal
-import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +12,6 @@ from devices import GPU, OF_DEVICES
 from families import FAMILIES, REPRESENTATIVES, tiny_model, tiny_windows
 from heard import Heard, stop_at
 from keeps import logits_of
-from processes import CONTEXT
 from torch import nn
 
 from heapr_lab import CalibrationSet, HeaprLabError, ImportanceTable, collect_statistics
@@ -214,36 +209,6 @@ def test_a_state_of_another_pass_is_refused(tmp_path):
     state.write_bytes(content[: len(content) // 2])
     with pytest.raises(CacheError, match=r"pass\.state cannot be read"):
         collect_statistics(model, WINDOWS, batch_size=1, state=state)
-
-
-def measure(state: Path, steps: Connection) -> None:
-    """What is killed: a pass that says how many of 400 windows it has done."""
-    resuming._SAVE_SECONDS, resuming._SAVE_SHARE = 0.0, float("inf")
-    windows = tiny_windows(n_sequences=400)
-    collect_statistics(
-        tiny_model("qwen2_moe"), windows, batch_size=1, state=state,
-        progress=lambda done, _total: steps.send(done),
-    )  # fmt: skip
-
-
-def test_a_killed_process_goes_on(tmp_path):
-    """A process killed at a random moment leaves a state from which to resume."""
-    state = tmp_path / "pass.state"
-    steps, sent = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=measure, args=(state, sent))
-    process.start()
-    while steps.recv() < 3:
-        assert process.is_alive()
-    time.sleep(random.SystemRandom().uniform(0, 0.3))
-    process.kill()
-    process.join(30)
-    assert process.exitcode == -signal.SIGKILL
-    model = tiny_model("qwen2_moe")
-    windows = tiny_windows(n_sequences=400)
-    table = collect_statistics(model, windows, batch_size=50, state=state)
-    assert 2 <= table.metadata["provenance"]["resumed_at"] < 400
-    assert_same(table, collect_statistics(model, windows, batch_size=50))
-    assert not state.exists()
 
 
 # --- what is refused --------------------------------------------------------------

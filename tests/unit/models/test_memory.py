@@ -79,7 +79,10 @@ def test_shortages_elsewhere(error, expected):
 
 
 def test_the_first_batch_is_that_of_the_device(model):
-    """It is that of the model's device, whatever else there is; at least one window."""
+    """It is that of the model's device, whatever else there is; at least one window.
+
+    One that was asked for is not made smaller: what does not fit is an error.
+    """
     sizes: list[int] = []
     for shape in ((50, 9), (5, 9), (5, 101)):
         in_batches(sizes.append, model, torch.zeros(shape), None, on_cpu=100)
@@ -87,6 +90,10 @@ def test_the_first_batch_is_that_of_the_device(model):
     elsewhere = tiny_model("qwen2_moe").to("meta")  # offloaded: it runs from the CPU
     in_batches(sizes.append, elsewhere, torch.zeros(50, 9), None, on_cpu=100)
     assert sizes[-1] == 11
+    full = Mock(side_effect=FULL)
+    with pytest.raises(torch.OutOfMemoryError):
+        in_batches(full, model, torch.zeros(50, 9), 2, on_cpu=100)
+    full.assert_called_once_with(2)
 
 
 def test_statistics_are_measured_with_smaller_batches(model):

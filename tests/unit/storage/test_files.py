@@ -74,17 +74,6 @@ def test_a_folder_can_take_a_name_too(tmp_path):
     assert mode(tmp_path / "folder") == 0o750
 
 
-def test_share_mode_changes_the_files_of_a_folder(tmp_path):
-    """It changes all of them, and no folder."""
-    like, folder = tmp_path / "like", tmp_path / "folder"
-    (folder / "inner").mkdir(0o700, parents=True)
-    for path, of_it in ((like, 0o640), (folder / "a", 0o600), (folder / "b", 0o600)):
-        path.touch(of_it)
-    files.share_mode(folder, like)
-    modes = {path.name: mode(path) for path in folder.iterdir()}
-    assert modes == {"a": 0o640, "b": 0o640, "inner": 0o700}
-
-
 # --- layout ---------------------------------------------------------------------
 
 

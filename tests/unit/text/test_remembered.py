@@ -32,9 +32,12 @@ def fingerprints(bench: Workbench, corpus: str) -> tuple[str, str]:
 
 
 def test_a_file_that_changed_gives_its_new_windows(bench):
-    """Written to, of the same length, and put back: each time what it holds."""
-    path = write_text(Path("own.txt"))
-    first = fingerprints(bench, "own.txt")
+    """Written to, of the same length, and put back: each time what it holds.
+
+    So do the items of the task that is made of it.
+    """
+    path, task = write_text(Path("own.txt")), "continuation:own.txt"
+    first, items = fingerprints(bench, "own.txt"), bench.task_key(task, 4)
     assert fingerprints(bench, "own.txt") == first
     ids = bench.test_windows("own.txt").ids
     assert bench.test_windows("own.txt").ids is ids  # remembered, while it is the same
@@ -42,8 +45,10 @@ def test_a_file_that_changed_gives_its_new_windows(bench):
     path.write_text(text.replace("x", "y"))
     changed = fingerprints(bench, "own.txt")
     assert not set(changed) & set(first)
+    assert bench.task_key(task, 4) != items
     path.write_text(text)
     assert fingerprints(bench, "own.txt") == first
+    assert bench.task_key(task, 4) == items
 
 
 def test_a_relative_name_is_that_of_the_folder(bench, monkeypatch):

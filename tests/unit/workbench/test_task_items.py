@@ -2,7 +2,7 @@
 
 import pytest
 from keeps import random_keep
-from tiny_folder import write_model, write_piqa, write_text
+from tiny_folder import write_model, write_piqa
 
 from heapr_lab import Workbench, masking, open_workbench
 from heapr_lab.evaluation.paired import paired_difference
@@ -58,15 +58,3 @@ def test_the_continuation_task_has_a_number_of_its_own():
     profile = PROFILES["pretrained"]
     assert profile.items_of(CONTINUATION) == profile.items_of("continuation:ptb") == 8
     assert {p.items_of("piqa") >= 50 for p in PROFILES.values()} == {True}
-
-
-def test_results_are_found_by_the_text_and_the_items(bench, tmp_path):
-    """Another file or other items of the same name are asked again, and only those."""
-    file = write_text(tmp_path / "text.txt")
-    task = f"continuation:{file}"
-    keys = [bench.task_key(name, 4) for name in (task, "piqa", task, "piqa")]
-    assert keys[:2] == keys[2:]
-    file.write_text(file.read_text()[::-1])
-    write_piqa(tmp_path / "tasks" / "piqa", N_ITEMS, changed=0)
-    for name, before in ((task, keys[0]), ("piqa", keys[1])):
-        assert bench.task_key(name, 4) != before
