@@ -72,9 +72,9 @@ def checked_rows(frame: pd.DataFrame) -> pd.DataFrame:
         SpecError: they are not sorted, or not of such types.
     """
     rows = frame.drop(columns=[name for name in FORMER if name in frame])
-    if found := _fault(rows):
+    if fault := _fault(rows):
         raise SpecError(
-            f"{found}: expected rows sorted by layer, expert and atom, each once and "
+            f"{fault}: expected rows sorted by layer, expert and atom, each once and "
             "counted from 0, whole numbers of tokens, and float32 or float64 in the "
             "other columns that are measured; sort_values and astype make them"
         )
