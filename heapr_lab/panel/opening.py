@@ -218,8 +218,10 @@ def explore(
     first = selection or pruning.selection
     pruning.choose(first)
     if pruning.workbench is not None:
-        pruning.corpora = available_corpora(TEST_CORPORA)[0]
-        pruning.tasks = "continuation", *available_tasks()
+        if corpora is None:
+            corpora = available_corpora(TEST_CORPORA)[0]
+        if tasks is None:
+            tasks = "continuation", *available_tasks()
     if corpora is not None:
         pruning.corpora = corpora
     if tasks is not None:
