@@ -22,7 +22,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from benchmarks.lab_model import run_folder
 from benchmarks.lab_model.recipes import DECAY_MIXTURE, MIXTURE, RECIPES, TrainSpec
-from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import build
 from heapr_lab.storage import cache
 from heapr_lab.text.corpora import load_corpus
@@ -127,15 +126,8 @@ def train_bundled(
 
 
 def build_lab_model(spec: TrainSpec) -> PreTrainedModel:
-    """The untrained model of `spec`, in float32, from its seed.
-
-    Raises:
-        SpecError: the family is not supported.
-    """
+    """The untrained model of `spec`, in float32, from its seed."""
     torch.manual_seed(spec.seed)
-    settings = _FAMILIES.get(spec.family)
-    if settings is None:
-        raise SpecError(f"family {spec.family!r}: expected one of {sorted(_FAMILIES)}")
     config = AutoConfig.for_model(
         spec.family,
         vocab_size=spec.d_vocab,
@@ -151,7 +143,7 @@ def build_lab_model(spec: TrainSpec) -> PreTrainedModel:
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
-        **settings(spec),
+        **_FAMILIES[spec.family](spec),
     )
     model: PreTrainedModel = build(config)
     model.set_experts_implementation("grouped_mm")

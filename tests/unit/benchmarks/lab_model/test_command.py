@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -63,16 +63,3 @@ def test_what_is_wrong_is_said_first(words, part, tmp_path, monkeypatch):
     assert part in done.stderr
     assert done.stderr.startswith("Usage: ") or done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_control_c_is_one_line(monkeypatch):
-    """It says how to go on; the exit status is 130."""
-
-    def interrupt(*_args: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command.smolmoe, "build_smolmoe", interrupt)
-    done = invoke("--recipe", "smolmoe")
-    assert done.exit_code == 130
-    said = "interrupted; the same command continues from the last saved state"
-    assert done.stderr == f"heapr-lab: {said}\n"
