@@ -71,31 +71,6 @@ def test_the_numbers_in_front_are_the_committed_ones():
     assert {k: v for k, v in shown.items() if k != "families"} == made
 
 
-def test_what_a_gpu_showed_is_said_by_its_seconds():
-    """At equal batches; dense models and other sums are left out."""
-    cases = {
-        "scores": 13.0, "scores, same batch": 12.0, "plain": 10.0,
-        "compress": 39.0, "two_stage": 20.0,
-    }  # fmt: skip
-    run = {"part": "memory:A", "device": "X", "n_layers": 1, "sums": "kernel"}
-    rows = pd.DataFrame([run | {"case": c, "seconds": s} for c, s in cases.items()])
-    other = rows.assign(sums="each by itself", device="Y", seconds=1.0)
-    text = readme._cost_on_gpu(pd.concat([rows, other]))
-    assert text.startswith("On an X it takes 1.20 ×, Algorithm 1 2.00 ×; all of")
-    assert "`compress` takes 3.00 × the scores (random weights of A" in text
-    speeds = [
-        ("prefill", 0.2, "sliced", 0.5),
-        ("prefill", 0.6, "sliced", 1.5),
-        ("decode_batch_1", 0.6, "sliced", 0.9),
-        ("decode_batch_8", 0.0, "sliced", 7.0),
-        ("prefill", 0.2, "masked", 8.0),
-    ]
-    names = ["mode", "ratio", "method", "speedup_over_dense"]
-    text = readme._sliced_on_gpu(pd.DataFrame(speeds, columns=names))
-    assert text.startswith("Pruned by 20% to 60%")
-    assert "0.50 to 1.50 × the dense model's speed in prefill and 0.90 × in" in text
-
-
 def test_every_table_of_the_results_is_generated():
     """Each block of benchmarks/README.md is what the committed results give today."""
     made = readme.sections(committed()[2])

@@ -79,20 +79,6 @@ def test_the_main_table_is_of_whole_splits():
     assert gaps.iloc[1].iloc[0].startswith("-0.500 (")
 
 
-def test_each_model_says_its_windows_and_items():
-    """States are compared on the windows of all; a perplexity may be of more."""
-    whole = {"windows": "595, 206, 54", "items": 400}
-    rows = [real_row("dense", 0.0, **whole), real_row("heapr", 0.25)]
-    told = real.tested_on(
-        pd.DataFrame([*rows, real_row("dense", 0.0, model="smollm2")])
-    )
-    assert told.startswith("here wikitext2; Δloss on 16 windows of 512 tokens, spread")
-    assert "smollm2: perplexity on 16 / 16 / 16 windows of 512 tokens" in told
-    assert "smolmoe: perplexity on 16 to 595 / 16 to 206 / 16 to 54 windows" in told
-    assert "100 items each, the same for all" in told
-    assert "100 to 400 items each, each set contained in the larger ones" in told
-
-
 def test_few_windows_may_not_speak_for_all():
     """Of three pairs of states, every second window is far from the rest in two."""
     losses = {"dense": [0.0] * 8, "far": [9.0, 1.0, 9.0, 1.1, 9.0, 0.9, 9.0, 1.0]}

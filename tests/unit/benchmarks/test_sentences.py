@@ -15,27 +15,9 @@ def test_merging_is_compared_with_random_atoms_and_dropping():
             for model, merged in (("fine", fine), ("lab", 0.8), ("upcycled", 0.05))
             for name, loss in (("hc-smoe", merged), ("random", 0.3), ("reap", dropped))
         ]
-        measured = pd.DataFrame(rows)
-        return repr(sentences.methods(data, rankings, measured, claim="Claim."))
+        return sentences._where_merging_wins(pd.DataFrame(rows), 0.4)
 
-    data = pd.DataFrame(
-        {
-            "variant": ["hc-smoe", "heapr", "moe-pruner"],
-            "group": ["merging", "atoms", "weights"],
-            "ratio": 0.4,
-        }
-    ).assign(pooled=[0.4, 0.06, 0.01], other=[0.1, 0.2, 0.3], n_models=2)
-    pretrained = {"pretrained": [0.5, 0.3, None], "pretrained_ratio": [0.1, 0.2, None]}
-    data = data.assign(**pretrained)
-    rankings = pd.DataFrame({"method": ["heapr", "naee"], "same rank": [True, False]})
     text = reply(0.2)
-    assert text.startswith("Claim. At 40%, heapr loses least of the methods that leave")
-    assert "corpus, and hc-smoe on the other corpora. Best" in text
-    assert "weights moe-pruner 0.010; atoms heapr 0.060; merging hc-smoe 0.400" in text
-    assert "single weights to zero (moe-pruner) saves no operations" in text
-    where = "where 20% is removed, atoms heapr 0.300; where 10% is removed, merging hc-"
-    assert f"On smolmoe, {where}smoe 0.500. Setting" in text
-    assert "in 1 of 1 of its comparisons, the other methods in 0 of 1" in text
     less = "less on the fine (0.200 against 0.300) and the upcycled (0.050 against"
     assert less in text
     assert "and more on the lab (0.800 against 0.300)" in text
@@ -43,6 +25,13 @@ def test_merging_is_compared_with_random_atoms_and_dropping():
     assert "on 2 of 3 models: the fine (0.200 against 0.100) and the lab (0.8" in text
     assert "Exceptions: none. Dropping" in reply(0.4)
     assert "Dropping" not in reply(0.4, dropped=1.0)
+
+
+def test_the_order_is_compared_with_the_papers():
+    """HEAPr's ranks, and those of the others."""
+    table = pd.DataFrame({"method": ["heapr", "naee"], "same rank": [True, False]})
+    said = "in 1 of 1 of its comparisons, the other methods in 0 of 1"
+    assert said in sentences._order(table)
 
 
 def test_the_default_stands_beside_heapr():
