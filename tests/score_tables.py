@@ -1,4 +1,4 @@
-"""Tables whose heapr scores are given, and what a selection keeps of them."""
+"""Tables whose heapr scores are given, what a selection keeps, and counted models."""
 
 from typing import Any
 
@@ -6,6 +6,37 @@ import numpy as np
 import pandas as pd
 
 from heapr_lab import ImportanceTable, select
+from heapr_lab.models.architecture import Architecture, LayerShape
+
+ONE_LAYER = Architecture(
+    n_parameters=100,
+    bytes_per_parameter=2,
+    d_model=4,
+    layers={5: LayerShape(n_experts=2, d_inter=2, d_expert=4, top_k=1)},
+    other_weights_per_token=10,
+    attention_width=3,
+)
+"""Two gated experts of two atoms; an atom has 12 parameters and costs 24 operations.
+
+A token goes to one expert.
+"""
+TWO_KINDS = Architecture(
+    n_parameters=1000,
+    bytes_per_parameter=2,
+    d_model=4,
+    layers={
+        1: LayerShape(n_experts=2, d_inter=3, d_expert=4, top_k=1),
+        3: LayerShape(
+            n_experts=2, d_inter=2, d_expert=5, n_matrices=2, atom_biases=1, top_k=2
+        ),
+    },
+    other_weights_per_token=100,
+    attention_width=10,
+)
+"""Layer 1: gated, d_expert 4: an atom has 12 parameters and costs 24 operations.
+
+Layer 3: no gate, 1 bias an atom, d_expert 5: 11 parameters and 20 operations.
+"""
 
 
 def make_table(

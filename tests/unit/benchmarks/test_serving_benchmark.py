@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from fences import updated
+from score_tables import ONE_LAYER
 
 from benchmarks.index import BENCHMARKS
 from benchmarks.readme import as_block
@@ -21,26 +22,15 @@ from benchmarks.serving import (
     mask_of,
     row_of,
 )
-from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.storage import paths
 
 PAGE = paths.project_dir() / "docs" / "serving.md"
 
-TINY = Architecture(
-    n_parameters=100,
-    bytes_per_parameter=4,
-    d_model=4,
-    layers={0: LayerShape(n_experts=2, d_inter=3, d_expert=4)},
-    other_weights_per_token=50,
-    attention_width=8,
-)
-"""One layer of 2 experts of 3 atoms of 12 parameters; each token goes to one."""
-
 
 def routed(*calls: tuple[int, int]) -> pd.DataFrame:
     """The tokens of both experts in each call."""
-    rows = [(0, n, k, x) for n, call in enumerate(calls) for k, x in enumerate(call)]
+    rows = [(5, n, k, x) for n, call in enumerate(calls) for k, x in enumerate(call)]
     return pd.DataFrame(rows, columns=["layer", "call", "expert", "tokens"])
 
 
@@ -63,16 +53,17 @@ def test_structures_keep_the_same_number_of_atoms(ratio, sizes):
 
 def test_costs_by_hand():
     """Two sequences of 3 tokens, then a step for each; expert 1 keeps one atom."""
-    keep = KeepMask.from_arrays({0: np.array([[True] * 3, [True, False, False]])})
-    cost = costs(TINY, keep, routed((2, 4), (0, 2), (2, 0)), Load(2, 3, 2), 5)
+    keep = KeepMask.from_arrays({5: [[True, True], [True, False]]})
+    routing = routed((2, 4), (0, 2), (2, 0))
+    cost = costs(ONE_LAYER, keep, routing, Load(2, 3, 2), 5)
     head, context = 2 * 5 * 4, 4
-    atoms = (2 * 3 + 4 * 1) / 6  # of a mean token
-    each = 2 * 50 + 2 * 3 * 8 + atoms * 2 * 12 - head
+    atoms = (2 * 2 + 4 * 1) / 6  # of a mean token
+    each = 2 * 10 + 2 * 3 * 3 + atoms * 2 * 12 - head
     assert cost["prefill", "flops"] == pytest.approx(2 * (3 * each + head))
-    assert cost["prefill", "bytes"] == 4 * (50 + 12 * (3 + 1))
-    atoms = (3 + 1) / 2
-    assert cost["decode", "flops"] == 2 * 50 + 2 * context * 8 + atoms * 2 * 12
-    assert cost["decode", "bytes"] == 4 * (50 + 12 * (3 + 1) / 2)
+    assert cost["prefill", "bytes"] == 2 * (10 + 12 * (2 + 1))
+    atoms = (2 + 1) / 2
+    assert cost["decode", "flops"] == 2 * 10 + 2 * context * 3 + atoms * 2 * 12
+    assert cost["decode", "bytes"] == 2 * (10 + 12 * (2 + 1) / 2)
 
 
 def test_a_row_by_hand():

@@ -3,26 +3,12 @@
 import numpy as np
 import pandas as pd
 import pytest
+from score_tables import TWO_KINDS as MODEL
 
 from heapr_lab.errors import SpecError
-from heapr_lab.models.architecture import Architecture, LayerShape
+from heapr_lab.models.architecture import Architecture
 from heapr_lab.pruning.masks import KeepMask
 
-# Layer 1: gated, d_expert 4: an atom has 12 parameters and costs 24 operations.
-# Layer 3: no gate, 1 bias an atom, d_expert 5: 11 parameters and 20 operations.
-MODEL = Architecture(
-    n_parameters=1000,
-    bytes_per_parameter=2,
-    d_model=4,
-    layers={
-        1: LayerShape(n_experts=2, d_inter=3, d_expert=4, top_k=1),
-        3: LayerShape(
-            n_experts=2, d_inter=2, d_expert=5, n_matrices=2, atom_biases=1, top_k=2
-        ),
-    },
-    other_weights_per_token=100,
-    attention_width=10,
-)
 KEEP = KeepMask.from_arrays(
     {1: [[True, True, False], [False, False, False]], 3: [[True, True], [True, False]]}
 )

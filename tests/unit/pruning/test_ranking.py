@@ -4,27 +4,12 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from score_tables import make_table
+from score_tables import TWO_KINDS, make_table
 
 from heapr_lab import ImportanceTable, Selection, select
-from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.pruning.ranking import rank_atoms
 
-# Layer 1: gated, 12 parameters and 24 operations an atom and token; layer 4: no gate,
-# in 5 dimensions with a bias, 11 parameters and 20 operations.
-MODEL = Architecture(
-    n_parameters=500,
-    bytes_per_parameter=2,
-    d_model=4,
-    layers={
-        1: LayerShape(n_experts=2, d_inter=3, d_expert=4),
-        4: LayerShape(n_experts=3, d_inter=2, d_expert=5, n_matrices=2, atom_biases=1),
-    },
-    other_weights_per_token=10,
-    attention_width=0,
-)
-SCORES = {1: [[3, 1, 2], [6, 5, 4]], 4: [[12, 11], [8, 7], [9, 10]]}
-TABLE = make_table(SCORES, architecture=MODEL.to_dict())
+SCORES = [[3, 1, 2], [6, 5, 4]]
 
 
 def order(table: ImportanceTable, **settings: Any) -> list[tuple[int, int, int]]:
@@ -43,7 +28,7 @@ def test_whole_experts_go_by_their_sums():
 
     Two atoms of a sum of 5 go before three of 6, although their mean is higher.
     """
-    table = make_table(SCORES | {4: [[3, 2], [8, 7], [9, 10]]})
+    table = make_table({1: SCORES, 4: [[3, 2], [8, 7], [9, 10]]})
     assert order(table, granularity="expert") == [
         *[(4, 0, atom) for atom in range(2)],
         *[(1, 0, atom) for atom in range(3)],
@@ -54,10 +39,12 @@ def test_whole_experts_go_by_their_sums():
 
 
 def test_whole_experts_count_all_their_atoms():
-    """Of 500 parameters, the two first experts have 3 · 12 each."""
+    """Of 1000 parameters, the two first experts have 3 · 12 each."""
+    scores = {1: SCORES, 3: [[12, 11], [8, 7]]}
+    table = make_table(scores, architecture=TWO_KINDS.to_dict())
     for parameters, removed in ((36, 3), (37, 6), (72, 6)):
-        ratio: Any = Fraction(parameters, 500)
-        keep = select(TABLE, ratio=ratio, of="model", granularity="expert")
+        ratio: Any = Fraction(parameters, 1000)
+        keep = select(table, ratio=ratio, of="model", granularity="expert")
         assert keep.n_removed == removed
 
 

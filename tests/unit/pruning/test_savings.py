@@ -6,33 +6,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from score_tables import ONE_LAYER
 
 from heapr_lab import ImportanceTable, KeepMask
 from heapr_lab.errors import SpecError
-from heapr_lab.models.architecture import Architecture, LayerShape
 from heapr_lab.models.sources import Source
 from heapr_lab.pruning.savings import savings_of, summed_scores
 
-# One layer of two experts of two atoms, gated, in 4 dimensions: 12 parameters and 24
-# operations an atom; a token goes to one expert.
-MODEL = Architecture(
-    n_parameters=100,
-    bytes_per_parameter=2,
-    d_model=4,
-    layers={5: LayerShape(n_experts=2, d_inter=2, d_expert=4, top_k=1)},
-    other_weights_per_token=10,
-    attention_width=3,
-)
 KEEP = KeepMask.from_arrays({5: [[True, False], [True, True]]})
 
 
 def table(**metadata: Any) -> ImportanceTable:
-    """A table of `MODEL`: three tokens in four go to the first expert."""
+    """A table of `ONE_LAYER`: three tokens in four go to the first expert."""
     frame = pd.DataFrame({"layer": 5, "expert": [0, 0, 1, 1], "atom": [0, 1, 0, 1]})
     frame = frame.assign(tokens=[3, 3, 1, 1], sum_h2=2.0, sum_g2=[9.0, 18, 3, 4])
     sums = frame.assign(sum_ph2=[1.0, 2, 3, 4], max_abs_ph=3.0, w_down_sq=1.0)
     return ImportanceTable.from_frame(
-        sums, architecture=MODEL.to_dict(), N=4, **metadata
+        sums, architecture=ONE_LAYER.to_dict(), N=4, **metadata
     )
 
 
