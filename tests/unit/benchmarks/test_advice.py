@@ -1,7 +1,6 @@
 """What docs/when_not.md says is counted from rows of known outcome."""
 
 import pandas as pd
-from figure_rows import item_rows, window_rows
 
 from benchmarks import advice
 from benchmarks.figures import real
@@ -35,20 +34,6 @@ def test_only_what_exceeds_two_errors_loses_more():
     assert table["removed"].tolist() == ["40%"]
     assert table.iloc[0, 2:].tolist() == ["1 of 2"] * len(names)
     assert table.iloc[0, 1] == 0.5
-
-
-def test_a_ratio_at_which_not_everything_was_measured_is_counted():
-    """What the default loses there is not hidden by what nobody measured."""
-    measured = [
-        rows(name, against, ratio=ratio)
-        for ratio, names in ((0.1, ["compress"]), (0.4, [*advice.COUNTED]))
-        for name, against in [("heapr", 0.0), *((name, 0.03) for name in names)]
-    ]
-    measured.append(rows("heapr + own text", 0.0))
-    table = advice.worse_table(pd.DataFrame(measured)).set_index("removed")
-    assert table.index.tolist() == ["10%", "40%"]
-    assert table.loc["10%", "compress loses more"] == "1 of 1"
-    assert table.loc["10%", "fisher + compensation loses more"] == "–"
 
 
 def test_every_run_has_its_interval():
@@ -107,27 +92,3 @@ def test_self_generated_text_costs_something_and_saves_more():
     for name in ("method", "when_not"):
         page = (paths.project_dir() / "docs" / f"{name}.md").read_text("utf-8")
         assert "costs something on the calibrated corpus" in page
-
-
-def test_more_text_is_compared_with_the_same_method_on_less(monkeypatch):
-    """0.25 nats less on each window; other draws, and text of other kinds, are out."""
-    more, state = "wikitext2, 128 windows", ("heapr", 0.4)
-    draws = [("wikitext2", 0, 1.0), (more, 0, 0.75), ("c4", 0, 9.0), (more, 1, 5.0)]
-    windows, items = [], []
-    for text, seed, nll in draws:
-        run = {"model": "smolmoe", "fitted_to": text, "seed": seed}
-        for corpus in ("wikitext2", "ptb"):
-            windows.append(window_rows({state: nll}, corpus).assign(**run))
-        items.append(item_rows({state: [1] * 3}).assign(**run))
-    parts = {"windows": pd.concat(windows), "items": pd.concat(items)}
-    monkeypatch.setattr(
-        advice, "rows_beside", lambda _name, part: parts[part].reset_index(drop=True)
-    )
-    row = real.said(advice.more_text_gaps().iloc[0].to_dict())
-    assert (row["method"], row["removed"]) == ("heapr", "40%")
-    assert row["calibrated on"] == more
-    for name in ("WikiText-2", "PTB and C4"):
-        gap = row[f"Δloss, {name} [nats per token] ↓"]
-        assert gap == "-0.250 (-0.250 to -0.250)"
-    assert row["mean accuracy of seven ↑"].startswith("+0.0%")
-    assert (row["windows of each corpus"], row["items of a task"]) == ("4", "3")

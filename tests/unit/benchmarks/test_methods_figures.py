@@ -59,10 +59,6 @@ def test_a_kind_is_at_one_ratio_of_the_pretrained_moe():
             real_row("compress", 0.2),
             real_row("reap", 0.1),
             real_row("reap", 0.3),
-            real_row("random", 0.2, model="smollm2"),
-            real_row("random", 0.2, seed=1),
-            real_row("random", 0.2, fitted_to="c4"),
-            real_row("fisher", 0.2),
         ]
     )
     data = methods.with_pretrained(methods.methods_data(measured_methods()), rows)
