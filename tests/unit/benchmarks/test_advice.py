@@ -23,19 +23,6 @@ def rows(variant: str, against: float, **changes: object) -> dict[str, object]:
     } | changes
 
 
-def test_only_what_exceeds_two_errors_loses_more():
-    """0.03 does and 0.01 does not; another corpus is not counted."""
-    names = (*advice.COUNTED, *advice.WITH_OWN_TEXT)
-    measured = [rows("heapr", 0.0)]
-    for name in names:
-        measured += [rows(name, 0.03), rows(name, 0.01, seed=1)]
-        measured += [rows(name, 0.5, test="wikitext2")]
-    table = advice.worse_table(pd.DataFrame(measured))
-    assert table["removed"].tolist() == ["40%"]
-    assert table.iloc[0, 2:].tolist() == ["1 of 2"] * len(names)
-    assert table.iloc[0, 1] == 0.5
-
-
 def test_every_run_has_its_interval():
     """1.96 standard errors to both sides; one that was not measured has a dash."""
     measured = [rows("heapr", 0.0, delta_nll=0.2), rows("heapr", 0.0, ratio=0.1)]

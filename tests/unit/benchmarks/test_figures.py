@@ -68,22 +68,6 @@ def test_a_caption_names_the_models_that_are_drawn():
     assert row.measured_on(row.rows()).startswith(", ".join(titles) + ";")
 
 
-def test_models_are_pooled_and_the_worst_is_named():
-    """(0.03 + 0.15) / (0.1 + 0.3) at 40 %, the worst of which is b's 0.5."""
-    data = quality.models_data(measured_models())
-    assert data.groupby("test").size().to_dict() == {"pydocs": 8, "wikitext2": 8}
-    table = quality.models_table(data).set_index("variant").loc["compress"]
-    assert table["40 % [× HEAPr] ↓"] == pytest.approx(0.18 / 0.4)
-    assert table["20 % [× HEAPr] ↓"] == pytest.approx(0.014 / 0.021)
-    assert table["worst at 40, 60 % [×]"] == "0.50 (b, pydocs, 40%)"
-    # A run that some variant lacks is pooled for none.
-    only = data[data["variant"].ne("compress") | data["model"].eq("a")]
-    table = quality.models_table(only).set_index("variant").loc["compress"]
-    assert table["40 % [× HEAPr] ↓"] == pytest.approx(0.3)
-    both = quality.models_table(data[data["model"].eq("a")]).set_index("variant")
-    assert both.loc["compress"].equals(table)
-
-
 def test_gains_are_drawn_with_their_intervals():
     """The quotients of the table by model, a panel each; none without a loss."""
     rows = measured_models()
