@@ -270,10 +270,6 @@ def test_the_site_is_made_without_a_warning(tmp_path):
     assert (process.returncode, process.stderr) == (0, "")
     names = {path.stem for path in site.glob("*.html")}
     assert {"index", "tutorial", "commands", "api", "genindex", "search"} <= names
-    reference = (site / "api.html").read_text("utf-8")
-    assert [
-        n for n in heapr_lab.__all__ if f'id="heapr_lab.{n}"' not in reference
-    ] == []
     tags, place = "link|script|img|iframe|source|video", r"[\"']?(https?:)?//"
     fetched = {
         ".html": rf"<({tags})\b[^>]*\b(src|href)={place}",

@@ -25,7 +25,7 @@ from benchmarks.lab_model.train import (
     train_bundled,
     train_lab_model,
 )
-from heapr_lab.errors import CacheError, CorpusError, SpecError
+from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.models.loading import load_model
 from heapr_lab.storage import cache
@@ -224,13 +224,6 @@ def test_the_decay_has_a_mixture_of_its_own(tmp_path, mixture):
     assert len(set(same)) == 8
     assert same[:6] == other[:6]
     assert same[6:] != other[6:]
-
-
-def test_a_corpus_that_cannot_be_had_ends_the_run(tmp_path):
-    """Nothing is trained on less than was asked for."""
-    absent = str(tmp_path / "absent.txt")
-    with pytest.raises(CorpusError, match="absent"):
-        losses_of(tmp_path, {absent: 1.0})
 
 
 # --- losses and schedule ----------------------------------------------------------
