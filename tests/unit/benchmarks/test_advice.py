@@ -12,6 +12,7 @@ from heapr_lab.storage import paths
 def rows(variant: str, against: float, **changes: object) -> dict[str, object]:
     """A row of `benchmarks/quality.py` with a standard error of 0.01."""
     return {
+        "model": "a",
         "calibration": "pydocs",
         "test": "pydocs",
         "seed": 0,
@@ -27,8 +28,6 @@ def test_every_run_has_its_interval():
     """1.96 standard errors to both sides; one that was not measured has a dash."""
     measured = [rows("heapr", 0.0, delta_nll=0.2), rows("heapr", 0.0, ratio=0.1)]
     measured += [rows("compress", -0.1), rows("compress", 9.0, test="wikitext2")]
-    for row in measured:
-        row["model"] = "a"
     table = advice.runs_table(pd.DataFrame(measured))
     assert table["removed"].tolist() == ["40%", "10%"]
     gaps = ["-0.100 (-0.120 to -0.080)", "–"]
