@@ -377,6 +377,7 @@ class PruningSession(traitlets.HasTraits):
         same = self.selection.ranking_key
         points = self.points[self.points["nll"].notna()]
         points = points[points["weights"].eq(self.recipe.text)]
+        points = points[points["selection"].notna()]
         alike = [selection.ranking_key == same for selection in points["selection"]]
         return points[np.array(alike, dtype=bool)]
 

@@ -14,14 +14,15 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from heapr_lab.errors import SpecError
-from heapr_lab.importance.estimators import ESTIMATORS
+from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.importance.estimators import ESTIMATORS, find_estimator
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.panel.controls import Controls
 from heapr_lab.panel.looks import beside, button, failure, line, status
 from heapr_lab.panel.session import POINT_COLUMNS, Pin, Point, PruningSession
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes.weights import MASKED, WeightRecipe
+from heapr_lab.storage.cache import cache_path
 from heapr_lab.storage.files import replacing
 from heapr_lab.storage.hashing import without_nan
 from heapr_lab.storage.paths import path_of
@@ -46,13 +47,22 @@ class Tests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n_items: int
 
 
+class MethodRow(msgspec.Struct, frozen=True):
+    """What the row of a method must have; all else that it has is numbers."""
+
+    label: str
+    method: str
+    achieved_ratio: float | None
+
+
 class SavedSession(msgspec.Struct, frozen=True):
     """What a session file has."""
 
     kind: Literal["heapr-lab panel session"]
     version: Literal[4]
     table: str
-    """The `fingerprint_of` the table that selections and points are of."""
+    """The `fingerprint_of` the table that selections and points are of; in earlier
+    files, its `spec_hash`."""
     measured_for: str
     """An estimator; where it needs an extra pass, the table has its scores."""
     tests: Tests | None
@@ -69,7 +79,26 @@ class SavedSession(msgspec.Struct, frozen=True):
     inspected: Inspected | None
     """None without a model."""
     methods: tuple[dict[str, str | float | None], ...] = ()
-    """Rows of the methods that were run, with savings and losses."""
+    """Rows of the methods that were run, each a `MethodRow` with savings and losses."""
+
+    def __post_init__(self) -> None:
+        find_estimator(self.measured_for)
+        for recipe in (self.recipe, *(pin.recipe for pin in self.pins)):
+            if recipe.own_text > 1:
+                raise SpecError(
+                    f"own_text is {recipe.own_text}, expected a share from 0 to 1"
+                )
+        dense = {
+            (point.dataset, point.accuracy is None)
+            for point in self.points
+            if point.selection is None
+        }
+        for point in self.points:
+            if (point.dataset, point.accuracy is None) not in dense:
+                raise SpecError(
+                    f"it has no point of the dense model on {point.dataset}, which "
+                    "the pruned ones are compared with"
+                )
 
     def frame(self) -> pd.DataFrame:
         """The points as `PruningSession` has them: NaN where nothing was measured."""
@@ -97,16 +126,24 @@ def write_session(path: Path | str, saved: SavedSession) -> None:
     """Write `saved` to a file, which is replaced only if it is a session, too.
 
     Raises:
-        SpecError: there is another file or a folder of this name, or a value could
-            not be read again.
+        SpecError: there is another file or a folder of this name, or a value is not
+            plain data.
     """
     path = Path(path)
     if path.is_dir():
         raise SpecError(f"{path} is a folder, expected the name of a file")
     if path.exists():
         read_session(path)
-    data = msgspec.json.encode(saved, enc_hook=str)
-    _decoded(data, path)
+    try:
+        data = msgspec.json.encode(saved)
+        same = msgspec.json.decode(data, type=SavedSession) == saved
+    except (TypeError, msgspec.ValidationError):
+        same = False
+    if not same:
+        raise SpecError(
+            f"{saved.selection!r}, or the selection of a pin, has a value that a file "
+            "would change: give decimals"
+        )
     with replacing(path) as temporary:
         temporary.write_bytes(msgspec.json.format(data) + b"\n")
 
@@ -121,15 +158,7 @@ def read_session(path: Path | str) -> SavedSession:
     path = path_of(path)
     if not path.is_file():
         raise SpecError(f"there is no session {path}; save one in the panel")
-    return _decoded(path.read_bytes(), path)
-
-
-def _decoded(data: bytes, path: Path) -> SavedSession:
-    """The state as JSON, of the file of that name.
-
-    Raises:
-        SpecError: as `read_session`.
-    """
+    data = path.read_bytes()
     try:
         saved = msgspec.json.decode(data, type=SavedSession)
         _check_known(msgspec.json.decode(data))
@@ -141,16 +170,21 @@ def _decoded(data: bytes, path: Path) -> SavedSession:
 
 
 def _check_known(plain: Mapping[str, Any]) -> None:
-    """Check that nothing is unknown in what determines masks and weights.
+    """Check that nothing is unknown in what determines masks, weights and losses.
 
     Raises:
-        SpecError, TypeError: something is, such as a setting of an earlier heapr_lab.
+        SpecError, TypeError, msgspec.ValidationError: something is, or wrong.
     """
+    Calibration.from_dict(plain["calibration"])
     for part in (plain, *plain["pins"], *plain["points"]):
         if part["selection"] is not None:
             Selection.from_dict(part["selection"])
         if "way" in part:
             WeightRecipe(**part["way"])
+    for row in plain.get("methods", ()):
+        msgspec.convert(row, MethodRow)
+        numbers = {name: row[name] for name in row.keys() - {"label", "method"}}
+        msgspec.convert(numbers, dict[str, float | None])
 
 
 # --- tables ---------------------------------------------------------------------------
@@ -159,6 +193,20 @@ def _check_known(plain: Mapping[str, Any]) -> None:
 def fingerprint_of(table: ImportanceTable) -> str:
     """What tells tables apart: the hash of what was measured, and of all numbers."""
     return table.memo("fingerprint", lambda: _hash_of(table))
+
+
+def is_as_measured(table: ImportanceTable) -> bool:
+    """Whether the cache has the same numbers for what the table says was measured."""
+    return table.memo("is as measured", lambda: _is_cached(table))
+
+
+def _is_cached(table: ImportanceTable) -> bool:
+    spec = table.metadata.get("spec", {})
+    path = cache_path("importance", spec, extension="parquet")
+    try:
+        return fingerprint_of(ImportanceTable.read(path)) == fingerprint_of(table)
+    except (CacheError, OSError):
+        return False
 
 
 def _hash_of(table: ImportanceTable) -> str:
@@ -284,7 +332,9 @@ class SessionBar(ipw.VBox):
 
     def _check_same(self, saved: SavedSession) -> None:
         table = fingerprint_of(self._session.table)
-        if saved.table != table:
+        if saved.table == self._session.table.metadata.get("spec_hash"):
+            _check_unedited(self._session.table)
+        elif saved.table != table:
             raise SpecError(
                 f"the session is of another model, calibration or table: its "
                 f"fingerprint is {saved.table[:12]}, that of the panel {table[:12]}; "
@@ -343,6 +393,20 @@ class SessionBar(ipw.VBox):
             self.message.value = failure(error)
         else:
             self.message.value = status(done.format(self.file.value))
+
+
+def _check_unedited(table: ImportanceTable) -> None:
+    """Make sure that a session of before, which has no hash of numbers, is of a table.
+
+    Raises:
+        SpecError: the cache has no table with the same numbers.
+    """
+    if not is_as_measured(table):
+        raise SpecError(
+            "the session is of an earlier heapr_lab, which did not record the numbers "
+            "of its table, and the cache has none with those of the panel, which may "
+            "have been edited: open the panel with the model"
+        )
 
 
 def _measured_for(session: PruningSession) -> str:

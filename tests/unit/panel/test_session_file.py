@@ -1,6 +1,7 @@
 """A session is opened as it was saved, or refused without changing anything."""
 
 import json
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -200,18 +201,35 @@ def _changed(plain: Any, path: tuple[Any, ...], value: Any) -> str:
 
 
 WRONG: list[tuple[tuple[Any, ...], Any]] = [
-    (("table",), "0" * 64), (("tests",), None), (("texts",), KeyError),
-    (("selection", "ratio"), 1.5), (("selection", "ratio"), 0.9),
-    (("selection", "multiple"), 99), (("selection", "estimator"), "fast"),
-    (("selection", "layer_ratios"), {"0": 0.5}), (("selection", "ratios"), 0.5),
+    (("version",), VERSION + 1), (("version",), KeyError), (("kind",), "notebook"),
+    (("table",), 5), (("table",), "0" * 64), (("measured_for",), "best"),
+    (("tests",), {"seq_len": 64}), (("tests", "n_test"), "4"), (("tests",), None),
+    (("calibration", "seed"), 0.5), (("selection",), []),
+    (("selection", "ratio"), 1.5), (("selection", "ratio"), KeyError),
+    (("selection", "price"), 0.5), (("selection", "multiple"), 99),
+    (("selection", "estimator"), "fast"), (("selection", "layer_ratios"), [1]),
+    (("selection", "layer_ratios"), {"0": 0.5}), (("selection", "ratio"), 0.9),
+    (("pins", 0), "A"), (("pins", 1, "selection", "scope"), "nowhere"),
     (("pins", 1, "selection", "exclude_layers"), [7]),
+    (("points", 0), 3), (("points", 1, "nll"), "low"), (("points", 1, "nll"), math.nan),
+    (("points", 1, "summed_score"), KeyError), (("points", 1, "extra"), 1),
+    (("points", 1, "selection"), {"ratio": 2}), (("inspected", "text"), 3),
     (("pins", 0, "selection", "price"), 0.5), (("pins", 0, "way", "rounds"), 5),
-    (("points", -1, "selection", "price"), 0.5), (("way", "weights"), "magic"),
+    (("points", -1, "selection", "price"), 0.5), (("way", "rounds"), 5),
+    (("calibration", "windows"), 3), (("selection", "ratios"), 0.5),
+    (("way", "weights"), "magic"), (("way", "own_text"), 1.5), (("texts",), KeyError),
+    (("methods", 0), {"foo": 1.0}), (("methods", 0, "achieved_ratio"), "many"),
+    (("methods", 0, "label"), None), (("methods", 0, "bytes_reduction"), "1"),
+    (("points", 0), KeyError), (("points", 1), KeyError),
 ]  # fmt: skip
 SAID: list[tuple[tuple[Any, ...], Any, str]] = [
-    (("version",), VERSION + 1, "Invalid enum value 5 - at `$.version`"),
+    (("version",), 9, "Invalid enum value 9 - at `$.version`"),
     (("kind",), "notebook", "no session of the panel"),
+    (("pins",), KeyError, "missing required field `pins`"),
     (("selection", "ratio"), "half", "`float`, got `str` - at `$.selection.ratio`"),
+    (("points", 0), KeyError, "no point of the dense model"),
+    (("points", 1), KeyError, "no point of the dense model"),
+    (("points", -1, "stderr"), -1.0, "negative values"),  # as what draws it says
 ]
 
 
@@ -234,6 +252,18 @@ def test_a_wrong_file_changes_nothing(saved, fresh, tmp_path):
     assert panel.files.undo_button.layout.display == "none"
     assert "Opened" in told(panel, file, "open")
     assert state(panel) != before
+
+
+def test_a_point_of_no_selection_has_no_setting(saved, fresh, tmp_path):
+    """A file that an editor changed is opened; such a point is of no curve."""
+    plain, file = json.loads(saved[1].read_text()), tmp_path / "s.json"
+    for point in plain["points"]:
+        point["selection"] = None
+    file.write_text(json.dumps(plain))
+    panel = fresh()
+    assert "Opened" in told(panel, file, "open")
+    assert len(panel.session.points) == len(plain["points"])
+    assert panel.session.measured().empty
 
 
 def test_only_a_session_is_replaced(tmp_path):
@@ -260,7 +290,7 @@ def test_a_fraction_is_not_rounded_in_silence(tmp_path):
     """1/3 has no decimal, so it is not saved as another ratio."""
     panel = explore(small_table())
     panel.session.choose(Selection(Fraction(1, 3)))
-    assert "`float`, got `str`" in told(panel, tmp_path / "s.json")
+    assert "a file would change" in told(panel, tmp_path / "s.json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -277,14 +307,15 @@ def test_tables_without_a_record_differ_by_names_and_numbers():
 
 
 def test_an_edited_table_is_another(fresh, tmp_path):
-    """Though it says that it was measured; nor does what it says tell tables apart."""
+    """Though it says that it was measured; a file of before had only what it says."""
     panel, file = fresh(), tmp_path / "s.json"
     plain, table = save(panel, file), panel.session.table
     frame = table.frame.assign(sum_h2=1.0)
     edited = explore(ImportanceTable(frame, table.metadata))
     assert "of another model, calibration or table" in told(edited, file, "open")
     file.write_text(json.dumps(plain | {"table": table.metadata["spec_hash"]}))
-    assert "of another model, calibration or table" in told(fresh(), file, "open")
+    assert "did not record the numbers" in told(edited, file, "open")
+    assert "Opened" in told(fresh(), file, "open")
 
 
 # --- a session alone --------------------------------------------------------------
