@@ -58,7 +58,8 @@ class Folded:
 
     def _repr_html_(self) -> str:
         title = f"{html.escape(self._title)} ({len(self._frame)} rows)"
-        return f"<details><summary>{title}</summary>{self._frame.to_html()}</details>"
+        table = self._frame.to_html(na_rep="–")
+        return f"<details><summary>{title}</summary>{table}</details>"
 
     def __repr__(self) -> str:
         return f"{self._title} ({len(self._frame)} rows)"

@@ -119,7 +119,6 @@ class EvaluateTab(ipw.VBox):
         """Draw all points again."""
         points = self.session.points
         self.chart.layout.display = "none" if points.empty else None
-        self.foresee()
         if points.empty:
             self.message.value = status(_NOTHING_YET)
             self.results.value = self.cautions.value = self.differences.value = ""

@@ -228,11 +228,11 @@ class ResultJob(Job):
                 and the values of the controls then; the result as HTML.
             *controls: their values are settings too.
             said: what stands above a result that is out of date.
-            **options: the options of `Job`; by default the work is of what is chosen.
+            **options: the other options of `Job`.
         """
         note, view = ipw.HTML(), ipw.HTML()
-        options = {"of": session.named} | options
-        super().__init__(name, self._work, below=(note, view), **options)
+        below = note, view
+        super().__init__(name, self._work, of=session.named, below=below, **options)
         self._session, self._make, self._said = session, make, said
         self._controls = controls
         for control in controls:

@@ -39,12 +39,12 @@ _REMOVED: Mapping[str, Any] = {
     "layer_ratios": {},
     "own_layers": [],
 }
-"""Fields that heapr-lab 0.1 had, and their defaults."""
+"""Fields that earlier versions had, and their defaults."""
 _REMOVED_VALUES: Mapping[str, Any] = {
     "of": ("flops", "bytes"),
     "estimator": ("weighted", "taylor", "shrunk", "elimination_shrunk"),
 }
-"""Values of other fields that it had."""
+"""Values of other fields that they had."""
 
 
 def exact_ratio(value: Any, *, name: str = "pruning ratio") -> Fraction:
@@ -310,7 +310,7 @@ class Selection:
     def __repr__(self) -> str:
         given = fields_given(self).items()
         named = [f"{name}={value!r}" for name, value in given if name != "ratio"]
-        return f"Selection({', '.join([f'{self.ratio}', *named])})"
+        return f"Selection({', '.join([repr(self.ratio), *named])})"
 
     @property
     def text(self) -> str:
@@ -366,9 +366,9 @@ class Selection:
         ]
         if used:
             raise SpecError(
-                f"{', '.join(used)} of the selection was a setting of heapr-lab 0.1: "
-                "select without it, use the mask itself, or select with that version "
-                "(`git checkout ad73bb64` in a clone of the repository)"
+                f"{', '.join(used)} of the selection was a setting of an earlier "
+                "heapr-lab: select without it, use the mask itself, or select with "
+                "that version (`git checkout ad73bb64` in a clone of the repository)"
             )
         check_names(given, names, of="a selection", noun="field")
         if "ratio" not in given:

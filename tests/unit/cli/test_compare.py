@@ -107,6 +107,17 @@ def text(root) -> str:
     return str(root / "text.txt")
 
 
+def test_accuracies_stand_beside_perplexity(root, text):
+    """In the table and as JSON."""
+    task = f"continuation:{text}"
+    chosen = ("--methods", "heapr", "--ratios", "0.5", "--tasks", task, "--limit", "6")
+    rows = results(root, *chosen)
+    assert [row["acc"] is None for row in rows] == [True, False] * 2
+    assert [row["perplexity"] is None for row in rows] == [False, True] * 2
+    shown = format_column(pd.Series([row["acc"] for row in rows], dtype=float))
+    assert shown[3] in run(*asked(root, *chosen))
+
+
 def test_results_are_those_of_the_compressed_model(bench, text):
     """Each is that of the model itself, without a cache; all say how far they are."""
     wanted = [

@@ -11,6 +11,7 @@ from keeps import random_keep
 from room import FULL, room_for
 
 from heapr_lab import evaluate_divergence, evaluate_perplexity
+from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.perplexity import exp_nll, kl_divergence
 from heapr_lab.models.likelihood import token_nll
 
@@ -68,6 +69,13 @@ def test_nats_are_added_up_in_float64():
     assert result.nll == pytest.approx(expected, rel=1e-13)
     assert result.value == pytest.approx(math.exp(expected), rel=1e-12)
     assert result.n_tokens == 40 * 8
+
+
+@pytest.mark.parametrize("ids", [[[1.5, 2.5]], [1, 2], [[1], [2, 3]]])
+def test_what_is_not_windows_is_refused(model, ids):
+    """The message says what is expected."""
+    with pytest.raises(SpecError, match="expected whole numbers"):
+        evaluate_perplexity(model, ids)
 
 
 # --- numbers ----------------------------------------------------------------------

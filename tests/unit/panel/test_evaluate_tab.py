@@ -17,6 +17,8 @@ def test_at_ratio_0_the_dense_model_is_what_is_asked_for(panel, weights):
     """The numbers are those of the dense model."""
     tab = panel.evaluation
     tab.tasks.value = tab.tasks.options
+    (task,) = panel.session._parts(tab.tasks.options)
+    assert task.n_windows == 32  # as it was not measured yet
     evaluate(panel, "0", weights)
     assert panel.session.keep.n_removed == 0
     perplexity, accuracy = answers(panel.session)[2:]
@@ -61,6 +63,10 @@ def test_panel_evaluates(panel):
     for ratio, takes_time in (("0.25", True), ("7", False)):
         panel.controls.ratio.value = ratio  # not measured, infeasible
         assert ("about " in tab.job.text.value) == takes_time
+    panel.controls.ratio.value = "0.25"
+    for corpora in ((), tab.corpora.options):
+        tab.corpora.value = corpora
+        assert ("about " in tab.job.text.value) == bool(corpora)
     evaluate(panel, "0.25")
     assert bytes(tab.chart.value) != first
     assert re.findall(r"(\d+\.0)%", tab.results.value) == ["0.0", "25.0", "50.0"]
