@@ -86,7 +86,7 @@ CONFIGURATIONS = (
     # 16 and 8 windows of 512 tokens, of which the authors' code takes 8 at a time.
     Configuration("qwen3_moe", 512, 256, 32, 2, 8192, 4096, seq_len=512),
     Configuration("qwen3_moe", 1024, 512, 32, 2, 4096, 4096, seq_len=512),
-    Configuration("qwen2_moe", 2048, 1408, 8, 1, 2048, 512, top_k=2),
+    Configuration("qwen2_moe", 2048, 1408, 8, 1, 8192, 512, top_k=2),
 )
 
 
