@@ -41,7 +41,6 @@ from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import masking, prune
-from heapr_lab.recipes.export import open_slicing
 from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
@@ -96,9 +95,7 @@ def measure(folder: Path, case: Case, way: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder.parent) as path:
         small = Path(path) / "pruned"
         with _timed(row, "pruning"):
-            dense = open_slicing(folder, name=folder.name).model
-            save_pruned(prune(dense, keep), small)
-            del dense
+            save_pruned(prune(opened(folder, "streamed"), keep), small)
         files = small.glob("*.safetensors")
         row["pruned_bytes"] = sum(file.stat().st_size for file in files)
         model = opened(small, way)
