@@ -33,14 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import Rows, machine
 from benchmarks.shapes import SHAPES, Shape, random_ids, write_checkpoint
-from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.identity import model_identity
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select
-from heapr_lab.pruning.surgery import masking, prune
+from heapr_lab.pruning.surgery import masking
 from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.streaming.stream import stream_of
 from heapr_lab.text.calibration import CalibrationSet
@@ -95,7 +95,7 @@ def measure(folder: Path, case: Case, way: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=folder.parent) as path:
         small = Path(path) / "pruned"
         with _timed(row, "pruning"):
-            save_pruned(prune(opened(folder, "streamed"), keep), small)
+            prune_folder(folder, keep, small)
         files = small.glob("*.safetensors")
         row["pruned_bytes"] = sum(file.stat().st_size for file in files)
         model = opened(small, way)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import random_keep
-from stored_tensors import changed_json, changed_tensors, prune_folder
+from stored_tensors import changed_json, changed_tensors
 
 from heapr_lab import HeaprLabError, load_model
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.streaming.quantisation import unpacked
 
 

@@ -10,9 +10,6 @@ import torch
 from families import tiny_model
 from safetensors.torch import load_file, save_file
 
-from heapr_lab import KeepMask, prune, save_pruned
-from heapr_lab.recipes.export import open_slicing
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -21,16 +18,6 @@ def source_of(folder: Path, family: str = "qwen3_moe") -> tuple[Any, Path]:
     model = tiny_model(family, dtype=torch.float32)
     model.save_pretrained(folder / "source")
     return model, folder / "source"
-
-
-def prune_folder(
-    source: Path, keep: KeepMask, folder: Path, *, base: str = "", **options: Any
-) -> Path:
-    """Write the model in a folder without the atoms outside `keep`, as with a table."""
-    base = base or str(source)
-    bench = open_slicing(source, name=base)
-    options |= {"tokenizer": bench.tokenizer, "base": base, "source": source}
-    return save_pruned(prune(bench.model, keep), folder, **options)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

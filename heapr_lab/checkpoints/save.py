@@ -32,14 +32,16 @@ from heapr_lab.checkpoints.uniform import layer_widths, stock_model, uniform_wid
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.backend import FileTypes, backend_of
 from heapr_lab.models.experts import is_wrapper, sliced_experts
-from heapr_lab.models.folders import is_native
+from heapr_lab.models.folders import has_tokenizer, is_native, read_tokenizer
 from heapr_lab.models.formats import blocks_fit
 from heapr_lab.models.ragged_experts import HeaprConfig, HeaprQuantizer, finish
 from heapr_lab.models.sources import dtype_name, source_of
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import STRUCTURES
+from heapr_lab.pruning.surgery import prune
 from heapr_lab.storage import files
+from heapr_lab.streaming.opening import open_streamed
 from heapr_lab.text.calibration import CalibrationSet
 
 KEEP_FILE = "heapr_keep.parquet"
@@ -131,6 +133,22 @@ def save_pruned(
         facts |= {} if check is None else _checked(partial, check)
         describe(partial, keep, written.config, facts, base=base, source=source)
     return Path(folder)
+
+
+def prune_folder(
+    source: Path, keep: KeepMask, folder: Path, *, base: str = "", **options: Any
+) -> Path:
+    """Write the model in the folder `source` without the atoms outside `keep`.
+
+    It is streamed, each tensor in the type that it has in the files: kept weights are
+    written as they are. The other arguments, and errors, are those of `save_pruned`.
+    """
+    dense = open_streamed(source, dtype=None, device=torch.device("cpu"))
+    smaller = prune(dense, keep)
+    options["tokenizer"] = read_tokenizer(source) if has_tokenizer(source) else None
+    return save_pruned(
+        smaller, folder, base=base or str(source), source=source, **options
+    )
 
 
 def _in_words(model: Any, types: FileTypes) -> str | None:

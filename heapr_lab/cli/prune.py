@@ -115,12 +115,7 @@ class Request:
 
     @functools.cached_property
     def bench(self) -> "Workbench":
-        """The dense model, opened when it is needed; with a table it is not run."""
-        if self.importance is not None:
-            from heapr_lab.models.loading import model_folder
-            from heapr_lab.recipes.export import open_slicing
-
-            return open_slicing(model_folder(self.model), name=self.model)
+        """The dense model, opened when it is needed."""
         return options.open_bench(*self.opening)
 
     def run(self, *, in_words: bool) -> dict[str, Any]:
@@ -239,14 +234,18 @@ class Request:
         source: Source,
         corpora: tuple[str, ...],
     ) -> None:
-        """Write the checkpoint, and say what is not in it."""
+        """Write the checkpoint; without compensation the model need not be loaded."""
         from heapr_lab.models.folders import has_tokenizer
         from heapr_lab.progress import progress_bars
-        from heapr_lab.recipes.export import write_checkpoint
+        from heapr_lab.recipes.export import slice_checkpoint, write_checkpoint
 
         with progress_bars() as part:
             common: Any = {"base": self.model, "corpora": corpora, "part": part}
-            write_checkpoint(out, outcome, self.bench, **common)
+            if source.dequantised_from or outcome.differs:
+                write_checkpoint(out, outcome, self.bench, **common)
+            else:
+                bench = self.bench if corpora else None
+                slice_checkpoint(out, source, outcome, bench=bench, **common)
         if not has_tokenizer(source.folder):
             say(
                 f"there is no tokenizer in {source.folder}, and so none in {out}: copy "

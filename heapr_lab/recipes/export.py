@@ -12,29 +12,24 @@ from typing import Any
 import torch
 
 from heapr_lab.checkpoints.mtp_head import whole_heads
-from heapr_lab.checkpoints.save import save_pruned, structure_of
+from heapr_lab.checkpoints.save import prune_folder, save_pruned, structure_of
 from heapr_lab.checkpoints.stored_type import file_types, round_changed
 from heapr_lab.checkpoints.uniform import stock_config
 from heapr_lab.errors import CacheError, CorpusError, HeaprLabError, SpecError
 from heapr_lab.evaluation.perplexity import evaluate_perplexity
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.experts import find_experts
-from heapr_lab.models.folders import (
-    has_tokenizer,
-    read_config,
-    read_tokenizer,
-    skeleton_of,
-)
+from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.models.sources import Source, dtype_name, source_of, weights_bytes
 from heapr_lab.progress import StartPart, no_parts
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
+from heapr_lab.pruning.surgery import masking
 from heapr_lab.recipes.describing import calibration_of, describe_calibration
 from heapr_lab.recipes.making import PruningResult, healing_of, pruned_model, records
-from heapr_lab.streaming.opening import load_like, open_streamed, why_no_copy
+from heapr_lab.streaming.opening import load_like, why_no_copy
 from heapr_lab.text.calibration import CalibrationSet
-from heapr_lab.workbench.settings import profile_of
 from heapr_lab.workbench.workbench import Workbench
 
 _MOST_APART, _MOST_IN_HALF = 5e-5, 0.01
@@ -135,19 +130,51 @@ def check_selection(source: Path, selection: Selection, *, written: bool) -> Non
             stock_config(config, selection.multiple or 1)
 
 
-def open_slicing(folder: Path, *, name: str) -> Workbench:
-    """The dense model in `folder`, to slice without running it.
+def slice_checkpoint(
+    out: Path,
+    source: Source,
+    made: PruningResult,
+    *,
+    base: str,
+    bench: Workbench | None = None,
+    corpora: Sequence[str] = (),
+    part: StartPart = no_parts,
+) -> None:
+    """Write the sliced model of `source` to `out`, a layer at a time.
 
-    One layer is in memory, each tensor in the type that it has in the files, so that
-    kept weights are written as they are.
+    Args:
+        out: a new folder.
+        source: the files of the dense model, which is streamed.
+        made: the kept atoms, whose weights are unchanged.
+        base: name of the dense model.
+        bench: the same model, opened; needed if there are `corpora`.
+        corpora: as `write_checkpoint`; the model with the mask stands for the files.
+        part: takes the progress of each part.
 
     Raises:
-        SpecError: the configuration, the tokenizer or a file is damaged.
-        LayoutError: a tensor is missing, or there is no list of decoder layers.
+        CacheError: the files, loaded again, have another loss; nothing is left.
     """
-    model = open_streamed(folder, dtype=None, device=torch.device("cpu"))
-    tokenizer = read_tokenizer(folder) if has_tokenizer(folder) else None
-    return Workbench(model, tokenizer, name=name, profile=profile_of(name, None))
+    facts, keep = facts_of(made, source), made.keep
+    check = None
+    if bench is not None and corpora:
+        texts = {name: bench.test_windows(name) for name in corpora}
+        change = {
+            name: [bench.perplexity(mask, text).value for mask in (None, keep)]
+            for name, text in texts.items()
+        }
+        facts |= {"perplexity": change}
+        with masking(bench.model, keep):
+            check = _check(bench, bench.model, corpora, part)
+    prune_folder(
+        source.folder,
+        keep,
+        out,
+        base=base,
+        facts=facts,
+        calibration=None if bench is None else _text_of_heads(bench, made),
+        progress=part("slicing", "layer"),
+        check=check,
+    )
 
 
 def write_checkpoint(
@@ -187,8 +214,7 @@ def write_checkpoint(
             facts |= {"perplexity": change}
         check = _check(bench, pruned, corpora, part)
         kind = dtype_name(types.dtype) if types.packing is None else "FP8"
-        writing = part(f"writing {out} in {kind}", "part")
-        writing(0, 1)
+        part(f"writing {out} in {kind}", "step")(0, 1)
         save_pruned(
             pruned,
             out,
@@ -198,7 +224,6 @@ def write_checkpoint(
             facts=facts,
             calibration=_text_of_heads(bench, made),
             check=check,
-            progress=writing,
         )
 
 
@@ -227,7 +252,8 @@ def _check(
 
     Args:
         bench: the dense model, in whose dtype and on whose devices files are loaded.
-        pruned: the model in memory, with its experts rounded as in the files.
+        pruned: the model in memory, with its experts rounded as in the files, or the
+            dense one within `masking`.
         corpora: of the first one's held-out text four windows are used.
         part: takes the progress of each part.
 

@@ -42,6 +42,11 @@ class PruningResult(FittedCompression):
     windows: CalibrationSet | None = None
     """The windows that weights are fitted to, if any are."""
 
+    @property
+    def differs(self) -> bool:
+        """Whether other weights are written than slices of the dense ones."""
+        return self.compensation is not None or self.recipe.heal > 0
+
 
 def make(
     bench: Workbench,

@@ -12,10 +12,10 @@ import torch
 import transformers
 from families import tiny_ids, tiny_model
 from keeps import logits_of
-from stored_tensors import prune_folder, tensors_in
+from stored_tensors import tensors_in
 from transformers import AutoModelForCausalLM
 
-from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.importance.collect import collect_statistics
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.selection import select

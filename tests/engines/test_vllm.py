@@ -24,12 +24,12 @@ import torch
 from families import tiny_model
 from keeps import logits_of, widths_keep
 from processes import interpreted
-from stored_tensors import changed_json, changed_tensors, prune_folder
+from stored_tensors import changed_json, changed_tensors
 from tiny_folder import D_VOCAB, write_tokenizer
 from transformers import AutoModelForCausalLM
 
 from heapr_lab.checkpoints.predicting import Further, predicting_heads
-from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.folders import read_weights
 from heapr_lab.pruning.surgery import prune

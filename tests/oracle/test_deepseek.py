@@ -12,10 +12,11 @@ from keeps import check_masked, logits_of, widths_keep
 from methods_by_hand import SIX
 from oracles import deepseek as twin
 from processes import run_each
-from stored_tensors import configured, prune_folder, same_tensors, tensors_in
+from stored_tensors import configured, same_tensors, tensors_in
 from tiny_folder import write_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
 from heapr_lab.models.loading import load_model
 from heapr_lab.pretrained.architectures import DeepseekForCausalLM

@@ -14,11 +14,12 @@ from families import tiny_model
 from keeps import full_keep, logits_of, widths_keep
 from oracles.streamed import weights
 from quantised_folder import in_fp8, of_each_weight, with_twin
-from stored_tensors import prune_folder, same_tensors, tensors_in
+from stored_tensors import same_tensors, tensors_in
 from tiny_folder import D_VOCAB, write_folder, write_text
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from heapr_lab import CalibrationSet, KeepMask, heal, load_model, prune, save_pruned
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.checkpoints.stored_type import file_types, round_changed
 from heapr_lab.models.experts import sliced_experts
 from heapr_lab.models.formats import stays_float32

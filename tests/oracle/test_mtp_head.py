@@ -24,13 +24,7 @@ from quantised_folder import (
     of_each_weight,
     with_twin,
 )
-from stored_tensors import (
-    changed_tensors,
-    prune_folder,
-    same_bits,
-    same_tensors,
-    tensors_in,
-)
+from stored_tensors import changed_tensors, same_bits, same_tensors, tensors_in
 from tiny_folder import SIZES, write_text, write_tokenizer
 from torch import nn
 
@@ -42,7 +36,7 @@ from heapr_lab.checkpoints.mtp_head import (
     open_head,
 )
 from heapr_lab.checkpoints.predicting import by_layer, narrowed, predicting_heads
-from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.checkpoints.save import prune_folder, save_pruned
 from heapr_lab.checkpoints.uniform import stock_model
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.importance.collect import collect_statistics

@@ -10,17 +10,12 @@ import torch
 from families import FAMILIES, tiny_ids, tiny_model
 from keeps import logits_of, masked_logits
 from methods_by_hand import reloaded
-from stored_tensors import (
-    changed_json,
-    changed_tensors,
-    configured,
-    prune_folder,
-    tensors_in,
-)
+from stored_tensors import changed_json, changed_tensors, configured, tensors_in
 from tiny_folder import opened, write_folder
 from torch import nn
 
 from heapr_lab import CalibrationSet, Selection, collect_statistics, plan, select
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import describe
 from heapr_lab.recipes.export import check_selection

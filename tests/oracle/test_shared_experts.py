@@ -8,10 +8,10 @@ import pytest
 import torch
 from families import tiny_model
 from keeps import check_masked, widths_keep
-from stored_tensors import prune_folder, same_tensors, tensors_in
+from stored_tensors import same_tensors, tensors_in
 
 from heapr_lab import prune, save_pruned
-from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE
+from heapr_lab.checkpoints.save import KEEP_FILE, MANIFEST_FILE, prune_folder
 from heapr_lab.checkpoints.uniform import stock_config, wider
 from heapr_lab.models.folders import read_config
 from heapr_lab.models.ragged_experts import RaggedExperts

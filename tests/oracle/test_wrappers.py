@@ -8,11 +8,12 @@ import pytest
 import torch
 from families import WRAPPERS, tiny_ids, tiny_model
 from keeps import logits_of, masked_logits, random_keep, widths_keep, zeroed_twin
-from stored_tensors import changed_tensors, prune_folder, same_tensors, tensors_in
+from stored_tensors import changed_tensors, same_tensors, tensors_in
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from heapr_lab import prune, save_pruned
 from heapr_lab.checkpoints.model_card import loading_code
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
 from heapr_lab.models.experts import describe, find_experts
 from heapr_lab.models.folders import build, read_config, read_weights

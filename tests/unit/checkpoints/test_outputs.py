@@ -17,12 +17,12 @@ import pytest
 import torch
 from keeps import random_keep
 from safetensors import SafetensorError
-from stored_tensors import prune_folder, tensors_in, written_at
+from stored_tensors import tensors_in, written_at
 
 from heapr_lab import prune, save_pruned
 from heapr_lab.checkpoints import save
 from heapr_lab.checkpoints.folder import check_new, new_folder, partial_of
-from heapr_lab.checkpoints.save import MANIFEST_FILE
+from heapr_lab.checkpoints.save import MANIFEST_FILE, prune_folder
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import read_weights
 from heapr_lab.storage import files

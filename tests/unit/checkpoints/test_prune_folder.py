@@ -17,7 +17,6 @@ from stored_tensors import (
     SINGLE,
     changed_json,
     changed_tensors,
-    prune_folder,
     same_tensors,
     source_of,
     tensors_in,
@@ -27,6 +26,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from heapr_lab import KeepMask, prune, save_pruned
 from heapr_lab.checkpoints.folder import partial_of
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import CacheError, LayoutError, SpecError
 from heapr_lab.models.experts import find_experts
 from heapr_lab.streaming.opening import open_streamed
@@ -124,11 +124,9 @@ def test_settings_of_generation_are_kept(tmp_path):
 MEASURED = """
 import sys
 from pathlib import Path
-from heapr_lab.checkpoints.save import save_pruned
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.models.folders import read_config, skeleton_of
 from heapr_lab.pruning.masks import KeepMask
-from heapr_lab.pruning.surgery import prune
-from heapr_lab.recipes.export import open_slicing
 folder = Path({folder!r})
 skeleton_of(read_config(folder / "source"))
 keep = KeepMask.read(folder / "keep.parquet")
@@ -136,8 +134,7 @@ status = Path("/proc/self/status")
 peak = lambda: 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
 Path("/proc/self/clear_refs").write_text("5")  # what is resident now is the peak
 before = peak()
-model = open_slicing(folder / "source", name="").model
-save_pruned(prune(model, keep), folder / "out")
+prune_folder(folder / "source", keep, folder / "out")
 sys.stdout.write(str(peak() - before))
 """
 

@@ -11,12 +11,13 @@ import torch
 from commands import manifest_of
 from families import tiny_model
 from house import PACKAGE
-from stored_tensors import configured, prune_folder
+from stored_tensors import configured
 from transformers import AutoConfig
 
 from benchmarks.lab_model.run_folder import begin_from
 from heapr_lab import HeaprLabError, load_model, open_workbench, prune, save_pruned
 from heapr_lab.checkpoints.same_model import own_table
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import SpecError
 from heapr_lab.models.folders import (
     build,

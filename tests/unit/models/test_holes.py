@@ -14,7 +14,6 @@ from stored_tensors import (
     changed_json,
     changed_tensors,
     configured,
-    prune_folder,
     stored,
     tensors_in,
 )
@@ -22,6 +21,7 @@ from tiny_folder import write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from heapr_lab import KeepMask, load_model, prune, save_pruned
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import LayoutError, SpecError
 from heapr_lab.models.folders import read_weights
 from heapr_lab.streaming.opening import open_streamed

@@ -9,9 +9,10 @@ import torch
 from families import tiny_ids
 from keeps import logits_of
 from safetensors.torch import load_file, save_file
-from stored_tensors import INDEX, changed_tensors, prune_folder, tensors_in
+from stored_tensors import INDEX, changed_tensors, tensors_in
 from tiny_folder import write_model
 
+from heapr_lab.checkpoints.save import prune_folder
 from heapr_lab.errors import HeaprLabError, SpecError
 from heapr_lab.models.folders import read_weights
 from heapr_lab.models.loading import load_model, model_folder

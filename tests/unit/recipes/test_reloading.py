@@ -16,6 +16,7 @@ from heapr_lab.errors import CacheError, SpecError
 from heapr_lab.importance.table import ImportanceTable
 from heapr_lab.models.backend import backend_of
 from heapr_lab.models.loading import load_model
+from heapr_lab.models.sources import read_source
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.options import Selection
 from heapr_lab.recipes import export
@@ -132,21 +133,37 @@ def change_written(monkeypatch: Any, change: Callable[[Path], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "stream", "message"),
-    [
-        (damage, False, BOTH_LOSSES),
-        (damage, True, BOTH_LOSSES),
-        (cut, False, "cannot be loaded again"),
-    ],
+    ("change", "message"), [(damage, BOTH_LOSSES), (cut, "cannot be loaded again")]
 )
 def test_files_that_are_wrong_leave_nothing(
-    root, tmp_path, monkeypatch, change, stream, message
+    root, tmp_path, monkeypatch, change, message
 ):
-    """The error has both losses, and there is no folder, not even to resume from."""
+    """The error has both losses, and there is neither folder nor partial folder."""
     change_written(monkeypatch, change)
     with pytest.raises(CacheError, match=message):
-        write(root, tmp_path / "out", stream=stream)
+        write(root, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_sliced_files_are_compared_with_the_mask(
+    bench, root, tmp_path, monkeypatch, structure
+):
+    """A wrong tensor leaves nothing, not even a folder to resume from."""
+    text, made = str(root / "text.txt"), half(bench, root, structure=structure)
+
+    def write_slices(out: Path) -> dict[str, Any]:
+        options: Any = {"base": "moe", "bench": bench, "corpora": [text]}
+        export.slice_checkpoint(out, read_source(root / "moe"), made, **options)
+        return manifest_of(out)
+
+    told = write_slices(tmp_path / "out")
+    assert told["reloaded"] == f"Δ nll = 0.0000 on 4 windows of {text}"
+    assert set(told["perplexity"]) == {text}
+    change_written(monkeypatch, damage)
+    with pytest.raises(CacheError, match=BOTH_LOSSES):
+        write_slices(tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_model_too_large_for_a_second_copy(root, tmp_path, monkeypatch):
