@@ -1,5 +1,4 @@
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -223,7 +222,7 @@ def test_what_was_made_for_another_model_is_refused(folder, tmp_path):
     prune(folder, "--ratio", 0.3, "--out", mask)
     table = ("--importance", folder / "table.parquet", "--ratio", 0.3, "--out", out)
     for args in (("prune", other, *table), ("evaluate", other, "--mask", mask, *TINY)):
-        assert re.search(r"(made for|measured on) another model", refused(*args))
+        assert "was made for another model" in refused(*args)
     assert not out.exists()
 
 
