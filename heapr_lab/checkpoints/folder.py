@@ -1,6 +1,9 @@
 """A checkpoint's folder: written under a temporary name, renamed when complete."""
 
 import contextlib
+import glob
+import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,10 +20,12 @@ _PROCESSOR = ("*processor*.json", "chat_template*")
 """Files that make images, sound and text into the inputs of a multimodal model."""
 _PLAN_NAME = ".partial-plan.json"
 """The file that says what is written in an unfinished folder that is resumed."""
+_OWN = re.compile(r"\.partial-[0-9a-f]{8}-")
+"""The beginning of the name of a temporary folder that is not resumed."""
 
 
 def partial_of(folder: Path) -> Path:
-    """The temporary folder of `folder`."""
+    """The temporary folder of `folder`, if writing it can be resumed."""
     return folder.with_name(f".partial-{folder.name}")
 
 
@@ -29,31 +34,25 @@ def check_new(folder: Path) -> None:
 
     Raises:
         SpecError: `folder` exists and is not empty, is being written by another
-            process, is not writable, or a finished one waits for its name.
+            process, or is not writable.
     """
+    _check_empty(folder)
     place = folder.resolve()
-    _check_empty(place)
     if place.parent.is_dir():
         with cache.writing(place):
             pass
 
 
 def _check_empty(folder: Path) -> None:
-    """Check that `folder` is empty or does not exist, and that no other waits for it.
+    """Check that `folder` is empty or does not exist.
 
     Raises:
-        SpecError: it is not empty, or a finished one did not get this name.
+        SpecError: it is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SpecError(
             f"{folder} exists and is not empty: give a new folder for the checkpoint, "
             "or delete this one"
-        )
-    partial = partial_of(folder)
-    if (partial / MANIFEST_FILE).exists() and not (partial / _PLAN_NAME).exists():
-        raise SpecError(
-            f"the finished checkpoint in {partial} was not given its name, {folder}: "
-            "rename that folder, or delete it"
         )
 
 
@@ -65,14 +64,13 @@ def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
 
     Raises:
         SpecError: `folder` exists and is not empty, is being written by another
-            process, is not writable, or a finished one waits for its name.
+            process, or is not writable.
+        CacheError: its files changed while they were written.
     """
     folder = folder.resolve()
     with cache.writing(folder):
         _check_empty(folder)
-        partial = partial_of(folder)
-        if not (resume and (partial / _PLAN_NAME).exists()):
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+        partial = partial_of(folder) if resume else _own_partial(folder)
         try:
             partial.mkdir(exist_ok=resume)
             yield partial
@@ -86,6 +84,7 @@ def new_folder(folder: Path, *, resume: bool = False) -> Iterator[Path]:
                 ) from error
             raise
         _name(partial, folder)
+        _check_named(folder)
 
 
 def claim(partial: Path, plan: Mapping[str, str]) -> None:
@@ -103,6 +102,17 @@ def claim(partial: Path, plan: Mapping[str, str]) -> None:
             f"{' and '.join(differing)}: choose another folder, or delete it"
         )
     files.write_json(path, dict(plan))
+
+
+def _own_partial(folder: Path) -> Path:
+    """A unique temporary name; unfinished folders of killed processes are deleted."""
+    for left in folder.parent.glob(f".partial-*-{glob.escape(folder.name)}"):
+        if (
+            _OWN.fullmatch(left.name.removesuffix(folder.name))
+            and not (left / MANIFEST_FILE).exists()
+        ):
+            shutil.rmtree(left, ignore_errors=True)
+    return folder.with_name(f".partial-{secrets.token_hex(4)}-{folder.name}")
 
 
 def _name(partial: Path, folder: Path) -> None:
@@ -123,6 +133,22 @@ def _name(partial: Path, folder: Path) -> None:
             f"{folder} appeared while it was written and is not replaced; the "
             f"finished checkpoint is in {partial}: rename that folder"
         ) from error
+
+
+def _check_named(folder: Path) -> None:
+    """Check that the weights in `folder` have the checksums of its manifest.
+
+    Raises:
+        CacheError: they have not.
+    """
+    expected = files.read_json(folder / MANIFEST_FILE)["sha256"]
+    actual = checksums_in(folder)
+    differing = sorted(name for name, _ in expected.items() ^ actual.items())
+    if differing:
+        raise CacheError(
+            f"{folder / differing[0]} is not what was written there: another process, "
+            "or the disk, changed it; delete the folder and make it again"
+        )
 
 
 def checksums_in(folder: Path) -> dict[str, str]:

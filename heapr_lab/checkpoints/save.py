@@ -103,7 +103,8 @@ def save_pruned(
             writable or is being written by another process; or the family's
             configuration cannot express a uniform mask.
         LayoutError: a part of a layer that predicts further tokens is missing.
-        CacheError: the files of an interrupted call are of another mask or source.
+        CacheError: the files changed while they were written, or those of an
+            interrupted call are of another mask or source.
 
     Example:
         >>> save_pruned(prune(model, keep), "pruned")  # doctest: +SKIP
