@@ -72,9 +72,12 @@ class Request:
     ) -> AtomCompression:
         """The compression that keeps the atoms of a mask, or of arrays by layer."""
         sizes = {layer: shape.atom_parameters for layer, shape in self.shapes.items()}
-        if not isinstance(keep, KeepMask):
-            keep = KeepMask(keep, self.made.to_dict())
-        return AtomCompression(self.made, keep, sizes, down_projs)
+        made = self.made.to_dict()
+        if isinstance(keep, KeepMask):
+            mask = KeepMask(keep.arrays, {**made, **keep.settings})
+        else:
+            mask = KeepMask(keep, made)
+        return AtomCompression(self.made, mask, sizes, down_projs)
 
     @property
     def model(self) -> nn.Module:

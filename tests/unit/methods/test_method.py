@@ -170,6 +170,10 @@ def test_the_manifest_says_how_it_was_made(model, tmp_path):
     }
     card = (tmp_path / "small" / "README.md").read_text("utf-8")
     assert "selected by the\nmethod `camera-p` of heapr_lab" in card
+    drawn = methods.get("random").fit(model, WINDOWS, ratio=0.25, seed=3)
+    drawn_folder = save_pruned(drawn.materialise(model), tmp_path / "drawn")
+    manifest = read_provenance(drawn_folder)
+    assert (manifest["method"], manifest["selection"]["seed"]) == ("random", 3)
 
 
 def test_savings_are_counted_where_they_are(model):
