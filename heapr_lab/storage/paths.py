@@ -103,8 +103,8 @@ def disk_error(error: BaseException, path: Path | None = None) -> str | None:
     if isinstance(error, OSError):
         return (
             f"{_what(error, path)}: correct this and start again, or choose another "
-            "place for the results, where the command has --out; $HEAPR_CACHE_DIR "
-            f"(now {cache_dir()}) is that of the cache"
+            "place for the results (--out, where the command has it), or "
+            f"$HEAPR_CACHE_DIR (now {cache_dir()}) for the cache"
         )
     number = _NUMBER.search(str(error))
     if isinstance(error, SafetensorError) and number:
