@@ -243,6 +243,27 @@ class Backend:
         """Run all windows to the loss and back: through the whole model, by batches."""
         run.batches()
 
+    def weight_gradients(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        ids: torch.Tensor,
+        batch_size: int,
+        run: States,
+        gradient: Gradient,
+        trained: Any,  # noqa: ARG002
+        progress: Progress,
+    ) -> None:
+        """Run windows of tokens (n_windows, L) to the loss and back, batch by batch.
+
+        The weights that require gradients have their sums then; those of a layer that
+        leaves the memory are handed to `trained`.
+        """
+        for start in range(0, len(ids), batch_size):
+            windows = slice(start, min(start + batch_size, len(ids)))
+            states = run(ids[windows])
+            states.backward(gradient(windows, states))
+            progress(windows.stop, len(ids))
+
     def training(self, plan: TrainingPlan) -> Training | None:  # noqa: ARG002
         """The training of weights that are not in memory together; None if they are."""
         return None

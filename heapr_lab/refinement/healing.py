@@ -378,10 +378,10 @@ class _InMemory:
         gradient: Gradient,
         progress: Progress,  # noqa: ARG002
     ) -> None:
-        for start in range(0, len(ids), batch_size):
-            windows = slice(start, start + batch_size)
-            states = final_states(self._model, ids[windows])
-            states.backward(gradient(windows, states))
+        model, run = self._model, functools.partial(final_states, self._model)
+        backend_of(model).weight_gradients(
+            model, ids, batch_size, run, gradient, None, no_report
+        )
 
     def step(self, share: float, notes: Tensors) -> None:
         for group in self._optimizer.param_groups:
@@ -416,7 +416,7 @@ class _InMemory:
 def loss_and_gradient(
     pruned: Any,
     dense: Any,
-    ids: torch.Tensor,
+    ids: torch.Tensor | None,
     states: torch.Tensor,
     goal: torch.Tensor,
     n_targets: int,
@@ -430,7 +430,7 @@ def loss_and_gradient(
     Args:
         pruned: the model that is trained.
         dense: the model whose predictions it learns.
-        ids: token ids.
+        ids: token ids; without them the loss is KL(p ‖ q) alone.
         states: final states of `pruned`.
         goal: those of `dense`.
         n_targets: tokens that are predicted in all batches of the step, over which the
@@ -438,15 +438,16 @@ def loss_and_gradient(
     """
     leaf = states[:, :-1].detach().requires_grad_()
     goal = goal[:, :-1].to(input_device(dense))
-    targets = ids[:, 1:].flatten()
+    targets = None if ids is None else ids[:, 1:].flatten()
     pairs = zip(iter_log_probs(pruned, leaf), iter_log_probs(dense, goal), strict=True)
     total, done = 0.0, 0
     for log_q, log_p in pairs:
-        target = targets[done : done + len(log_q)].to(log_q.device)
-        done += len(target)
         p = log_p.detach().to(log_q.device)
-        loss = F.nll_loss(log_q, target, reduction="sum")
-        loss = loss + F.kl_div(log_q, p, reduction="sum", log_target=True)
+        loss = F.kl_div(log_q, p, reduction="sum", log_target=True)
+        if targets is not None:
+            target = targets[done : done + len(log_q)].to(log_q.device)
+            loss = F.nll_loss(log_q, target, reduction="sum") + loss
+            done += len(target)
         (loss / n_targets).backward()
         total += loss.item()
     assert leaf.grad is not None

@@ -21,6 +21,7 @@ from heapr_lab.models.backend import (
     Backend,
     Change,
     FileTypes,
+    Gradient,
     GradientPass,
     NewModule,
     States,
@@ -38,9 +39,9 @@ from heapr_lab.progress import Progress
 from heapr_lab.storage import files
 from heapr_lab.streaming.layerwise import LayerByLayer
 from heapr_lab.streaming.stream import OUTSIDE, Stream, part_of, put_tensor, stream_of
-from heapr_lab.streaming.sweep_store import budget_of
+from heapr_lab.streaming.sweep_store import budget_of, temporary
 from heapr_lab.streaming.training import StreamedTraining
-from heapr_lab.streaming.two_sweeps import streamed_pass, token_bytes
+from heapr_lab.streaming.two_sweeps import streamed_pass, token_bytes, weight_gradients
 
 _WRITTEN = ".partial-written.json"
 """In an unfinished folder: the SHA-256 of each finished shard."""
@@ -132,6 +133,23 @@ class OnDisk(Backend):
     def backward(self, model: nn.Module, run: GradientPass) -> None:
         """Run all windows by two sweeps over the layers."""
         streamed_pass(model, self.stream, run)
+
+    def weight_gradients(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        ids: torch.Tensor,
+        batch_size: int,
+        run: States,  # noqa: ARG002
+        gradient: Gradient,
+        trained: Any,
+        progress: Progress,
+    ) -> None:
+        """Two sweeps, on the way back of which `trained` takes a layer's gradients."""
+        store = temporary(budget_of(self.stream))
+        store.begin("states")
+        weight_gradients(
+            self.stream, ids, batch_size, gradient, trained, store, progress
+        )
 
     def training(self, plan: TrainingPlan) -> Training:
         """A training in which each part is changed when it is read."""

@@ -16,7 +16,6 @@ from heapr_lab.errors import LayoutError, SpecError, one_of, whole_number
 from heapr_lab.models.formats import DEQUANTISED, DTYPES, check_format
 from heapr_lab.models.safetensors_headers import INDEX, SINGLE, read_headers
 from heapr_lab.models.sources import dtype_name
-from heapr_lab.repr_html import card_html
 
 if TYPE_CHECKING:
     from heapr_lab.models.architecture import Architecture, LayerShape
@@ -309,9 +308,6 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(f"{k:<12} {v}" for k, v in self._facts().items())
-
-    def _repr_html_(self) -> str:
-        return card_html(f"Plan for {self.model}", self._facts())
 
     def _facts(self) -> dict[str, str]:
         needed = {k: gigabytes(n) for k, n in self.needed_bytes.items()}

@@ -10,7 +10,6 @@ step that was cut off is run again from the same weights, to the same bits.
 import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from heapr_lab.models.ragged_experts import RaggedExperts
 from heapr_lab.progress import Progress
 from heapr_lab.streaming.stream import OUTSIDE, Stream, put_tensor, tensor_of
 from heapr_lab.streaming.sweep_store import SweepStore, budget_of, durable, temporary
-from heapr_lab.streaming.two_sweeps import TwoSweeps
+from heapr_lab.streaming.two_sweeps import weight_gradients
 
 LARGEST_NORM = 1.0
 """The norm of all gradients, beyond which they are clipped."""
@@ -95,19 +94,9 @@ class StreamedTraining:
         self, ids: torch.Tensor, batch_size: int, gradient: Gradient, progress: Progress
     ) -> None:
         """Two sweeps; the gradients of a layer are kept when it has run back."""
-
-        def loss(windows: slice, states: torch.Tensor) -> torch.Tensor:
-            return (states * gradient(windows, states)).sum()
-
-        run: Any = SimpleNamespace(ids=ids, batch_size=batch_size, loss=loss)
-        run.layers, run.probes, run.progress = (), {}, progress
-        self._states.drop("")  # of a step that was cut off
-        with self._stream.lock:
-            windows, model = slice(0, len(ids)), self._stream.model
-            sweeps = TwoSweeps(model, self._stream, run, windows, self._states, self)
-            sweeps.forward()
-            sweeps.backward()
-        self._states.drop("")
+        weight_gradients(
+            self._stream, ids, batch_size, gradient, self, self._states, progress
+        )
 
     def step(self, share: float, notes: Tensors) -> None:
         """Begin the next version, which is made of the gradients when it is read."""

@@ -20,6 +20,7 @@ Shapes: B windows, L tokens in each; E n_experts, I d_inter.
 import contextlib
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +28,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from heapr_lab.errors import CoverageError
-from heapr_lab.models.backend import GradientPass
+from heapr_lab.models.backend import Gradient, GradientPass
 from heapr_lab.models.hooks import called
 from heapr_lab.models.likelihood import input_device
-from heapr_lab.progress import noted
+from heapr_lab.progress import Progress, noted
 from heapr_lab.streaming.layerwise import Handed, LayerByLayer
 from heapr_lab.streaming.plan import EXTRA_STATES, state_bytes, state_of
 from heapr_lab.streaming.stream import OUTSIDE, Stream
@@ -127,6 +128,41 @@ class Trained(Protocol):
 
     def take(self, number: int, gradients: dict[str, torch.Tensor]) -> None:
         """Their gradients, summed over all batches."""
+
+
+def weight_gradients(
+    stream: Stream,
+    ids: torch.Tensor,
+    batch_size: int,
+    gradient: Gradient,
+    trained: Trained,
+    store: SweepStore,
+    progress: Progress,
+) -> None:
+    """Two sweeps with windows of tokens (n_windows, L), for gradients of weights.
+
+    Args:
+        stream: what reads the layers.
+        ids: the windows.
+        batch_size: windows that are run together.
+        gradient: that of the loss by the final states of some windows.
+        trained: takes the gradients, a part at a time.
+        store: for what is kept in between, which is dropped before and after.
+        progress: called with (windows done, windows in all).
+    """
+
+    def loss(windows: slice, states: torch.Tensor) -> torch.Tensor:
+        return (states * gradient(windows, states)).sum()
+
+    run: Any = SimpleNamespace(ids=ids, batch_size=batch_size, loss=loss)
+    run.layers, run.probes, run.progress = (), {}, progress
+    store.drop("")  # of a call that was cut off
+    with stream.lock:
+        windows, model = slice(0, len(ids)), stream.model
+        sweeps = TwoSweeps(model, stream, run, windows, store, trained)
+        sweeps.forward()
+        sweeps.backward()
+    store.drop("")
 
 
 class TwoSweeps:
