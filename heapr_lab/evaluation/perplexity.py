@@ -24,7 +24,6 @@ from heapr_lab.models.modes import evaluating
 from heapr_lab.progress import Progress, no_report
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import masking
-from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import token_windows
 
 
@@ -41,16 +40,6 @@ class Perplexity:
     windows: tuple[float, ...] = field(default=(), repr=False)
     """The mean loss of each window, in nats per token; empty if it is not known."""
 
-    def _repr_html_(self) -> str:
-        return card_html(
-            "Perplexity",
-            {
-                "perplexity": f"{self.value:.4g}",
-                "nll [nats per token]": f"{self.nll:.4f}",
-                "predicted tokens": f"{self.n_tokens:,}",
-            },
-        )
-
 
 @dataclass(frozen=True)
 class Divergence:
@@ -62,16 +51,6 @@ class Divergence:
     """Share of the predicted tokens whose most probable token is the same."""
     n_tokens: int
     """Number of predicted tokens: all but the first of each window."""
-
-    def _repr_html_(self) -> str:
-        return card_html(
-            "Divergence from the dense model",
-            {
-                "KL(dense ‖ pruned) [nats per token]": f"{self.kl:.4g}",
-                "top-1 agreement": f"{self.top1_agreement:.2%}",
-                "predicted tokens": f"{self.n_tokens:,}",
-            },
-        )
 
 
 def evaluate_perplexity(

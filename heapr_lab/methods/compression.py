@@ -23,7 +23,6 @@ from heapr_lab.models.architecture import Architecture, LayerShape, expert_share
 from heapr_lab.models.experts import describe
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking, prune
-from heapr_lab.repr_html import card_html
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +101,6 @@ class Compression(abc.ABC):
     def __repr__(self) -> str:
         facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
         return f"{type(self).__name__}({facts})"
-
-    def _repr_html_(self) -> str:
-        return card_html(type(self).__name__, self._facts())
 
 
 @dataclass(frozen=True, eq=False, repr=False)

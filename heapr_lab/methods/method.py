@@ -26,7 +26,6 @@ from heapr_lab.progress import Progress
 from heapr_lab.pruning.masks import KeepMask
 from heapr_lab.pruning.options import exact_ratio
 from heapr_lab.pruning.surgery import ReplacedDownProj
-from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration import CalibrationSet
 
 _REPLACING = ("merging", "low rank")
@@ -158,15 +157,6 @@ class Method:
         measured.check(model, calibration)
         measured.expect(self.collectors)
         return self.rule(Request(self.name, exact, seed, complete, measured, progress))
-
-    def _repr_html_(self) -> str:
-        facts = {
-            "what": self.title,
-            "source": self.citation,
-            "removes": self.compresses,
-            "deviations": " ".join(self.deviations) or "none",
-        }
-        return card_html(self.name, facts)
 
     def completed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """`options`, completed with the defaults.

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from heapr_lab.errors import CorpusError, SpecError, whole_number
-from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache, files
 from heapr_lab.storage.hashing import canonical_json
 from heapr_lab.text.calibration_spec import check_seed, corpora_of, shares_of, spread
@@ -177,16 +176,6 @@ class CalibrationSet:
             f"CalibrationSet({self.label}: {self.n_sequences:,} windows of "
             f"{self.seq_len:,} tokens)"
         )
-
-    def _repr_html_(self) -> str:
-        facts = {
-            "text": self.label,
-            "windows": f"{self.n_sequences:,} of {self.seq_len:,} tokens",
-            "predicted tokens": f"{self.n_predicted:,}",
-        }
-        if "seed" in self.provenance:
-            facts["seed of the draw"] = str(self.provenance["seed"])
-        return card_html("Calibration set", facts)
 
 
 def token_windows(ids: Any, *, least: int = 2) -> torch.Tensor:

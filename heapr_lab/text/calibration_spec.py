@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from heapr_lab.errors import SpecError, check_names, number_to, whole_number
-from heapr_lab.repr_html import card_html
 
 DEFAULT_CORPUS = "pydocs"
 """The corpus that is available on every machine."""
@@ -69,10 +68,6 @@ class Calibration:
             32
         """
         return round(self.own_text * n_sequences)
-
-    def _repr_html_(self) -> str:
-        facts = {name.replace("_", " "): str(v) for name, v in self.to_dict().items()}
-        return card_html("Calibration", facts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, which `from_dict` reads."""

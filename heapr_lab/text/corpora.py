@@ -35,7 +35,6 @@ import pyarrow.parquet as pq
 
 from heapr_lab import hub
 from heapr_lab.errors import CorpusError
-from heapr_lab.repr_html import card_html
 from heapr_lab.text.pydocs import PYDOCS_PACKAGES, harvested
 
 _FILE_TYPES = (".txt", ".jsonl", ".parquet")
@@ -60,15 +59,6 @@ class Corpus:
     chat: bool = False
     """Whether each text is a conversation as JSON, a list of messages with a `role` and
     a `content`; `joined` makes text of it, with the chat template of a tokenizer."""
-
-    def _repr_html_(self) -> str:
-        facts = {
-            "split": self.split,
-            "conversations" if self.chat else "texts": f"{len(self.texts):,}",
-            "characters": f"{sum(map(len, self.texts)):,}",
-            "source": self.source,
-        }
-        return card_html(f"Corpus {self.name}", facts)
 
     @functools.cached_property
     def fingerprint(self) -> str:

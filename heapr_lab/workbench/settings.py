@@ -11,7 +11,6 @@ from heapr_lab.models.formats import DTYPES, device_name
 from heapr_lab.models.named import LAB, hub_id
 from heapr_lab.models.safetensors_headers import check_there
 from heapr_lab.pruning.options import Selection, fields_given, selection_of
-from heapr_lab.repr_html import card_html
 from heapr_lab.text.calibration_spec import DEFAULT_CORPUS, Calibration
 
 
@@ -170,14 +169,6 @@ class Setting:
             **({"own_text": calibration.own_text} if calibration.own_text else {}),
             **{k: v for k, v in given if k not in _SHOWN_APART},
         }
-
-    def _repr_html_(self) -> str:
-        facts = {
-            name.replace("_", " "): str(value)
-            for name, value in self.columns().items()
-            if value is not None
-        }
-        return card_html("Setting", facts)
 
 
 DENSE = Setting(0.0).columns() | {"estimator": "dense"}

@@ -43,7 +43,6 @@ from heapr_lab.pruning.options import Selection
 from heapr_lab.pruning.savings import savings_of
 from heapr_lab.pruning.selection import select
 from heapr_lab.pruning.surgery import ReplacedDownProj, masking
-from heapr_lab.repr_html import card_html
 from heapr_lab.storage import cache
 from heapr_lab.storage.hashing import digest
 from heapr_lab.text.calibration import (
@@ -100,16 +99,6 @@ class Workbench:
 
     def __repr__(self) -> str:
         return f"Workbench({self.name!r}, profile {self.profile.name!r})"
-
-    def _repr_html_(self) -> str:
-        profile = self.profile
-        facts = {
-            "model": f"{self.name} ({type(self.model).__name__})",
-            "parameters": f"{sum(p.numel() for p in self.model.parameters()):,}",
-            "profile": f"{profile.name}: {profile.n_sequences:,} calibration windows "
-            f"of {profile.seq_len:,} tokens",
-        }
-        return card_html("Workbench", facts)
 
     @property
     def tokenizer_id(self) -> str:

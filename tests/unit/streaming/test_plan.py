@@ -137,12 +137,10 @@ def test_a_dense_model_is_refused(tmp_path):
 
 
 def test_a_plan_is_shown_and_is_json():
-    """The same facts as lines and as a card; plain data for --json."""
+    """Its facts as lines; plain data for --json."""
     needs = plan(CONFIGS / "DeepSeek-V3", memory="141GB", dtype="bfloat16")
-    text, card = str(needs), needs._repr_html_()
     for words in ("58 of 61", "671 B", "streamed", "in files", "first batch"):
-        assert words in text
-        assert words in card
+        assert words in str(needs)
     assert Plan(**json.loads(json.dumps(needs.to_dict()))) == needs
 
 
