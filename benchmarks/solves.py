@@ -9,13 +9,14 @@ calibration set (128 windows of 2048 tokens), because their time is proportional
 tokens: the scores, the sums of products, and the loss. The solves do not depend on the
 number of tokens; they are timed on sums of random products, as large as those of that
 set. Three quarters of the windows are scored, and summed for each of two masks; six
-losses are of an eighth each; `compress` eliminates once and compensates twice. Where
-HEAPr's mask is returned, the other windows are scored in place of the last three
-losses. Experts are solved one by one; of the two larger models a quarter of them is
-timed. Besides, `compress` as it is, on a whole model of 0.9 billion parameters (8
-layers of 64 experts of 512 atoms, d_model 1024) and no more than 16 windows of 256
-tokens. Seconds are of one run: on a CPU those that its cores spend, on a GPU those of
-the clock.
+losses are of an eighth each; `compress` eliminates once and compensates twice. The
+steps take a pass with gradients and one without over 16,384 tokens, and a loss more.
+Where HEAPr's mask is returned, there are none, and the other windows are scored in
+place of the last three losses. Experts are solved one by one; of the two larger models
+a quarter of them is timed. Besides, `compress` as it is, on a whole model of 0.9
+billion parameters (8 layers of 64 experts of 512 atoms, d_model 1024) and no more than
+16 windows of 256 tokens, which are too few for steps. Seconds are of one run: on a CPU
+those that its cores spend, on a GPU those of the clock.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from heapr_lab.pruning.selection import select
 from heapr_lab.refinement.activation_grams import LayerGrams, default_span, iter_grams
 from heapr_lab.refinement.compensation import LayerSolver, compensation_of
 from heapr_lab.refinement.compress import fit_compression
+from heapr_lab.refinement.descent import MOST_TOKENS
 from heapr_lab.refinement.elimination import with_elimination
 
 RATIO = 0.4
@@ -53,6 +55,10 @@ DECIDED = 3 / 8
 """Those whose loss is taken to decide, of three models."""
 REPORTED = 3 / 8
 """Those whose loss is taken to report, of two models and of the dense one."""
+STEPPED = MOST_TOKENS / N_TOKENS
+"""Those that are run with gradients, and without, for the steps."""
+JUDGED = 1 / 8
+"""Those whose loss is taken to judge the steps."""
 TIMED = 2048
 SUMMED_TOKENS = 8 * TIMED
 """More tokens for sums, which are added to once in 8192 tokens."""
@@ -122,9 +128,10 @@ def quotients(seconds: dict[str, float]) -> dict[str, float]:
     shares = {"scores": SCORED, "sums": SUMMED, "losses": DECIDED}
     decided = sum(share * seconds[name] for name, share in shares.items())
     decided += seconds["elimination"] + 2 * seconds["compensation"]
-    scores = seconds["scores"]
+    scores, losses = seconds["scores"], seconds["losses"]
+    more = STEPPED * scores + (STEPPED + JUDGED + REPORTED) * losses
     return {
-        "compress ÷ scores": (decided + REPORTED * seconds["losses"]) / scores,
+        "compress ÷ scores": (decided + more) / scores,
         "with HEAPr's mask": decided / scores + 1 - SCORED,
     }
 

@@ -1,7 +1,8 @@
 """Compensate a mask by least squares, where held-out windows are in favour of it.
 
 Three of every four windows are fitted to: the scores, the sums of one more forward
-pass, two masks, and the compensation of what each removes. The masks are those of the
+pass, two masks, the compensation of what each removes, and a few steps from the better
+one towards the dense model's predictions. The masks are those of the
 Fisher information, which lose less on pretrained weights, and those of elimination
 within the sums, which lose less on models from scratch. HEAPr as published, its mask
 with unchanged weights, gives way to the first and that to the second only where the
@@ -37,12 +38,15 @@ from heapr_lab.refinement.compensation import (
     is_less,
     losses_on,
 )
+from heapr_lab.refinement.descent import N_STEPS, descended, n_windows
 from heapr_lab.text.calibration import CalibrationSet
 
 COMPENSATED = {
     f"{estimator} + compensation": estimator for estimator in ("fisher", "elimination")
 }
 """The estimators whose masks are compensated."""
+STEPS = " + steps"
+"""What is added to the name of one of them for the steps from there."""
 PAPER = "heapr"
 """The estimator of the mask that is returned where compensation is no better."""
 _DENSE = "dense"
@@ -57,9 +61,10 @@ class FittedCompression:
     compensation: Compensation | None = None
     """The new weights; None for weights that are unchanged."""
     report: pd.DataFrame | None = None
-    """A row for "heapr" and for each of `COMPENSATED`: `made`; the difference to HEAPr
-    on the windows that decide, `deciding`, and its standard error `deciding_stderr`;
-    whether it is `chosen`; and on the windows that are reported `nll`, its difference
+    """A row for "heapr", each of `COMPENSATED`, and, where a compensated mask is better
+    and there is text enough, one with `STEPS`: `made`; the difference to HEAPr on the
+    windows that decide, `deciding`, and its standard error `deciding_stderr`; whether
+    it is `chosen`; and on the windows that are reported `nll`, its difference
     to the dense model `delta_nll` and to HEAPr `against_paper`, with the standard error
     of the latter `stderr`, all in nats per token. These four are measured of the chosen
     one and of HEAPr's mask of the fit, where another is chosen; else they are NaN. None
@@ -148,7 +153,10 @@ def fit_compression(
     n_fit, n_scored = fit.n_sequences, fitted.n_passes(PAPER) * fit.n_sequences
     n_deciding, n_reported = (windows.n_sequences for windows in judges)
     n_decided, n_last = (1 + len(COMPENSATED)) * n_deciding, 3 * n_reported
-    parts = Parts(n_passes * n_fit + n_decided + n_last, progress)
+    text = fit.split()[1]  # of the fit, too
+    n_steps = 4 * n_windows(text)  # forward passes, of which a backward pass is two
+    n_decided += n_deciding * (n_steps > 0)
+    parts = Parts(n_passes * n_fit + n_decided + n_steps + n_last, progress)
     paper = fitted.keep(_of(selection, PAPER), parts.part(n_scored))
     edited = masking(model, paper)
     decided = {PAPER: losses_on(edited, judges[0], parts.part(n_deciding))}
@@ -162,6 +170,16 @@ def fit_compression(
         decided[name] = losses_on(edited, judges[0], parts.part(n_deciding))
         if _chosen(decided) == name:
             compensated = keep, columns
+    if compensated is not None and n_steps:
+        keep, columns = compensated
+        steps, judged = parts.part(n_steps), parts.part(n_deciding)
+        moved = descended(model, keep, columns.down_projs, text, steps)
+        name = f"{_chosen(decided)}{STEPS}"
+        decided[name] = losses_on(masking(model, keep, moved), judges[0], judged)
+        if _chosen(decided) == name:
+            settings = columns.settings | {"steps": N_STEPS}
+            moved_columns = replace(columns, down_projs=moved, settings=settings)
+            compensated = keep, moved_columns
     last = parts.part(n_last)
     if compensated is None:
         keep = fitted.keep_on_all(_of(selection, PAPER), judges, last)

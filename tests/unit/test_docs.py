@@ -28,6 +28,7 @@ from benchmarks.readme import as_block
 from heapr_lab import methods
 from heapr_lab.cli.app import app
 from heapr_lab.panel.glossary import label_of
+from heapr_lab.refinement.descent import FEWEST_TOKENS, MOST_TOKENS
 from heapr_lab.storage import paths
 from heapr_lab.text import corpora, pydocs
 from heapr_lab.workbench import settings
@@ -157,6 +158,8 @@ def test_what_is_generated_inside_pages():
         "comparing.md": {"deviations": pages.deviations_block()},
         "method.md": {
             "passes": str(PASSES["compress"]),
+            "fewest_stepped": f"{FEWEST_TOKENS:,}",
+            "most_stepped": f"{MOST_TOKENS:,}",
             "scores": str(PASSES["statistics"]),
             "uses": as_block(advice.uses_table()),
         },

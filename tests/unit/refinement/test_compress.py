@@ -17,9 +17,16 @@ import heapr_lab
 from heapr_lab import CalibrationSet, Selection, collect_statistics, masking, select
 from heapr_lab.errors import SpecError
 from heapr_lab.models.identity import weights_state
-from heapr_lab.refinement import activation_grams, calibrated, compensation, compress
+from heapr_lab.refinement import (
+    activation_grams,
+    calibrated,
+    compensation,
+    compress,
+    descent,
+)
 from heapr_lab.refinement.calibrated import CalibratedModel
-from heapr_lab.refinement.compress import COMPENSATED, PAPER, fit_compression
+from heapr_lab.refinement.compress import COMPENSATED, PAPER, STEPS, fit_compression
+from heapr_lab.refinement.descent import descended
 
 WINDOWS = tiny_windows(n_sequences=24, seq_len=12)
 FIT, DECIDING, REPORTED = WINDOWS.three_parts()
@@ -152,6 +159,34 @@ def test_the_model_that_comes_back_is_the_one_that_was_judged(model, monkeypatch
     assert float(ours.mean()) == pytest.approx(nll, rel=1e-9)
 
 
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_steps_are_taken_where_they_are_better(model, fitted, spoiled, monkeypatch):
+    """From the better compensated mask, on windows of the fit; the others decide."""
+    monkeypatch.setattr(descent, "FEWEST_TOKENS", 0)
+    monkeypatch.setattr(
+        compress, "is_less", lambda one, other: sum(one) < sum(other) + 0.1
+    )
+    keep, before = fitted.compensated(Selection(0.5, estimator="elimination"))
+    after = descended(model, keep, before.down_projs, FIT.split()[1])
+    if spoiled:
+        after = {number: -3 * down for number, down in after.items()}
+        monkeypatch.setattr(compress, "descended", lambda *_: after)
+    seen = Heard()
+    compression = fit_compression(model, WINDOWS, HALF, fitted=fitted, progress=seen)
+    rows = compression.report.set_index("made")
+    *_, last = rows.index
+    assert last == f"{ELIMINATION}{STEPS}"
+    assert rows.index[rows["chosen"]].tolist() == [ELIMINATION if spoiled else last]
+    ours = masked_nll(model, DECIDING.ids, keep, after)
+    apart = ours - masked_nll(model, DECIDING.ids, paper(model, 0.5))
+    assert rows.loc[last, "deciding"] == pytest.approx(float(apart.mean()))
+    taken = before.down_projs if spoiled else after
+    assert all(torch.equal(compression.down_projs[n], taken[n]) for n in taken)
+    text = compensation.describe_weights(compression.compensation, WINDOWS)
+    assert ("4 steps" in text) != spoiled
+    assert len(set(seen[-1])) == 1
+
+
 # --- what is held out -------------------------------------------------------------
 
 
@@ -210,6 +245,11 @@ def test_it_takes_less_than_twice_the_scores(seen, monkeypatch):
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", -math.inf)
     fit_compression(model, WINDOWS, ratio=0.2, fitted=fitted)
     assert sum(seen) / 24 == pytest.approx(6 / 8)
+    seen.clear()
+    monkeypatch.setattr(descent, "FEWEST_TOKENS", 0)
+    fit_compression(model, WINDOWS, ratio=0.2, fitted=fitted)
+    # The steps take 4 passes over the second of every four windows of the fit.
+    assert sum(seen) / 24 == pytest.approx(7 / 8 + 4 * 5 / 24)
 
 
 @pytest.mark.parametrize(("room", "n_sums"), [(2**32, 1), (1, 2)])
