@@ -87,20 +87,14 @@ class Compression(abc.ABC):
     def savings(self, model: nn.Module) -> Savings:
         """What it saves, counted exactly."""
 
-    def _facts(self) -> dict[str, str]:
-        made = self.made
-        settings = ", ".join(f"{name}={value}" for name, value in made.options.items())
-        return {
-            "method": made.method,
-            "ratio, asked for": f"{made.ratio:.4g}",
-            "ratio, achieved": f"{self.achieved_ratio:.4g}",
-            "options": settings or "none",
-            "seed": f"{made.seed}",
-        }
-
     def __repr__(self) -> str:
-        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
-        return f"{type(self).__name__}({facts})"
+        made = self.made
+        options = ", ".join(f"{name}={value}" for name, value in made.options.items())
+        return (
+            f"{type(self).__name__}(method {made.method}, ratio, asked for "
+            f"{made.ratio:.4g}, ratio, achieved {self.achieved_ratio:.4g}, options "
+            f"{options or 'none'}, seed {made.seed})"
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -34,7 +34,9 @@ from heapr_lab.text.calibration_spec import spread
 
 N_STEPS = 4
 RATE = 1e-2
-"""Of the first step, relative to the root mean square of a layer's W_down."""
+"""Of the first step, relative to the root mean square of a layer's W_down, at most."""
+AT_MOST_FROM = 0.25
+"""The KL [nats per token] from which on that is the rate; below it is in proportion."""
 FEWEST_TOKENS, MOST_TOKENS = 2**13, 2**14
 """Of all steps. The gradients of fewer are mostly noise; more take a share of the time
 of the scores that does not shrink with the text."""
@@ -71,10 +73,12 @@ def descended(
     with evaluating(model):
         goals = [states.cpu() for states in states_of_all(model, steps)]
     parts, trained = Parts(n, progress), _Weights(model, down_projs)
+    rate = 0.0
     for done, (step, goal) in enumerate(zip(steps, goals, strict=True)):
         with masking(model, keep, trained), differentiating(model):
-            trained.measure(step, goal, parts.part(len(step)))
-        trained.move(1 - done / n_steps)
+            apart = trained.measure(step, goal, parts.part(len(step)))
+        rate = rate or RATE * min(1.0, apart / AT_MOST_FROM)
+        trained.move(rate * (1 - done / n_steps))
     return trained.down
 
 
@@ -129,15 +133,21 @@ class _Weights(Mapping[int, torch.Tensor]):
 
     def measure(
         self, ids: torch.Tensor, goals: torch.Tensor, progress: Progress
-    ) -> None:
-        """Sum the gradients of the mean KL on windows of tokens (n_windows, L)."""
-        model, n_targets = self._model, ids.numel() - len(ids)
+    ) -> float:
+        """The mean KL on windows of tokens (n_windows, L), whose gradients are kept."""
+        model, n_targets, total = self._model, ids.numel() - len(ids), 0.0
 
         def gradient(windows: slice, states: torch.Tensor) -> torch.Tensor:
-            goal = goals[windows]
-            return loss_and_gradient(model, model, None, states, goal, n_targets)[1]
+            nonlocal total
+            more, by_states = loss_and_gradient(
+                model, model, None, states, goals[windows], n_targets
+            )
+            total += more
+            return by_states
 
         def run(batch_size: int) -> None:
+            nonlocal total
+            total = 0.0
             for leaf in self._leaves.values():
                 leaf.grad = None  # of a batch that was too large
             states = functools.partial(final_states, model)
@@ -146,9 +156,10 @@ class _Weights(Mapping[int, torch.Tensor]):
             )
 
         in_batches(run, model, ids, None)
+        return total
 
-    def move(self, share: float) -> None:
-        """Take a step with a share of the highest rate."""
+    def move(self, rate: float) -> None:
+        """Take a step."""
         for number in self.down:
             down = self.down[number]
             wide = torch.promote_types(down.dtype, torch.float32)
@@ -158,7 +169,7 @@ class _Weights(Mapping[int, torch.Tensor]):
             else:
                 gradient = self._leaves[number].grad
             weight.grad = gradient.to(weight)
-            optimizer = torch.optim.Adafactor([weight], lr=share * RATE)
+            optimizer = torch.optim.Adafactor([weight], lr=rate)
             optimizer.state[weight].update(self._moments.get(number, {}))
             optimizer.step()
             self._moments[number] = dict(optimizer.state[weight])

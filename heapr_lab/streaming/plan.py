@@ -307,11 +307,8 @@ class Plan:
         return f"Plan({self.model}: {self.engine}, {self.n_parameters:,} parameters)"
 
     def __str__(self) -> str:
-        return "\n".join(f"{k:<12} {v}" for k, v in self._facts().items())
-
-    def _facts(self) -> dict[str, str]:
         needed = {k: gigabytes(n) for k, n in self.needed_bytes.items()}
-        return {
+        facts = {
             "model": f"{self.model}, {self.n_parameters / 1e9:,.3g} B parameters",
             "MoE layers": f"{self.n_moe_layers} of {self.n_layers}, with "
             f"{self.n_experts:,} experts of {self.n_atoms:,} atoms in all",
@@ -323,6 +320,7 @@ class Plan:
             "engine": f"{self.engine}: {self.why}",
             "time": "what is left is shown after the first batch",
         }
+        return "\n".join(f"{name:<12} {text}" for name, text in facts.items())
 
 
 def plan(

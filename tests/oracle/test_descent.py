@@ -37,16 +37,19 @@ def by_hand(
     layers = find_experts(twin)
     new = [nn.Parameter(downs[layer.layer].clone()) for layer in layers]
     optimizers = [torch.optim.Adafactor([down], lr=1.0) for down in new]
+    rate = 0.0
     for step in range(4):
         ids = WINDOWS.ids[step::4]
         for layer, down in zip(layers, new, strict=True):
             layer.oriented(layer.module.down_proj.data).copy_(down.detach())
         twin.zero_grad()
-        kl(logits_of(dense, ids), twin(ids, use_cache=False).logits).backward()
+        apart = kl(logits_of(dense, ids), twin(ids, use_cache=False).logits)
+        apart.backward()
+        rate = rate or descent.RATE * min(1.0, apart.item() / descent.AT_MOST_FROM)
         for layer, down, optimizer in zip(layers, new, optimizers, strict=True):
             kept = torch.from_numpy(keep.by_layer(layer.layer).copy())[:, None]
             down.grad = layer.oriented(layer.module.down_proj.grad) * kept
-            optimizer.param_groups[0]["lr"] = descent.RATE * (1 - step / 4)
+            optimizer.param_groups[0]["lr"] = rate * (1 - step / 4)
             optimizer.step()
     return new
 
