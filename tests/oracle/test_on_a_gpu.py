@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -23,6 +24,7 @@ from heapr_lab import Calibration, CalibrationSet, Setting, Workbench, methods
 from heapr_lab.inspection.attribution import attribute_loss
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.models.experts import find_experts
+from heapr_lab.refinement import descent
 from heapr_lab.refinement.elimination import eliminate
 from heapr_lab.refinement.own_text import continuations
 from heapr_lab.tasks.harness import continuation_task
@@ -214,7 +216,17 @@ def passage_of(side: Side) -> Any:
     return read_passage(side.model, side.tokenizer, text="the panel and the theatre")
 
 
+def stepped(side: Side) -> list[Any]:
+    """W_down after steps from the model's own, in memory and of layers on disk."""
+    downs = {e.layer: e.down.detach().clone() for e in find_experts(side.model)}
+    models = side.model, side.opened(stream=True)[0]
+    with patch.object(descent, "FEWEST_TOKENS", 0):
+        moved = [descent.descended(m, side.keep, downs, side.windows) for m in models]
+    return [down for new in moved for down in new.values()]
+
+
 INSPECTED: dict[str, Callable[[Side], Any]] = {
+    "steps": stepped,
     "generation": lambda side: drawn(side, continuations, IDS, n_new=4),
     "elimination": lambda side: eliminate(side.model, side.table, side.windows).frame,
     "attribution": lambda side: attribute_loss(
