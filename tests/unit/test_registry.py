@@ -79,6 +79,6 @@ def test_a_model_is_not_loaded_into_memory_instead(monkeypatch):
     """With `stream="auto"`, where what says whether it fits cannot be imported."""
     place = registry._PLACES[WHY_ON_DISK].partition(":")[0]
     monkeypatch.delitem(sys.modules, place, raising=False)
-    monkeypatch.setitem(sys.modules, "heapr_lab.repr_html", None)
-    with pytest.raises(ImportError, match="repr_html"):
+    monkeypatch.setitem(sys.modules, "heapr_lab.models.safetensors_headers", None)
+    with pytest.raises(ImportError, match="safetensors_headers"):
         load_model("lab", device="cpu")
