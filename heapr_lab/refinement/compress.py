@@ -152,34 +152,35 @@ def fit_compression(
     n_passes += 0 if fitted.at_once else len(others)
     n_fit, n_scored = fit.n_sequences, fitted.n_passes(PAPER) * fit.n_sequences
     n_deciding, n_reported = (windows.n_sequences for windows in judges)
-    n_decided, n_last = (1 + len(COMPENSATED)) * n_deciding, 3 * n_reported
     text = fit.split()[1]  # of the fit, too
     n_steps = 4 * n_windows(text)  # forward passes, of which a backward pass is two
-    n_decided += n_deciding * (n_steps > 0)
+    n_decided = (1 + len(COMPENSATED) + (n_steps > 0)) * n_deciding
+    n_last = 3 * n_reported
     parts = Parts(n_passes * n_fit + n_decided + n_steps + n_last, progress)
+    decided: dict[str, Losses] = {}
+
+    def favoured(name: str, edited: Edited) -> bool:
+        """Whether the windows that decide favour it over all before."""
+        decided[name] = losses_on(edited, judges[0], parts.part(n_deciding))
+        return _chosen(decided) == name
+
     paper = fitted.keep(_of(selection, PAPER), parts.part(n_scored))
-    edited = masking(model, paper)
-    decided = {PAPER: losses_on(edited, judges[0], parts.part(n_deciding))}
+    favoured(PAPER, masking(model, paper))
     compensated: tuple[KeepMask, Compensation] | None = None
     for name, estimator in COMPENSATED.items():
         part = parts.part(fitted.n_passes(estimator, compensated=True) * n_fit)
         keep, columns = fitted.compensated(
             _of(selection, estimator), eliminate=estimator == first, progress=part
         )
-        edited = masking(model, keep, columns.down_projs)
-        decided[name] = losses_on(edited, judges[0], parts.part(n_deciding))
-        if _chosen(decided) == name:
+        if favoured(name, masking(model, keep, columns.down_projs)):
             compensated = keep, columns
     if compensated is not None and n_steps:
-        keep, columns = compensated
-        steps, judged = parts.part(n_steps), parts.part(n_deciding)
-        moved = descended(model, keep, columns.down_projs, text, steps)
-        name = f"{_chosen(decided)}{STEPS}"
-        decided[name] = losses_on(masking(model, keep, moved), judges[0], judged)
-        if _chosen(decided) == name:
-            settings = columns.settings | {"steps": N_STEPS}
-            moved_columns = replace(columns, down_projs=moved, settings=settings)
-            compensated = keep, moved_columns
+        name, (keep, columns) = f"{_chosen(decided)}{STEPS}", compensated
+        moved = descended(model, keep, columns.down_projs, text, parts.part(n_steps))
+        settings = columns.settings | {"steps": N_STEPS}
+        columns = replace(columns, down_projs=moved, settings=settings)
+        if favoured(name, masking(model, keep, columns.down_projs)):
+            compensated = keep, columns
     last = parts.part(n_last)
     if compensated is None:
         keep = fitted.keep_on_all(_of(selection, PAPER), judges, last)
@@ -191,12 +192,16 @@ def fit_compression(
         _chosen(decided): masking(model, keep, columns.down_projs),
         _DENSE: contextlib.nullcontext(model),
     }
-    parts = Parts(n_last, last)
-    reported = {
-        name: losses_on(edited, judges[1], parts.part(n_reported))
-        for name, edited in edits.items()
-    }
+    reported = _losses(edits, judges[1], last)
     return FittedCompression(keep, columns, _report(decided, reported))
+
+
+def _losses(
+    edits: dict[str, Edited], windows: CalibrationSet, progress: Progress
+) -> dict[str, Losses]:
+    n = windows.n_sequences
+    parts = Parts(len(edits) * n, progress)
+    return {k: losses_on(edit, windows, parts.part(n)) for k, edit in edits.items()}
 
 
 def _of(selection: Selection, estimator: str) -> Selection:
