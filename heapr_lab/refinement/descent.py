@@ -37,9 +37,11 @@ RATE = 1e-2
 """Of the first step, relative to the root mean square of a layer's W_down, at most."""
 AT_MOST_FROM = 0.25
 """The KL [nats per token] from which on that is the rate; below it is in proportion."""
+_TIMES = 2**13
+"""By which gradients are multiplied, as Adafactor has a bound below which all are as
+large, and float16 one below which they are 0. Steps do not depend on it otherwise."""
 FEWEST_TOKENS, MOST_TOKENS = 2**13, 2**14
-"""Of all steps. The gradients of fewer are mostly noise; more take a share of the time
-of the scores that does not shrink with the text."""
+"""Of all steps. Fewer gain little; more would take their time on any longer text."""
 
 
 def descended(
@@ -139,11 +141,10 @@ class _Weights(Mapping[int, torch.Tensor]):
 
         def gradient(windows: slice, states: torch.Tensor) -> torch.Tensor:
             nonlocal total
-            more, by_states = loss_and_gradient(
-                model, model, None, states, goals[windows], n_targets
-            )
-            total += more
-            return by_states
+            goal = goals[windows]
+            more, by_states = loss_and_gradient(model, model, None, states, goal, 1)
+            total += more / n_targets
+            return by_states * (_TIMES / n_targets)
 
         def run(batch_size: int) -> None:
             nonlocal total
