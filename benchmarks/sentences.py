@@ -20,7 +20,8 @@ def quality(
     """What the default saves of HEAPr's loss on a pretrained model.
 
     Args:
-        windows: the losses of its states, as `intervals.loss_difference` takes them.
+        windows: the losses of its states, as `intervals.loss_difference` takes them,
+            of which those count that all of the states compared have.
         items: their answers.
         default: the method that is compared with "heapr".
         corpus: the one that was calibrated on.
@@ -29,6 +30,7 @@ def quality(
     ratios = sorted(set.intersection(*map(set, pair)))
     if not ratios:
         return answer(f"{default} has not been measured on a pretrained model.")
+    windows = _of_all(windows[windows["method"].isin([default, "heapr", "dense"])])
     same = windows["corpus"].eq(corpus)
     parts = {corpus: windows[same], "other text": windows[~same]}
     texts = {name: part for name, part in parts.items() if len(part)}
@@ -58,6 +60,13 @@ def quality(
         f"Mean accuracy on the tasks minus HEAPr's: {accuracies or 'not measured'}.",
     ]
     return answer(short, more)
+
+
+def _of_all(windows: pd.DataFrame) -> pd.DataFrame:
+    """The windows that every state has, so that their losses can be compared."""
+    n_states = windows.groupby(["method", "ratio"]).ngroups
+    shared = windows.groupby(["corpus", "window"])["nll"].transform("size")
+    return windows[shared.eq(n_states)]
 
 
 def _avoided(windows: pd.DataFrame, method: str, ratios: Iterable[float]) -> str:

@@ -316,6 +316,8 @@ def said(gaps: Mapping[str, Any]) -> dict[str, Any]:
 def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes:
     """What the states of README.md's table lose on a corpus, or of the mean accuracy.
 
+    Losses are on the windows that all states have.
+
     Args:
         data: rows of `benchmarks/real.py`.
         shown: a corpus, or "accuracy".
@@ -323,7 +325,8 @@ def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes
     """
     ax = own_axes(ax)
     states = front_states(data)
-    value = "against_dense" if shown == "accuracy" else f"delta_nll {shown}"
+    losses = "shared_delta_nll" if states["windows"].nunique() > 1 else "delta_nll"
+    value = "against_dense" if shown == "accuracy" else f"{losses} {shown}"
     error = value.replace("delta_nll", "delta_nll_stderr")
     error = "against_dense_stderr" if shown == "accuracy" else error
     ax.axhline(0.0, **REFERENCE_LINE)

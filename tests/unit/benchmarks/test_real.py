@@ -44,6 +44,12 @@ def test_the_figure_has_both_methods_named_at_their_ends():
     ((x, low), (_, high)) = bars[2][0].get_segments()[-1]
     assert x == 0.25
     assert (low, high) == pytest.approx((0.25 - 0.049, 0.25 + 0.049))
+    few = rows["method"].eq("compress")
+    fewer = rows.assign(windows=rows["windows"].where(~few, "2, 2, 2"))
+    for name in ("wikitext2", "ptb"):
+        fewer[[f"shared_delta_nll{part} {name}" for part in ("", "_stderr")]] = 0.125
+    (line,) = real.plot_real(fewer, shown="ptb").containers[0].lines[:1]
+    assert set(line.get_ydata()[1:]) == {0.125}
 
 
 def test_few_windows_may_not_speak_for_all():

@@ -43,6 +43,9 @@ def test_the_default_stands_beside_heapr():
     assert "at 20% 0.30 against 0.40 (-0.10 to -0.10) on a" in text
     assert "other text" not in text
     assert "HEAPr's: not measured." in text
+    more = losses[losses["method"].ne("default")].assign(nll=9.0)
+    others = pd.concat([losses, more.assign(window=more["window"] + 100)])
+    assert repr(sentences.quality(others, pd.DataFrame(), "default", "a")) == text
     absent = sentences.quality(losses, pd.DataFrame(), "another", "a")
     assert absent.short == "another has not been measured on a pretrained model."
     noisy = losses["method"].eq("heapr") & losses["window"].eq(1)
