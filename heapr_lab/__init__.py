@@ -56,7 +56,6 @@ _HOMES = {
     "own_text": "refinement.own_text",
     "plan": "streaming.plan",
     "prune": "pruning.surgery",
-    "ratio_for_loss": "inspection.budgets",
     "read_provenance": "checkpoints.provenance",
     "run_tasks": "tasks.harness",
     "save_pruned": "checkpoints.save",

@@ -20,7 +20,7 @@ from keeps import logits_of, masked_nll, window_nll
 from tiny_folder import opened, write_model, write_text
 
 import heapr_lab
-from heapr_lab import Calibration, CalibrationSet, Setting, Workbench, methods
+from heapr_lab import Calibration, CalibrationSet, Workbench, methods
 from heapr_lab.inspection.attribution import attribute_loss
 from heapr_lab.inspection.passages import read_passage, token_losses
 from heapr_lab.models.experts import find_experts
@@ -182,9 +182,6 @@ CALLS: dict[str, Callable[[Side], Any]] = {
         drawn(side, heapr_lab.own_text, side.tokenizer, n_sequences=3, seq_len=8).ids
     ),
     "prune": Side.pruned,
-    "ratio_for_loss": lambda side: heapr_lab.ratio_for_loss(
-        side.bench, Setting(0.5, calibration=side.calibration), side.text
-    )[1],
     "run_tasks": lambda side: heapr_lab.run_tasks(
         side.model, side.tokenizer, side.tasks
     ),
