@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.errors import CacheError, SpecError
+from heapr_lab.models.ragged_experts import CODE_NAME
 from heapr_lab.storage import cache, files
 
 _PROCESSOR = ("*processor*.json", "chat_template*")
@@ -149,6 +150,18 @@ def _check_named(folder: Path) -> None:
             f"{folder / differing[0]} is not what was written there: another process, "
             "or the disk, changed it; delete the folder and make it again"
         )
+
+
+def drop_foreign_code(folder: Path) -> None:
+    """Remove what names code other than ours, and so is not in `folder`.
+
+    `trust_remote_code`, with which ours is loaded, would run it.
+    """
+    for path in folder.glob("*config.json"):
+        content = files.read_object(path)
+        named = content.pop("auto_map", {})
+        if any(str(name).split(".")[0] != CODE_NAME for name in named.values()):
+            files.write_json(path, content)
 
 
 def checksums_in(folder: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ from heapr_lab.checkpoints import model_card
 from heapr_lab.checkpoints.folder import (
     checksums_in,
     claim,
+    drop_foreign_code,
     new_folder,
     save_processor,
     save_tokenizer,
@@ -131,6 +132,7 @@ def save_pruned(
         facts["sha256"] = _write_weights(written, partial, further, types, **options)
         facts |= {"tokenizer": save_tokenizer(partial, tokenizer, base=origin)}
         facts |= _other_parts(model, partial, base=origin)
+        drop_foreign_code(partial)
         facts |= {} if check is None else _checked(partial, check)
         describe(partial, keep, written.config, facts, base=base, source=source)
     return Path(folder)

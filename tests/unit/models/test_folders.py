@@ -11,6 +11,7 @@ import torch
 from commands import manifest_of
 from families import tiny_model
 from house import PACKAGE
+from keeps import widths_keep
 from stored_tensors import configured
 from transformers import AutoConfig
 
@@ -131,8 +132,12 @@ def test_code_in_a_folder_is_never_run(foreign, tmp_path):
         load_model(foreign)
 
 
-def test_code_beside_a_known_type_is_not_run(foreign, tmp_path):
-    """The class of transformers is taken, as it is for our own checkpoints."""
+@pytest.mark.parametrize("structure", ["ragged", "uniform"])
+def test_code_beside_a_known_type_is_not_run(foreign, structure, tmp_path):
+    """The class of transformers is taken, as it is for our own checkpoints.
+
+    What is written names no code but ours, which `trust_remote_code` may load.
+    """
     configured(model_type="qwen2_moe")(foreign)
     tokenizers = configured(tokenizer_class="Qwen2Tokenizer")
     tokenizers(foreign / "tokenizer_config.json")
@@ -141,7 +146,14 @@ def test_code_beside_a_known_type_is_not_run(foreign, tmp_path):
     config = read_config(foreign)
     build(config)
     skeleton_of(config)
+    out = prune_folder(
+        foreign, widths_keep(model, 4, structure=structure), tmp_path / "o"
+    )
     assert not (tmp_path / "ran").exists()
+    files = [json.loads(path.read_text()) for path in out.glob("*config.json")]
+    named = [file["auto_map"] for file in files if "auto_map" in file]
+    ours = [{"AutoModelForCausalLM": "modeling_heapr.Qwen2MoeForCausalLM"}]
+    assert named == (ours if structure == "ragged" else [])
 
 
 def test_a_pruned_checkpoint_loads_without_its_code(
