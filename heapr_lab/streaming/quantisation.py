@@ -188,8 +188,7 @@ def check_scales(
 def _check_blocks(tensor: StoredTensor, scales: StoredTensor, quantizer: Any) -> None:
     """Check that there is one scale for each block, of which the last may be smaller.
 
-    A single number is that of the whole matrix, as is expected where no blocks are
-    configured.
+    Where no blocks are configured, a single number is that of the whole matrix.
 
     Raises:
         LayoutError: there are others.
@@ -201,7 +200,8 @@ def _check_blocks(tensor: StoredTensor, scales: StoredTensor, quantizer: Any) ->
     block = BLOCK_OF_FP4 if tensor.dtype == "I8" else quantizer.block
     rows, columns = block or weight[-2:]
     expected = -(-weight[-2] // rows), -(-weight[-1] // columns)
-    if len(scales.shape) > 1 and scales.shape[-2:] != expected:
+    blocks = block is not None or len(scales.shape) > 1
+    if blocks and scales.shape[-2:] != expected:
         raise LayoutError(
             f"{tensor.file}: {tensor.name}: weights of {weight} have scales of "
             f"{scales.shape}, expected {expected[0]} x {expected[1]} for blocks of "

@@ -224,6 +224,7 @@ SMALL = "expected 4 x 2 for blocks of 4 x 4"
         ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale.T, SMALL),
         ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale[::2], SMALL),
         ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale[:, :1], SMALL),
+        ("fp8", f"{EXPERT}_scale_inv", lambda scale: scale[0, :1], SMALL),
         ("fp4", IN_FP4, None, LOST),
         (POWERS, f"{EXPERT}_scale", lambda scale: 2.0**scale, "exponents in bytes"),
         ("fp4", IN_FP4, lambda scale: scale[::2], "32 x 1 for blocks of 1 x 32"),
