@@ -311,7 +311,11 @@ def by_layer(store: SweepStore | None, kind: str) -> ByLayer:
 
 
 def layer_store(
-    model: nn.Module, layers: Sequence[ExpertsLayer], *, span: str | None
+    model: nn.Module,
+    layers: Sequence[ExpertsLayer],
+    *,
+    span: str | None,
+    copies: int = 1,
 ) -> SweepStore | None:
     """Where the layers of a streamed model are kept; None if it is in memory.
 
@@ -319,6 +323,7 @@ def layer_store(
         model: any model.
         layers: all of its layers.
         span: the span of the sums that will be kept; None for new weights alone.
+        copies: as many tensors as large as W_down are kept of a layer.
 
     Raises:
         SpecError: there is no room for what will be kept.
@@ -326,7 +331,7 @@ def layer_store(
     store = store_beside(model)
     if store is None:
         return None
-    n_downs = sum(layer.module.down_proj.nbytes for layer in layers)
+    n_downs = copies * sum(layer.module.down_proj.nbytes for layer in layers)
     n_sums = sum(bytes_of_sums(layer, span) for layer in layers) if span else 0
     what = "the sums and new weights" if span else "the new weights"
     store.check_room(n_sums + n_downs, what=f"{what} of all layers")

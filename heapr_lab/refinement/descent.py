@@ -44,6 +44,7 @@ FEWEST_TOKENS, MOST_TOKENS = 2**13, 2**14
 """Of all steps. Fewer gain little; more would take their time on any longer text."""
 
 
+@torch.inference_mode(False)
 def descended(
     model: nn.Module,
     keep: KeepMask,
@@ -54,8 +55,9 @@ def descended(
     """W_down after the steps, in the model's dtype.
 
     The cost is a forward pass of the dense model, and a forward and a backward pass of
-    the masked one, over at most 16,384 tokens; new weights and their gradients are in
-    memory, those of a streamed model where the states of its passes are.
+    the masked one, over at most 16,384 tokens or, if these are longer, four windows;
+    new weights and their gradients are in memory, those of a streamed model where the
+    states of its passes are.
 
     Args:
         model: the dense model, which is not changed.
@@ -101,7 +103,7 @@ class _Weights(Mapping[int, torch.Tensor]):
 
     def __init__(self, model: nn.Module, down_projs: ReplacedDownProj) -> None:
         self._model, self._layers = model, {e.layer: e for e in find_experts(model)}
-        store = layer_store(model, [*self._layers.values()], span=None)
+        store = layer_store(model, [*self._layers.values()], span=None, copies=2)
         self.down, self._gradients = by_layer(store, "down"), by_layer(store, "grad")
         for number, down in down_projs.items():
             self.down[number] = down.detach().clone()
@@ -160,7 +162,7 @@ class _Weights(Mapping[int, torch.Tensor]):
         return total
 
     def move(self, rate: float) -> None:
-        """Take a step."""
+        """Take a step, but in layers whose gradients overflowed in the model's type."""
         for number in self.down:
             down = self.down[number]
             wide = torch.promote_types(down.dtype, torch.float32)
@@ -169,8 +171,10 @@ class _Weights(Mapping[int, torch.Tensor]):
                 gradient: Any = self._gradients[number]
             else:
                 gradient = self._leaves[number].grad
+            if not gradient.isfinite().all():
+                continue
             weight.grad = gradient.to(weight)
-            optimizer = torch.optim.Adafactor([weight], lr=rate)
+            optimizer = torch.optim.Adafactor([weight], lr=rate, eps=(None, 0.0))
             optimizer.state[weight].update(self._moments.get(number, {}))
             optimizer.step()
             self._moments[number] = dict(optimizer.state[weight])

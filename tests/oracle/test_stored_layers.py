@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -103,6 +103,14 @@ def compressed(model: Any) -> tuple[KeepMask, Any]:
     return fit.keep, fit
 
 
+def moved(model: Any) -> tuple[KeepMask, Any]:
+    """The same, with a step on each of two windows."""
+    with patch("heapr_lab.refinement.descent.FEWEST_TOKENS", 0):
+        keep, fit = compressed(model)
+    assert fit.compensation.settings["steps"] == 2
+    return keep, fit
+
+
 def compensated(model: Any) -> tuple[KeepMask, Any]:
     """A mask, and new weights, by `compensate`."""
     keep = random_keep(model)
@@ -110,7 +118,7 @@ def compensated(model: Any) -> tuple[KeepMask, Any]:
 
 
 @pytest.mark.parametrize("room", [0, 10_000])
-@pytest.mark.parametrize("make", [compressed, compensated])
+@pytest.mark.parametrize("make", [compressed, moved, compensated])
 def test_the_same_without_room(make, room, folder, files):
     """The same report, mask and weights, to the bit; they mask and prune like others.
 
