@@ -1,6 +1,7 @@
 """`heapr-lab prune`: select atoms, report the savings, write the smaller model."""
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -264,6 +265,8 @@ def _held_out(report: "pd.DataFrame | None", *, in_words: bool) -> dict[str, Any
     if chosen["made"] == paper["made"]:
         return {"chosen": "heapr: held-out windows are not in favour of compensation"}
     change = f"{paper['delta_nll']:.4f} -> {chosen['delta_nll']:.4f} nats per token"
+    if math.isfinite(chosen["stderr"]):
+        change += f", by {chosen['against_paper']:+.4f} ± {chosen['stderr']:.4f}"
     return {"chosen": chosen["made"], "held-out loss, HEAPr": change}
 
 

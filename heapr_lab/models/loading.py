@@ -55,7 +55,7 @@ def load_model(
             FP8, MXFP4 or NVFP4. It loads a pruned checkpoint.
         host_memory: memory for the states of a streamed model's layers, in bytes or as
             "16GB"; those beyond it go to files in the cache's folder. By default half
-            of what is free.
+            of what is free. `compress` takes as much for its sums, and for its steps.
         seq_len: tokens of the windows that scores are measured on, for `auto`.
 
     Raises:

@@ -6,6 +6,7 @@ One of them serves any number of selections: only masks and solves are new.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -178,7 +179,9 @@ class CalibratedModel:
         scores = eliminate and not self.at_once and self._eliminated is None
         solvers = self._solvers_of(parts.part(n_windows), eliminate=scores)
         down_projs = by_layer(self._store, "down")
-        return keep, compensation_of(solvers, keep, down_projs=down_projs)
+        fitted = compensation_of(solvers, keep, down_projs=down_projs)
+        settings = fitted.settings | {"windows": n_windows}
+        return keep, replace(fitted, settings=settings)
 
     def _grams(self, progress: Progress | None) -> Iterator[Summed]:
         """The sums of each layer, in order.

@@ -133,11 +133,12 @@ def describe_weights(fitted: Compensation, calibration: CalibrationSet) -> str:
         return "sliced, otherwise unchanged: compensation raised the held-out loss"
     unchanged = fitted.report.loc[~fitted.report["changed"], "layer"].tolist()
     but = f", except in layers {', '.join(map(str, unchanged))}" if unchanged else ""
+    n_windows = fitted.settings.get("windows", calibration.n_sequences)
     taken = fitted.settings.get("steps")
     steps = f", then moved by {taken} steps on a part of them" if taken else ""
     return (
         f"W_down compensated by least squares (span {fitted.settings['span']}) on "
-        f"{calibration.n_sequences} windows of {calibration.seq_len} tokens of "
+        f"{n_windows} windows of {calibration.seq_len} tokens of "
         f"{calibration.label}{but}{steps}; all else sliced, otherwise unchanged"
     )
 

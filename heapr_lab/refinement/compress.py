@@ -7,9 +7,10 @@ Fisher information, which lose less on pretrained weights, and those of eliminat
 within the sums, which lose less on models from scratch. HEAPr as published, its mask
 with unchanged weights, gives way to the first and that to the second only where the
 paired difference, over windows that no fit has seen, is in favour by more than two
-standard errors. So it is never worse than the paper's by more than noise. The gain that
-is reported is measured on further windows, which have no part in either. HEAPr's mask
-that is returned is of all windows, as the paper's is, which leaves none to report.
+standard errors. So it is worse than the paper's by no more than noise, which is
+larger the fewer windows decide. The gain that is reported is measured on further
+windows, which have no part in either. HEAPr's mask that is returned is of all windows,
+as the paper's is, which leaves none to report.
 
 Source: this project.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
+from heapr_lab.errors import SpecError
 from heapr_lab.evaluation.paired import paired_difference
 from heapr_lab.models.identity import refuse_disturbed
 from heapr_lab.progress import Parts, Progress
@@ -102,7 +104,7 @@ def compress(
         `FittedCompression`.
 
     Raises:
-        SpecError: there are fewer than 8 windows, the selection is infeasible, or an
+        SpecError: fewer than 8 windows differ, the selection is infeasible, or an
             active mask, autocast or hook changes what `model` computes.
         LayoutError: weights are offloaded, or not finite.
 
@@ -141,12 +143,12 @@ def fit_compression(
         **fields: the fields of `Selection`, in its place.
 
     Raises:
-        SpecError: as `compress`.
+        SpecError: as `compress`, or `fitted` is of other windows.
     """
     refuse_disturbed(model, remedy="begin again with the dense model")
     selection = selection_of(selection, fields)
     fit, *judges = calibration.three_parts()
-    fitted = fitted or CalibratedModel(model, fit)
+    fitted = _of_windows(fit, fitted or CalibratedModel(model, fit))
     first, *others = COMPENSATED.values()
     n_passes = fitted.n_passes(first, compensated=True)
     n_passes += 0 if fitted.at_once else len(others)
@@ -177,7 +179,7 @@ def fit_compression(
     if compensated is not None and n_steps:
         name, (keep, columns) = f"{_chosen(decided)}{STEPS}", compensated
         moved = descended(model, keep, columns.down_projs, text, parts.part(n_steps))
-        settings = columns.settings | {"steps": N_STEPS}
+        settings = columns.settings | {"steps": min(N_STEPS, n_windows(text))}
         columns = replace(columns, down_projs=moved, settings=settings)
         if favoured(name, masking(model, keep, columns.down_projs)):
             compensated = keep, columns
@@ -194,6 +196,20 @@ def fit_compression(
     }
     reported = _losses(edits, judges[1], last)
     return FittedCompression(keep, columns, _report(decided, reported))
+
+
+def _of_windows(fit: CalibrationSet, fitted: CalibratedModel) -> CalibratedModel:
+    """The model that is fitted to these windows, and so to none that decide.
+
+    Raises:
+        SpecError: it is fitted to others.
+    """
+    if fitted.windows.fingerprint != fit.fingerprint:
+        raise SpecError(
+            f"`fitted` is of {fitted.windows!r}, expected {fit!r}, the first of "
+            "calibration.three_parts(): windows that decide are not fitted to"
+        )
+    return fitted
 
 
 def _losses(

@@ -115,36 +115,35 @@ class CalibrationSet:
                 f"there is {self.n_sequences} window, expected at least 2: one of them "
                 "is held out, so give more text"
             )
-        held_out = self._second_of_every(_HELD_OUT_EVERY)
+        held_out = torch.arange(self.n_sequences) % _HELD_OUT_EVERY == 1
         return self._part("fit", ~held_out), self._part("held out", held_out)
 
     def three_parts(self) -> "tuple[CalibrationSet, CalibrationSet, CalibrationSet]":
         """Three of every four windows to fit to, some to decide on, some to report.
 
         The second of every four, of every three where there are fewer than 10 windows,
-        decide and are reported in turns.
+        decide and are reported in turns. Windows that repeat count once, so that what
+        is judged on has no part in the fit.
 
         Raises:
-            SpecError: there are fewer than 8 windows, so that one alone would decide.
+            SpecError: fewer than 8 windows differ, so that one alone would decide.
         """
-        if self.n_sequences < _FEWEST_TO_DECIDE:
+        prints = self.window_fingerprints()
+        first = {name: place for place, name in reversed([*enumerate(prints)])}
+        places = torch.tensor(sorted(first.values()))
+        if len(places) < _FEWEST_TO_DECIDE:
             raise SpecError(
-                f"there are {self.n_sequences} windows, expected at least "
-                f"{_FEWEST_TO_DECIDE}: those that decide are not fitted to"
+                f"{len(places)} of {self.n_sequences} windows differ, expected at "
+                f"least {_FEWEST_TO_DECIDE}: those that decide are not fitted to"
             )
-        few = self.n_sequences < _FEW
-        held_out = self._second_of_every(_HELD_OUT_EVERY - few)
-        deciding, reported = held_out.clone(), held_out.clone()
-        places = held_out.nonzero()[:, 0]
-        deciding[places[1::2]] = reported[places[::2]] = False
+        every = _HELD_OUT_EVERY - (len(places) < _FEW)
+        held_out = torch.arange(len(places)) % every == 1
+        judges = places[held_out]
         return (
-            self._part("fit", ~held_out),
-            self._part("deciding", deciding),
-            self._part("reported", reported),
+            self._part("fit", places[~held_out]),
+            self._part("deciding", judges[::2]),
+            self._part("reported", judges[1::2]),
         )
-
-    def _second_of_every(self, count: int) -> torch.Tensor:
-        return torch.arange(self.n_sequences) % count == 1
 
     def _part(self, name: str, chosen: torch.Tensor) -> "CalibrationSet":
         return CalibrationSet(self.ids[chosen], {**self.provenance, "part": name})

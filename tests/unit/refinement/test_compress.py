@@ -92,7 +92,7 @@ def test_the_windows_that_are_reported_have_no_say():
 def test_where_compensation_is_not_better_the_papers_mask_is_taken(
     model, fitted, monkeypatch
 ):
-    """It is that of all windows, which may repeat, with unchanged weights."""
+    """It is that of all windows, with unchanged weights."""
     monkeypatch.setattr(compensation, "STANDARD_ERRORS", math.inf)
     compression = fit_compression(model, WINDOWS, HALF, fitted=fitted)
     assert compression.down_projs is None
@@ -100,9 +100,7 @@ def test_where_compensation_is_not_better_the_papers_mask_is_taken(
     assert compression.keep.fingerprint == published.fingerprint
     assert compression.keep.fingerprint != paper(model, 0.5).fingerprint
     assert compression.keep.settings["estimator"] == "heapr"
-    same = CalibrationSet.from_ids(WINDOWS.ids[[0] * 8])
     assert compression.report[list(compress._REPORTED)].isna().all(axis=None)
-    assert fit_compression(model, same, HALF).down_projs is None
 
 
 def test_it_is_never_worse_than_heapr_on_the_windows_that_decide():
@@ -205,8 +203,25 @@ def test_the_others_decide_and_are_reported_in_turns():
     for n, sizes in ((8, [5, 2, 1]), (9, [6, 2, 1]), (10, [7, 2, 1])):
         few = tiny_windows(n_sequences=n)
         assert [part.n_sequences for part in few.three_parts()] == sizes
-    with pytest.raises(SpecError, match="there are 7 windows, expected at least 8"):
+    with pytest.raises(SpecError, match="7 of 7 windows differ, expected at least 8"):
         tiny_windows(n_sequences=7).three_parts()
+
+
+def test_a_window_that_repeats_is_in_one_part_once(model):
+    """So none that decides, or that is reported, is fitted to."""
+    repeated = CalibrationSet.from_ids(WINDOWS.ids[[0, 0, *range(24), *range(24)]])
+    for part, expected in zip(
+        repeated.three_parts(), WINDOWS.three_parts(), strict=True
+    ):
+        assert torch.equal(part.ids, expected.ids)
+    with pytest.raises(SpecError, match="1 of 8 windows differ"):
+        fit_compression(model, CalibrationSet.from_ids(WINDOWS.ids[[0] * 8]), HALF)
+
+
+def test_windows_that_decide_are_refused_to_the_fit(model):
+    """What earlier calls fitted to them, too, would be judged on what it has seen."""
+    with pytest.raises(SpecError, match=r"is of .*24 windows.*, expected .*18 windows"):
+        fit_compression(model, WINDOWS, HALF, fitted=CalibratedModel(model, WINDOWS))
 
 
 # --- cost -------------------------------------------------------------------------
