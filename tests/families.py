@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import heapr_lab  # noqa: F401 (transformers knows our families after it)
+from heapr_lab.models.experts import find_experts
 from heapr_lab.text.calibration import CalibrationSet
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -77,6 +78,18 @@ def tiny_model(
     randomise(model)
     model.set_experts_implementation("eager")  # transformers' default knows no float64
     return model.eval()
+
+
+@torch.no_grad()
+def model_with_sink() -> Any:
+    """A tiny model of which token 0 has nearly all energy of the first layer."""
+    model: Any = tiny_model("qwen2_moe")
+    layer = find_experts(model)[0]
+    first = model.get_input_embeddings().weight[0]
+    for atom in (0, layer.d_inter):  # gate and up projection
+        layer.module.gate_up_proj[:, atom] = 3 * first / first.norm()
+    layer.module.down_proj[:, :, 0] *= 300
+    return model
 
 
 def wrapped(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

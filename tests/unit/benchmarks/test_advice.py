@@ -45,6 +45,14 @@ def test_self_generated_text_is_the_default_because_it_pays_on_pretrained_weight
     assert cost.high < -saved.high
 
 
+def test_the_default_is_never_worse_than_heapr_by_more_than_noise():
+    """On no lab model where it was calibrated, and on no text of the pretrained one."""
+    counts = advice.worse_table(results_of("quality"))["compress loses more"]
+    assert counts.str.fullmatch(r"0 of [1-9]\d*").all()
+    gaps = advice.default_gaps()
+    assert not any(gap.low > 0 for name in real.LOSSES for gap in gaps[name])
+
+
 def test_every_model_has_a_column():
     """Other text is the mean of the other corpora; a missing run has no number."""
     losses = {"delta_nll pydocs": 0.1, "delta_nll ptb": 0.2, "delta_nll c4": 0.4}
