@@ -54,3 +54,15 @@ def test_an_unknown_name_lists_the_names():
     """The message lists all methods."""
     with pytest.raises(SpecError, match=r"unknown method 'naeee'; .*heapr, .*naee"):
         methods.get("naeee")
+
+
+def test_defaults_are_those_of_the_authors():
+    """Of their code or, of CAMERA-P, of their script; `most_windows` is ours."""
+    search = {"population": 12, "generations": 4, "survivors": 4}
+    moves = {"most_moves": 1, "largest_move": 2, "most_windows": 8}
+    expected = {
+        "ream": {"group_size": 16, "batch_size": 8},
+        "evoesap": search | moves,
+        "camera-p": {"alpha": 0.9},
+    }
+    assert {name: methods.get(name).completed({}) for name in expected} == expected
