@@ -109,7 +109,7 @@ def _cost_on_gpu(rows: pd.DataFrame) -> str:
 
     return (
         f"On an {devices} it takes {times(same, runs['plain'])}, Algorithm 1 "
-        f"{times(runs['two_stage'], runs['plain'])}; all of `compress` takes "
+        f"{times(runs['two_stage'], runs['plain'])}; `compress`, before it took steps, "
         f"{times(runs['compress'], runs['scores'])} the scores (random weights of "
         f"{' and '.join(runs.index)} in bfloat16; [where the time goes](docs/models.md"
         "#on-a-gpu))."

@@ -167,7 +167,8 @@ Ratio = Annotated[
 MethodName = Annotated[
     str,
     _method(
-        help="best: one of two masks with compensated weights, or HEAPr where held-out "
+        help="best: one of two masks with compensated weights, on enough text moved a "
+        "few steps towards the dense model's predictions, or HEAPr where held-out "
         "calibration windows see no gain (with --estimator, compensated weights; with "
         "--importance, weights unchanged); paper: HEAPr as published."
     ),
