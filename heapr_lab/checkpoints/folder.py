@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 
 from heapr_lab.checkpoints.provenance import MANIFEST_FILE
 from heapr_lab.errors import CacheError, SpecError
-from heapr_lab.models.ragged_experts import CODE_NAME
 from heapr_lab.storage import cache, files
 
 _PROCESSOR = ("*processor*.json", "chat_template*")
@@ -157,6 +156,8 @@ def drop_foreign_code(folder: Path) -> None:
 
     `trust_remote_code`, with which ours is loaded, would run it.
     """
+    from heapr_lab.models.ragged_experts import CODE_NAME
+
     for path in folder.glob("*config.json"):
         content = files.read_object(path)
         named = content.pop("auto_map", {})

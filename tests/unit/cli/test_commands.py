@@ -182,7 +182,7 @@ def test_prune_with_few_windows_of_two_corpora(folder, tmp_path, monkeypatch):
     out, more = tmp_path / "pruned", write_text(tmp_path / "more.txt", n_texts=16)
     mixture = f"0.5*{folder / 'text.txt'} + 0.5*{more}"
     args = ("prune", folder / "moe", "--ratio", 0.4, "--own-text", 0, "--out", out)
-    run(*args, "--n-sequences", 8, "--corpus", mixture, *TINY)
+    run(*args, "--n-sequences", 9, "--corpus", mixture, *TINY)
     manifest = manifest_of(out)
     assert manifest["perplexity"].keys() == {str(folder / "text.txt"), str(more)}
     rows = manifest["held_out"]
