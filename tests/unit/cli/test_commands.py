@@ -3,11 +3,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from commands import TINY, manifest_of, refused, run, said, text_of
 from tiny_folder import write_model, write_text
 
 from heapr_lab import ImportanceTable, KeepMask, Workbench
+from heapr_lab.cli.prune import _held_out
 from heapr_lab.importance.estimators import ESTIMATORS
 from heapr_lab.refinement import compensation
 from heapr_lab.storage import paths
@@ -192,6 +194,17 @@ def test_prune_with_few_windows_of_two_corpora(folder, tmp_path, monkeypatch):
     assert all(isinstance(row["nll"], float) for row in (paper, chosen))
     reported = f"| {chosen['delta_nll']:+.4f} | {chosen['against_paper']:+.4f} | — |"
     assert reported in (out / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("error", "by"), [(0.003, ", by -0.0200 ± 0.0030"), (math.nan, "")]
+)
+def test_a_difference_is_printed_with_its_error(error, by):
+    """One window has none."""
+    rows = {"made": ["heapr", "ours"], "chosen": [False, True]}
+    rows |= {"delta_nll": [0.12, 0.1], "against_paper": [0, -0.02], "stderr": error}
+    words = _held_out(pd.DataFrame(rows), in_words=True)
+    assert words["held-out loss, HEAPr"] == f"0.1200 -> 0.1000 nats per token{by}"
 
 
 def test_score_with_elimination(folder):
