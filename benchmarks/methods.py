@@ -13,9 +13,9 @@ At 40 % the CPU seconds of one thread and the increase of resident memory that f
 takes are measured as well. That one fit shares nothing with other methods, so that each
 is charged with all that it measures; the others share what they measure.
 
-The controls that remove at random are measured with several seeds. A method that
-refuses a model or ratio has a row with the reason. Rows are written when a method on a
-model is finished, so that a stopped run resumes where it was.
+Methods that draw numbers are measured with several seeds, of which one is timed. A
+method that refuses a model or ratio has a row with the reason. Rows are written when a
+method on a model is finished, so that a stopped run resumes where it was.
 """
 
 import argparse
@@ -61,8 +61,10 @@ COST_RATIO = 0.4
 """The ratio at which fitting is timed."""
 CORPUS = CORPORA[0]
 """The corpus that methods are fitted to."""
-DRAWS = {"random": 3, "random-groups": 3}
-"""How often a method is measured that depends on nothing but its seed; others once."""
+DRAWN = ("random", "random-groups", "sub-moe-like", "evoesap", "moe-i2-like")
+"""Methods whose results depend on their seed."""
+DRAWS = dict.fromkeys(DRAWN, 3)
+"""How often such a method is measured; others once."""
 N_WINDOWS, AT_ONCE, SEED = 48, 8, 0
 PROFILE = PROFILES["lab"]
 DETAILS = {
@@ -222,7 +224,7 @@ def measure(task: Task) -> list[Row]:
 
 def row_at(case: Case, task: Task, ratio: float) -> Row:
     """The row of one ratio: all that is measured, or why the method refused."""
-    alone = ratio == COST_RATIO
+    alone = ratio == COST_RATIO and not task.draw
     make = functools.partial(case.fitted, task, ratio, alone=alone)
     row = labels(task, ratio) | {"kind": methods.get(task.method).compresses}
     try:
