@@ -154,8 +154,7 @@ def fit_compression(
     n_passes += 0 if fitted.at_once else len(others)
     n_fit, n_scored = fit.n_sequences, fitted.n_passes(PAPER) * fit.n_sequences
     n_deciding, n_reported = (windows.n_sequences for windows in judges)
-    text = fit.split()[1]  # of the fit, too
-    n_steps = 4 * n_windows(text)  # forward passes, of which a backward pass is two
+    n_steps = 4 * n_windows(fit)  # forward passes, of which a backward pass is two
     n_decided = (1 + len(COMPENSATED) + (n_steps > 0)) * n_deciding
     n_last = 3 * n_reported
     parts = Parts(n_passes * n_fit + n_decided + n_steps + n_last, progress)
@@ -178,8 +177,8 @@ def fit_compression(
             compensated = keep, columns
     if compensated is not None and n_steps:
         name, (keep, columns) = f"{_chosen(decided)}{STEPS}", compensated
-        moved = descended(model, keep, columns.down_projs, text, parts.part(n_steps))
-        settings = columns.settings | {"steps": min(N_STEPS, n_windows(text))}
+        moved = descended(model, keep, columns.down_projs, fit, parts.part(n_steps))
+        settings = columns.settings | {"steps": min(N_STEPS, n_windows(fit))}
         columns = replace(columns, down_projs=moved, settings=settings)
         if favoured(name, masking(model, keep, columns.down_projs)):
             compensated = keep, columns

@@ -101,7 +101,7 @@ def test_weights_keep_their_type():
 
 
 @pytest.mark.parametrize(
-    ("n", "length", "taken"), [(15, 512, 0), (16, 512, 16), (24, 2048, 8), (9, 8192, 4)]
+    ("n", "length", "taken"), [(63, 512, 0), (64, 512, 32), (96, 2048, 8), (9, 8192, 4)]
 )
 def test_how_many_windows_are_used(n, length, taken, monkeypatch):
     """None of a short text, and not all of a long one, but one for each step."""

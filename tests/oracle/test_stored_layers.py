@@ -104,10 +104,10 @@ def compressed(model: Any) -> tuple[KeepMask, Any]:
 
 
 def moved(model: Any) -> tuple[KeepMask, Any]:
-    """The same, with a step on each of two windows."""
+    """The same, with steps on nine windows."""
     with patch("heapr_lab.refinement.descent.FEWEST_TOKENS", 0):
         keep, fit = compressed(model)
-    assert fit.compensation.settings["steps"] == 2
+    assert fit.compensation.settings["steps"] == 4
     return keep, fit
 
 
