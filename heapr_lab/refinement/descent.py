@@ -40,10 +40,9 @@ AT_MOST_FROM = 0.25
 _TIMES = 2**13
 """By which gradients are multiplied, as Adafactor has a bound below which all are as
 large, and float16 one below which they are 0. Steps do not depend on it otherwise."""
-FEWEST_TOKENS = 2**15
-"""Of the text that is fitted to. Of less they gain little."""
-MOST_TOKENS = 2**14
-"""Of all steps; more would take their time on any longer text."""
+FEWEST_TOKENS, MOST_TOKENS = 2**15, 2**14
+"""Of the text that is fitted to, of less of which they gain little; and of all steps,
+as more would take their time on any longer text."""
 
 
 @torch.inference_mode(False)
