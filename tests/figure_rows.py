@@ -162,6 +162,7 @@ def real_row(method: str, ratio: float, **changes: object) -> dict[str, object]:
         "shared_delta_nll_stderr ptb": ratio / 10,
         "accuracy": 0.5 - ratio / 10,
         "accuracy_stderr": 0.01,
+        "against_dense": -ratio / 10,
         "windows": "16, 16, 16",
         "items": 100,
     } | changes

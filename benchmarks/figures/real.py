@@ -129,19 +129,23 @@ def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
         }
     )
     for corpus in _measured(front, "perplexity "):
-        numbers = front[f"perplexity {corpus}"].map("{:.1f}".format)
-        table[f"perplexity {corpus} ↓"] = numbers + _on_fewer(front, corpus)
-    table["mean accuracy ↑"] = with_error(front, "accuracy", "accuracy_stderr")
+        numbers = front[f"perplexity {corpus}"]
+        dense = numbers / np.exp(front[f"delta_nll {corpus}"])
+        fewer = _on_fewer(front, "windows", dense.map("{:.1f}".format))
+        table[f"perplexity {corpus} ↓"] = numbers.map("{:.1f}".format) + fewer
+    dense = (front["accuracy"] - front["against_dense"]).map("{:.1%}".format)
+    numbers = with_error(front, "accuracy", "accuracy_stderr")
+    table["mean accuracy ↑"] = numbers + _on_fewer(front, "items", dense)
     guessing = {"method": "guessing", "mean accuracy ↑": f"{GUESSING:.1%}"}
     return pd.concat([table, pd.DataFrame([guessing])], ignore_index=True).fillna("–")
 
 
-def _on_fewer(rows: pd.DataFrame, corpus: str) -> "pd.Series[str]":
-    """In brackets, the dense model's perplexity where there are fewer windows."""
-    change = np.exp(rows[f"delta_nll {corpus}"])
-    texts = (rows[f"perplexity {corpus}"] / change).map(" (dense {:.1f})".format)
-    dense = rows.loc[rows["method"].eq("dense"), "windows"].iloc[0]
-    return texts.where(rows["windows"].ne(dense), "")
+def _on_fewer(
+    rows: pd.DataFrame, counted: str, dense: "pd.Series[str]"
+) -> "pd.Series[str]":
+    """In brackets, the dense model's numbers where fewer windows or items are read."""
+    all_of_them = rows.loc[rows["method"].eq("dense"), counted].iloc[0]
+    return (" (dense " + dense + ")").where(rows[counted].ne(all_of_them), "")
 
 
 def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
@@ -153,9 +157,9 @@ def measured_on(rows: pd.DataFrame) -> str:
     front = front_states(rows)
     text = f"Perplexity of {_windows(front)} of 512 tokens; {_items(front)}; ± is one "
     text += "standard error."
-    if front["windows"].nunique() == 1:
+    if not front[["windows", "items"]].nunique().gt(1).any():
         return text
-    return f"{text} In brackets: the dense model on the same, fewer windows."
+    return f"{text} In brackets: the dense model on the same, fewer windows or items."
 
 
 def compared_on(rows: pd.DataFrame, losses: pd.DataFrame, calibration: str) -> str:

@@ -9,12 +9,12 @@ from figure_rows import real_row
 from benchmarks.figures import real
 
 
-def test_the_front_is_of_one_draw_and_the_dense_model_on_as_many_windows():
+def test_the_front_is_of_one_draw_and_the_dense_model_on_as_much():
     """Other draws and controls are in the whole table alone."""
     text = {"fitted_to": real.FRONT_TEXT, "windows": "16, 16, 16"}
     rows = pd.DataFrame(
         [
-            real_row("dense", 0.0, windows="595, 206, 54"),
+            real_row("dense", 0.0, windows="595, 206, 54", items=400),
             real_row("heapr", 0.25, **text),
             real_row("heapr", 0.25, seed=1, **text),
             real_row("random", 0.25, **text),
@@ -26,6 +26,8 @@ def test_the_front_is_of_one_draw_and_the_dense_model_on_as_many_windows():
     assert "In brackets: the dense model" in real.measured_on(rows)
     perplexities = front["perplexity wikitext2 ↓"].tolist()
     assert perplexities[:2] == ["20.0", "45.0 (dense 22.5)"]
+    accuracies = front["mean accuracy ↑"].tolist()
+    assert accuracies[:2] == ["50.0% ± 1.0%", "47.5% ± 1.0% (dense 50.0%)"]
 
 
 def test_the_figure_has_both_methods_named_at_their_ends():
