@@ -158,10 +158,10 @@ def drop_foreign_code(folder: Path) -> None:
     """
     from heapr_lab.models.ragged_experts import CODE_NAME
 
-    for path in folder.glob("*config.json"):
+    carried = (folder / f"{CODE_NAME}.py").exists()  # then config.json names it alone
+    for path in folder.glob("*_config.json" if carried else "*config.json"):
         content = files.read_object(path)
-        named = content.pop("auto_map", {})
-        if any(str(name).split(".")[0] != CODE_NAME for name in named.values()):
+        if content.pop("auto_map", None) is not None:
             files.write_json(path, content)
 
 
