@@ -128,9 +128,8 @@ class CalibrationSet:
         Raises:
             SpecError: fewer than 8 windows differ, so that one alone would decide.
         """
-        prints = self.window_fingerprints()
-        first = {name: place for place, name in reversed([*enumerate(prints)])}
-        places = torch.tensor(sorted(first.values()))
+        _, first = np.unique(self.window_fingerprints(), return_index=True)
+        places = torch.from_numpy(np.sort(first))
         if len(places) < _FEWEST_TO_DECIDE:
             raise SpecError(
                 f"{len(places)} of {self.n_sequences} windows differ, expected at "
