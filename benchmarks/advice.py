@@ -95,8 +95,9 @@ def _experts_said() -> str:
     table = _less_heapr(_OF_EXPERTS)
     table = table[table["removed"].eq(table["removed"].iloc[0])].set_index("method")
     texts = []
-    for text, name in zip(real.TEXTS, real.LOSSES, strict=True):
-        less = [method for method, gap in table[name].items() if gap.high < 0]
+    for corpus, text in real.TEXTS.items():
+        gaps = table[real.LOSSES[corpus]].items()
+        less = [method for method, gap in gaps if gap.high < 0]
         texts.append(f"on {text}, {listed(less) if less else 'none'}")
     return f"Which lose less than atoms there, by their intervals: {'; '.join(texts)}."
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from benchmarks import advice, sentences
 from benchmarks.figures import cost, methods, quality, real
-from benchmarks.index import BENCHMARKS, results_of
+from benchmarks.index import BENCHMARKS, results_of, rows_beside
 from heapr_lab.checkpoints.provenance import read_provenance
 from heapr_lab.experiments import answers
 from heapr_lab.experiments.answers import listed, value_range
@@ -136,7 +136,8 @@ def _atom(_committed: Committed) -> str:
 
 
 def _pretrained(committed: Committed) -> str:
-    table = real.real_front_table(committed.measured["real"])
+    beside = [rows_beside("real", part) for part in ("windows", "items")]
+    table = real.real_front_table(committed.measured["real"], *beside)
     dense, least = table.iloc[0], table["atoms removed"].iloc[1]
     perplexities = [name for name in table if name.startswith("perplexity")]
     pruned = table[table["atoms removed"].eq(least)].to_dict("records")
@@ -149,7 +150,7 @@ def _pretrained(committed: Committed) -> str:
     return (
         f"Perplexity on {corpora}, and mean accuracy: {dense_model}. Without {least} "
         f"of the atoms ({pruned[0]['parameters removed']} of the parameters): "
-        f"{'; '.join(states)}. {real.measured_on(committed.measured['real'])}"
+        f"{'; '.join(states)}. {real.measured_on(*beside)}"
     )
 
 

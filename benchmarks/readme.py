@@ -45,14 +45,15 @@ def front_blocks(
         claimed: from `claims_table`.
         measured: rows of the benchmarks, from `index.measured`.
     """
+    beside = [rows_beside("real", part) for part in ("windows", "items")]
     costs = (
         _cost(measured["cost"]),
         f"{_cost_on_gpu(measured['gpu'])} {_sliced_on_gpu(measured['speed_gpu'])}",
         _streamed(measured["streaming"]),
     )
     return {
-        "real": as_block(real.real_front_table(measured["real"])),
-        "measured_on": real.measured_on(measured["real"]),
+        "real": as_block(real.real_front_table(measured["real"], *beside)),
+        "measured_on": real.measured_on(*beside),
         "calibrated_on": real.FRONT_TEXT.partition(", ")[2],
         "cost": "\n" + "".join(f"* {line}\n" for line in costs),
         "claims": as_block(in_short(claimed)),

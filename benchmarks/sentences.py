@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from benchmarks.figures.real import MODEL
+from benchmarks.figures.real import MODEL, of_all
 from heapr_lab.experiments.answers import Answer, answer, listed, value_range
 from heapr_lab.experiments.intervals import (
     UNDECIDED,
@@ -30,7 +30,7 @@ def quality(
     ratios = sorted(set.intersection(*map(set, pair)))
     if not ratios:
         return answer(f"{default} has not been measured on a pretrained model.")
-    windows = _of_all(windows[windows["method"].isin([default, "heapr", "dense"])])
+    windows = of_all(windows[windows["method"].isin([default, "heapr", "dense"])])
     same = windows["corpus"].eq(corpus)
     parts = {corpus: windows[same], "other text": windows[~same]}
     texts = {name: part for name, part in parts.items() if len(part)}
@@ -60,13 +60,6 @@ def quality(
         f"Mean accuracy on the tasks minus HEAPr's: {accuracies or 'not measured'}.",
     ]
     return answer(short, more)
-
-
-def _of_all(windows: pd.DataFrame) -> pd.DataFrame:
-    """The windows that every state has, so that their losses can be compared."""
-    n_states = windows.groupby(["method", "ratio"]).ngroups
-    shared = windows.groupby(["corpus", "window"])["nll"].transform("size")
-    return windows[shared.eq(n_states)]
 
 
 def _avoided(windows: pd.DataFrame, method: str, ratios: Iterable[float]) -> str:

@@ -18,6 +18,7 @@ from heapr_lab.experiments.intervals import (
     accuracy_difference,
     interval_of,
     loss_difference,
+    state,
 )
 from heapr_lab.figures import style
 from heapr_lab.figures.style import (
@@ -30,7 +31,7 @@ from heapr_lab.figures.style import (
     styled,
 )
 from heapr_lab.importance.estimators import PER_TOKEN
-from heapr_lab.tasks.paper_tasks import GUESSING
+from heapr_lab.tasks.paper_tasks import GUESSING, MEAN, task_summary
 from heapr_lab.text.calibration_spec import spread
 
 _NAMES = {
@@ -50,9 +51,10 @@ FRONT_TEXT = f"{FITTED_TO}, 128 windows"
 """The ratios of the table in README.md, and what its methods are calibrated on."""
 _BESIDES = ("heapr-l", "camera-p", "reap", *RIVALS)
 """What `main_table` has besides HEAPr and the default."""
-TEXTS = ("WikiText-2", "PTB and C4")
-"""The corpus that is calibrated on, and the others."""
-LOSSES = tuple(f"Δloss, {text} [{PER_TOKEN}] ↓" for text in TEXTS)
+TEXTS = {FITTED_TO: "WikiText-2", "ptb": "PTB", "c4": "C4"}
+"""The corpus that is calibrated on, and the others, by the names of figures."""
+LOSSES = {name: f"Δloss, {text} [{PER_TOKEN}] ↓" for name, text in TEXTS.items()}
+_ACCURACY = "mean accuracy ↑"
 ACCURACY = "mean accuracy of seven ↑"
 """What `apart` compares."""
 
@@ -112,54 +114,69 @@ def of_model(rows: pd.DataFrame) -> "pd.Series[bool]":
     return rows["model"].eq(MODEL) & rows["seed"].eq(0)
 
 
-def real_front_table(rows: pd.DataFrame) -> pd.DataFrame:
+def real_front_table(
+    rows: pd.DataFrame, windows: pd.DataFrame, items: pd.DataFrame
+) -> pd.DataFrame:
     """Perplexity and mean accuracy of the pretrained MoE, in absolute numbers.
 
     A row for the dense model and for each ratio, method by method; the last one is of
-    guessing.
+    guessing. All are of the windows and items that every one of them has.
+
+    Args:
+        rows: of `benchmarks/real.py`.
+        windows: the losses beside them.
+        items: the answers beside them.
     """
-    front = front_states(rows)
-    front = front.assign(method=front["method"].replace("heapr", "HEAPr"))
-    front = front.sort_values(["ratio", "method"], key=_in_order, ignore_index=True)
-    table = pd.DataFrame(
+    front = front_states(rows).sort_values(["ratio", "method"], key=_in_order)
+    windows, items = (of_all(front_states(frame)) for frame in (windows, items))
+    lines = [
         {
-            "atoms removed": front["ratio"].map("{:.0%}".format),
-            "parameters removed": front["parameters_saved"].map("{:.1%}".format),
-            "method": front["method"],
+            "atoms removed": f"{row['ratio']:.0%}",
+            "parameters removed": f"{row['parameters_saved']:.1%}",
+            "method": {"heapr": "HEAPr"}.get(row["method"], row["method"]),
+            **_perplexities(state(windows, row["method"], row["ratio"])),
+            **_accuracy(state(items, row["method"], row["ratio"])),
         }
-    )
-    for corpus in _measured(front, "perplexity "):
-        numbers = front[f"perplexity {corpus}"]
-        dense = numbers / np.exp(front[f"delta_nll {corpus}"])
-        fewer = _on_fewer(front, "windows", dense.map("{:.1f}".format))
-        table[f"perplexity {corpus} ↓"] = numbers.map("{:.1f}".format) + fewer
-    dense = (front["accuracy"] - front["against_dense"]).map("{:.1%}".format)
-    numbers = with_error(front, "accuracy", "accuracy_stderr")
-    table["mean accuracy ↑"] = numbers + _on_fewer(front, "items", dense)
-    guessing = {"method": "guessing", "mean accuracy ↑": f"{GUESSING:.1%}"}
-    return pd.concat([table, pd.DataFrame([guessing])], ignore_index=True).fillna("–")
+        for row in front.to_dict("records")
+    ]
+    lines.append({"method": "guessing", _ACCURACY: f"{GUESSING:.1%}"})
+    return pd.DataFrame(lines).fillna("–")
 
 
-def _on_fewer(
-    rows: pd.DataFrame, counted: str, dense: "pd.Series[str]"
-) -> "pd.Series[str]":
-    """In brackets, the dense model's numbers where fewer windows or items are read."""
-    all_of_them = rows.loc[rows["method"].eq("dense"), counted].iloc[0]
-    return (" (dense " + dense + ")").where(rows[counted].ne(all_of_them), "")
+def _perplexities(windows: pd.DataFrame) -> dict[str, str]:
+    losses = windows.groupby("corpus", sort=False)["nll"].mean()
+    return {
+        f"perplexity {name} ↓": f"{math.exp(nll):.1f}" for name, nll in losses.items()
+    }
+
+
+def _accuracy(items: pd.DataFrame) -> dict[str, str]:
+    value, error = task_summary(items).set_index("task").loc[MEAN, ["value", "stderr"]]
+    return {_ACCURACY: f"{value:.1%} ± {error:.1%}"}
+
+
+def of_all(rows: pd.DataFrame) -> pd.DataFrame:
+    """The windows or items that every state has, so that they can be compared."""
+    n_states = rows.groupby(["method", "ratio"]).ngroups
+    unit = ["corpus", "window"] if "window" in rows else ["task", "item"]
+    return rows[rows.groupby(unit)["method"].transform("size").eq(n_states)]
 
 
 def _in_order(column: "pd.Series[Any]") -> "pd.Series[Any]":
-    return column.ne("HEAPr") if column.name == "method" else column
+    return column.ne("heapr") if column.name == "method" else column
 
 
-def measured_on(rows: pd.DataFrame) -> str:
+def measured_on(windows: pd.DataFrame, items: pd.DataFrame) -> str:
     """What the numbers of `real_front_table` are of, in a sentence."""
-    front = front_states(rows)
-    text = f"Perplexity of {_windows(front)} of 512 tokens; {_items(front)}; ± is one "
-    text += "standard error."
-    if not front[["windows", "items"]].nunique().gt(1).any():
-        return text
-    return f"{text} In brackets: the dense model on the same, fewer windows or items."
+    windows, items = (of_all(front_states(frame)) for frame in (windows, items))
+    n_windows = windows.groupby("corpus", sort=False)["window"].nunique()
+    n_items = items.groupby("task")["item"].nunique()
+    return (
+        f"Perplexity of {value_range(n_windows, 'd')} windows of 512 tokens, spread "
+        "evenly over each test split; the paper's seven tasks, "
+        f"{value_range(n_items, 'd')} items each; the same for all rows. ± is one "
+        "standard error."
+    )
 
 
 def compared_on(rows: pd.DataFrame, losses: pd.DataFrame, calibration: str) -> str:
@@ -279,7 +296,8 @@ def main_table(
         }
         for row in states.to_dict("records")
     )
-    names = {name: f"minus HEAPr's: {name}" for name in (*LOSSES, ACCURACY)}
+    columns = (*LOSSES.values(), ACCURACY)
+    names = {name: f"minus HEAPr's: {name}" for name in columns}
     return table.fillna("–").rename(columns=names)
 
 
@@ -293,20 +311,16 @@ def apart(
     Returns:
         By `LOSSES` and `ACCURACY`; None where there is nothing that both have.
     """
-    fitted = windows["corpus"].eq(FITTED_TO)
-    parts = windows[fitted], windows[~fitted]
-    return {
-        **{
-            name: loss_difference(part, *pair, ratio)
-            for name, part in zip(LOSSES, parts, strict=True)
-        },
-        ACCURACY: accuracy_difference(items, *pair, ratio),
+    gaps = {
+        name: loss_difference(windows[windows["corpus"].eq(corpus)], *pair, ratio)
+        for corpus, name in LOSSES.items()
     }
+    return gaps | {ACCURACY: accuracy_difference(items, *pair, ratio)}
 
 
 def said(gaps: Mapping[str, Any]) -> dict[str, Any]:
     """A row whose differences, those of `apart`, are text; a dash for None."""
-    forms = dict.fromkeys(LOSSES, "+.3f") | {ACCURACY: "+.1%"}
+    forms = dict.fromkeys(LOSSES.values(), "+.3f") | {ACCURACY: "+.1%"}
     return dict(gaps) | {
         name: gaps[name].said(form) if gaps[name] else "–"
         for name, form in forms.items()

@@ -4,30 +4,31 @@ import math
 
 import pandas as pd
 import pytest
-from figure_rows import real_row
+from figure_rows import item_rows, real_row, window_rows
 
 from benchmarks.figures import real
 
 
-def test_the_front_is_of_one_draw_and_the_dense_model_on_as_much():
+def test_the_front_is_of_one_draw_and_of_what_all_of_its_states_have():
     """Other draws and controls are in the whole table alone."""
-    text = {"fitted_to": real.FRONT_TEXT, "windows": "16, 16, 16"}
-    rows = pd.DataFrame(
-        [
-            real_row("dense", 0.0, windows="595, 206, 54", items=400),
-            real_row("heapr", 0.25, **text),
-            real_row("heapr", 0.25, seed=1, **text),
-            real_row("random", 0.25, **text),
-        ]
-    )
-    rows[[f"delta_nll {corpus}" for corpus in ("wikitext2", "ptb")]] = math.log(2)
-    front = real.real_front_table(rows)
+    named = {"model": real.MODEL, "fitted_to": real.FRONT_TEXT}
+    dense = real_row("dense", 0.0)
+    text = {"fitted_to": real.FRONT_TEXT}
+    others = ("heapr", {}), ("heapr", {"seed": 1}), ("random", {})
+    pruned = [real_row(name, 0.25, **text, **more) for name, more in others]
+    rows = pd.DataFrame([dense, *pruned])
+    losses = {("dense", 0.0): math.log(20), ("heapr", 0.25): math.log(45)}
+    windows = window_rows(losses, "ptb").assign(**named, seed=0)
+    few = windows["method"].eq("dense") | windows["window"].lt(1)
+    answers = {("dense", 0.0): [1, 0, 1, 0], ("heapr", 0.25): [0, 1]}
+    items = item_rows(answers).assign(**named, seed=0)
+    front = real.real_front_table(rows, windows[few], items)
     assert front["method"].tolist() == ["dense", "HEAPr", "guessing"]
-    assert "In brackets: the dense model" in real.measured_on(rows)
-    perplexities = front["perplexity wikitext2 ↓"].tolist()
-    assert perplexities[:2] == ["20.0", "45.0 (dense 22.5)"]
-    accuracies = front["mean accuracy ↑"].tolist()
-    assert accuracies[:2] == ["50.0% ± 1.0%", "47.5% ± 1.0% (dense 50.0%)"]
+    assert front["perplexity ptb ↓"].tolist() == ["20.0", "45.0", "–"]
+    assert front["mean accuracy ↑"].tolist()[:2] == ["50.0% ± 50.0%"] * 2
+    said = real.measured_on(windows[few], items)
+    assert "Perplexity of 1 windows" in said
+    assert "2 items each" in said
 
 
 def test_the_figure_has_both_methods_named_at_their_ends():
