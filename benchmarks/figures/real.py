@@ -348,6 +348,7 @@ def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes
     error = value.replace("delta_nll", "delta_nll_stderr")
     error = "against_dense_stderr" if shown == "accuracy" else error
     ax.axhline(0.0, **REFERENCE_LINE)
+    ends = {}
     for name in ("heapr", DEFAULT):
         rows = states[states["method"].isin([name, "dense"])].sort_values("ratio")
         ax.errorbar(
@@ -356,7 +357,10 @@ def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes
             yerr=1.96 * rows[error].fillna(0.0),
             **look(name).keywords() | {"label": None},
         )
-        _name_line(ax, look(name), (rows["ratio"].iloc[-1], rows[value].iloc[-1]))
+        ends[name] = rows["ratio"].iloc[-1], rows[value].iloc[-1]
+    upper = max(ends, key=lambda name: ends[name][1])
+    for name, end in ends.items():
+        _name_line(ax, look(name), end, "bottom" if name == upper else "top")
     ax.set_xlabel(LABELS["ratio"])
     loss = f"Δloss [{PER_TOKEN}] ↓"
     ax.set_ylabel("minus dense [points] ↑" if shown == "accuracy" else loss)
@@ -368,14 +372,14 @@ def plot_real(data: pd.DataFrame, *, shown: str, ax: Axes | None = None) -> Axes
     return ax
 
 
-def _name_line(ax: Axes, shown: Look, end: tuple[float, float]) -> None:
+def _name_line(ax: Axes, shown: Look, end: tuple[float, float], va: str) -> None:
     """Write the name of a curve right of its end, in its colour."""
     ax.annotate(
         shown.label,
         end,
         xytext=(5, 0),
         textcoords="offset points",
-        va="center",
+        va=va,
         fontsize=8,
         color=shown.color,
     )

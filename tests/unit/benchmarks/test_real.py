@@ -43,6 +43,7 @@ def test_the_figure_has_both_methods_named_at_their_ends():
     assert [ax.get_title(loc="left") for ax in figure.axes] == titles
     for ax in figure.axes:
         assert [text.get_text() for text in ax.texts] == ["HEAPr", "compress"]
+        assert {text.get_va() for text in ax.texts} == {"bottom", "top"}  # apart
     bars = figure.axes[0].containers[0]
     ((x, low), (_, high)) = bars[2][0].get_segments()[-1]
     assert x == 0.25
