@@ -51,7 +51,7 @@ FRONT_TEXT = f"{FITTED_TO}, 128 windows"
 """The ratios of the table in README.md, and what its methods are calibrated on."""
 _BESIDES = ("heapr-l", "camera-p", "reap", *RIVALS)
 """What `main_table` has besides HEAPr and the default."""
-TEXTS = {FITTED_TO: "WikiText-2", "ptb": "PTB", "c4": "C4"}
+TEXTS = {name: style.look(name).label for name in (FITTED_TO, "ptb", "c4")}
 """The corpus that is calibrated on, and the others, by the names of figures."""
 LOSSES = {name: f"Δloss, {text} [{PER_TOKEN}] ↓" for name, text in TEXTS.items()}
 _ACCURACY = "mean accuracy ↑"
@@ -291,7 +291,7 @@ def main_table(
         {"atoms removed": f"{row['ratio']:.1%}", "method": row["method"]}
         | {f"{name} ↓": f"{row[f'perplexity {name}']:.1f}" for name in corpora}
         | {
-            "mean accuracy ↑": f"{row['accuracy']:.1%} ± {row['accuracy_stderr']:.1%}",
+            _ACCURACY: f"{row['accuracy']:.1%} ± {row['accuracy_stderr']:.1%}",
             **minus_heapr(row["method"], row["ratio"]),
         }
         for row in states.to_dict("records")
